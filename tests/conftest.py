@@ -1,4 +1,4 @@
-"""What all tests share: hypothesis settings and the markers that need more than this machine may have."""
+"""Hypothesis settings and fixtures of all tests, and markers of tests that need a GPU or vLLM."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(ROOT), str(ROOT / "tests" / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
-# Threads of OpenMP wait for each other busily: those of two workers on two cores take ten times as long as one each.
-# Before anything imports torch; the processes that tests start inherit it.
+# OpenMP threads spin while they wait: with two workers on two cores, they take ten times as long as one thread each.
+# This must be set before torch is imported; processes that tests start inherit it.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The same examples every time, so that a failure is the change's; HYPOTHESIS_PROFILE=explore looks for new
-# ones.
+# Examples are the same in every run, so that a change causes any new failure; HYPOTHESIS_PROFILE=explore draws new
+# examples.
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile(
     "fixed", deadline=None, derandomize=True, max_examples=150, suppress_health_check=_SLOW
@@ -38,7 +38,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 @cache
 def missing_gpu() -> str | None:
-    """Why GPU tests cannot run here, or None."""
+    """Return the reason why GPU tests cannot run here, or None."""
     if shutil.which("nvidia-smi") is None:
         return "no NVIDIA GPU: nvidia-smi is not on the PATH"
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
@@ -51,13 +51,13 @@ def missing_gpu() -> str | None:
 
 @cache
 def missing_vllm() -> str | None:
-    """Why tests inside vLLM cannot run here, or None."""
+    """Return the reason why tests inside vLLM cannot run here, or None."""
     return None if importlib.util.find_spec("vllm") else "vLLM is not installed: pip install '.[cpu]'"
 
 
 @pytest.fixture(scope="session")
 def engines() -> Iterator[Engines]:
-    """One process with vLLM imported, which forks an engine per request."""
+    """Provide one process with vLLM imported, which forks an engine per request."""
     process = Engines()
     yield process
     process.close()
@@ -65,7 +65,7 @@ def engines() -> Iterator[Engines]:
 
 @pytest.fixture(autouse=True)
 def stance() -> Iterator[None]:
-    """End what a test has told torch.compile for the whole process, such as to run everything eagerly."""
+    """Reset the stance of torch.compile, which holds for the process, after each test."""
     yield
     if torch := sys.modules.get("torch"):
         torch.compiler.set_stance("default")
@@ -75,9 +75,9 @@ NEEDS = {"gpu": missing_gpu, "vllm": missing_vllm}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip, with the reason, what needs a GPU or vLLM where there is none.
+    """Skip tests that need a GPU or vLLM where it is missing.
 
-    A worker of pytest-xdist begins with vLLM's files, the longest ones: short ones at the end fill both workers.
+    Workers of pytest-xdist start with the files of vLLM, which take longest, so that both finish together.
     """
     for item in items:
         for name, missing in NEEDS.items():

@@ -1,4 +1,4 @@
-"""The programs of the accuracy protocols, on models too small to learn anything, and their tables."""
+"""The programs of the accuracy protocols on tiny models, and their tables and plots."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from slidesparse.calibrate.inputs import Hessian
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_programs_start() -> None:
-    """Each is imported with all that it names; one by one as a process would take a minute."""
+def test_programs_can_be_imported() -> None:
+    """One process imports all programs, as a process for each would take a minute."""
     listed = subprocess.run(
         [sys.executable, "-m", "benchmarks", "accuracy"], capture_output=True, text=True, cwd=ROOT, check=True
     )
@@ -44,22 +44,22 @@ def test_the_programs_start() -> None:
 
 
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
-def test_unstructured_shares(method: str) -> None:
+def test_unstructured_pruning_reaches_its_share(method: str) -> None:
     rules = float_prune.RULES
     torch.manual_seed(0)
     w, hessian = torch.randn(16, 256), Hessian(256)
-    hessian.add(torch.randn(8000, 256) @ torch.randn(256, 256))  # inputs that tell of each other
-    found = rules[method](w, hessian, 0.25)
-    assert float((found == 0).float().mean()) == 0.25
-    lost = ((found - w) @ hessian.matrix * (found - w)).sum()
+    hessian.add(torch.randn(8000, 256) @ torch.randn(256, 256))  # correlated inputs
+    pruned = rules[method](w, hessian, 0.25)
+    assert float((pruned == 0).float().mean()) == 0.25
+    lost = ((pruned - w) @ hessian.matrix * (pruned - w)).sum()
     if method == "sparsegpt":
         by_wanda = rules["wanda"](w, hessian, 0.25) - w
         assert lost < (by_wanda @ hessian.matrix * by_wanda).sum()
     else:
-        assert torch.equal(found[found != 0], w[found != 0])
+        assert torch.equal(pruned[pruned != 0], w[pruned != 0])
 
 
-def test_model_is_llama(tmp_path: Path) -> None:
+def test_model_equals_llama_of_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     shape = lm.Shape(vocabulary=100, hidden=32, intermediate=48, layers=2, heads=4, window=32)
     weights = lm.initial(shape, "cpu")
@@ -69,23 +69,23 @@ def test_model_is_llama(tmp_path: Path) -> None:
     shape, weights = lm.load(tmp_path, "cpu")
     model = lm.Model(shape, weights, torch.float32, compiled=False)
     ids = torch.randint(100, (2, 30))
-    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    reference = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     with torch.no_grad():
-        ours, expected = lm.logits_of(model.hidden(ids), *model.ends), theirs(ids).logits
-    # both in float32: sums of some 100 products, in another order
-    assert (ours - expected).abs().max() <= 1e-5 * expected.abs().max()
+        logits, expected = lm.logits_of(model.hidden(ids), *model.ends), reference(ids).logits
+    # both in float32: sums of about 100 products in another order
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_held_out_documents_share_little() -> None:
+def test_held_out_documents_that_overlap_training_are_dropped() -> None:
     lines = [f"a line of a document that is long enough to count {number}\n" for number in range(20)]
-    training, twin, other = "".join(lines[:10]), "".join(lines[5:15]), "".join(lines[15:])
+    training, twin, separate = "".join(lines[:10]), "".join(lines[5:15]), "".join(lines[15:])
     counts = corpus.Counter()
-    found = corpus.split([(1, training), (0, twin), (corpus.HELD_OUT_INTERVAL, other)], counts)
-    assert found == ([training], [other])
+    splits = corpus.split([(1, training), (0, twin), (corpus.HELD_OUT_INTERVAL, separate)], counts)
+    assert splits == ([training], [separate])
     assert sum(counts.values()) == 1
 
 
-def test_plots_are_the_same_bytes(tmp_path: Path) -> None:
+def test_plots_are_deterministic(tmp_path: Path) -> None:
     folder = ROOT / "docs" / "accuracy"
     out, drawn = tmp_path / "out.svg", []
     for _ in range(2):
@@ -94,8 +94,8 @@ def test_plots_are_the_same_bytes(tmp_path: Path) -> None:
     assert drawn[0] == drawn[1]
 
 
-def test_layers_are_drawn_as_they_were_served(tmp_path: Path) -> None:
-    """After fine-tuning where there was some."""
+def test_layer_plot_has_errors_as_served(tmp_path: Path) -> None:
+    """The plotted error is that after fine-tuning, or that after quantization without fine-tuning."""
     drawn = []
     for tuned in (None, 0.2, 0.3):
         row = {"name": "q_proj", "error_quantized": 0.2, "error_finetuned": tuned}

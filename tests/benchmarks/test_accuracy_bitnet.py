@@ -1,4 +1,4 @@
-"""The BitNet that is trained to be pruned: its arithmetic is transformers', and its table is filled."""
+"""The BitNet model of the accuracy protocol: arithmetic equal to that of transformers, and its table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.accuracy import language_model as lm
 TINY = bitnet.Shape(vocabulary=100, hidden=32, intermediate=88, layers=2, heads=4, window=32)
 
 
-def test_model_is_bitnet(tmp_path: Path) -> None:
+def test_model_equals_bitnet_of_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     from transformers.integrations.bitnet import AutoBitLinear
 
@@ -28,29 +28,30 @@ def test_model_is_bitnet(tmp_path: Path) -> None:
         tensor.data.copy_(tensor.bfloat16())
     lm.save(tmp_path, TINY, weights, layer_names=bitnet.NAMES)
     torch.compiler.set_stance("force_eager")
-    theirs = transformers.BitNetForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    for name, module in list(theirs.model.named_modules()):
+    reference = transformers.BitNetForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for name, module in list(reference.model.named_modules()):
         if isinstance(module, torch.nn.Linear):
             new = AutoBitLinear(module.in_features, module.out_features, bias=False, online_quant=True)
             new.weight = module.weight
-            theirs.model.set_submodule(name, new)
+            reference.model.set_submodule(name, new)
     ids = torch.randint(100, (2, 30))
     model = bitnet.Model(TINY, weights, torch.float32, compiled=False)
     with torch.no_grad():
-        ours, expected = lm.logits_of(model.hidden(ids), *model.ends), theirs(ids).logits
-    # a sum that is rounded to another INT8 code is as far off as a step of 1/127
-    assert (ours - expected).abs().mean() <= 1e-3 * expected.abs().max()
+        logits, expected = lm.logits_of(model.hidden(ids), *model.ends), reference(ids).logits
+    # a sum rounded to another INT8 code errs by a step of 1/127
+    assert (logits - expected).abs().mean() <= 1e-3 * expected.abs().max()
 
 
 def test_gradients_pass_straight_through() -> None:
     w = torch.randn(6, 8, requires_grad=True)
     codes = bitnet.ternary(w, 2)
-    assert [len(part.detach().abs().unique()) for part in codes.split(3)] == [2, 2]  # 0 and one scale each
+    # 0 and one scale for each part
+    assert [len(part.detach().abs().unique()) for part in codes.split(3)] == [2, 2]
     codes.sum().backward()
     assert torch.equal(w.grad, torch.ones(6, 8))  # type: ignore[arg-type]
 
 
-def test_all_of_it_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bitnet_protocol_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = np.frombuffer(Path(__file__).read_bytes() * 4, np.uint8).astype(np.uint16)
     folder, part = tmp_path / "corpus", corpus.compress(text)
     folder.mkdir()
@@ -68,6 +69,6 @@ def test_all_of_it_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert kinds == [("dense", "-"), *((p, m) for p in ("6:8", "2:4") for m in bitnet.METHODS)]
     zeros = [float(row["zeros"]) for row in rows]
     assert 0.25 < zeros[0] < zeros[1] < zeros[4]
-    found = json.loads((tmp_path / "out" / "bitnet.json").read_text())
-    assert found["training"]["steps"] == 2
-    assert found["model"]["hidden"] == 64
+    result = json.loads((tmp_path / "out" / "bitnet.json").read_text())
+    assert result["training"]["steps"] == 2
+    assert result["model"]["hidden"] == 64

@@ -1,4 +1,4 @@
-"""The plan of an end-to-end benchmark: checkpoints, command lines, environments, and figures that are accepted."""
+"""The plan of an end-to-end benchmark: checkpoints, command lines, environments, and validation of results."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from benchmarks.e2e_models import E2eError, Model, find_model
 from benchmarks.e2e_runs import Figures, RunError, check_log, check_room, read_figures
 
 
-def model_of(folder: Path, **asked: bool) -> Model:
-    return find_model(folder, None, None, **{"dense": True, "sparse": True, **asked})
+def model_of(folder: Path, **systems: bool) -> Model:
+    return find_model(folder, None, None, **{"dense": True, "sparse": True, **systems})
 
 
 def one_run(tmp_path: Path, stage: str = "prefill", system: str = "stock", m: int = 128) -> Any:
@@ -39,7 +39,7 @@ def test_each_system_has_its_flags_and_no_others() -> None:
     assert environment("unfused", users) == {**sparse, "SLIDESPARSE_FUSE": "0"}
 
 
-def test_the_steps_have_m_tokens(tmp_path: Path) -> None:
+def test_steps_have_m_tokens(tmp_path: Path) -> None:
     """Prefill is bounded by the token budget, decode by the number of sequences."""
     work = Workload()
     small, large = work.size("prefill", 512), work.size("prefill", 65536)
@@ -54,25 +54,25 @@ def test_the_steps_have_m_tokens(tmp_path: Path) -> None:
     with pytest.raises(E2eError, match="1536"):
         work.size("prefill", 1536)
     model = model_of(write_config(tmp_path / "m", "6:8"))
-    with pytest.raises(E2eError, match=r"513.*512"):  # more than the model has positions
+    with pytest.raises(E2eError, match=r"513.*512"):  # more tokens than the model has positions
         runs(model, ("prefill",), {"prefill": (512,)}, ("stock",), 1, work)
 
 
 @pytest.mark.parametrize(("version", "random", "warm"), [("0.13.0", False, False), ("0.25.1", True, True)])
-def test_options_that_a_vllm_lacks_are_left_out(
+def test_options_missing_in_a_vllm_release_are_omitted(
     tmp_path: Path, version: str, random: bool, warm: bool
 ) -> None:
     run = one_run(tmp_path)
-    words = command("vllm", Version(version), run, Workload(), tmp_path / "x.json")
-    assert ("--random-input-len" in words, "--num-warmups" in words) == (random, warm)
-    assert words[words.index("--input-len") + 1] == "8"
-    assert words[words.index("--max-num-batched-tokens") + 1] == "128"
-    assert words[words.index("--max-model-len") + 1] == str((8 + 1) * 5 // 4 + 32)
-    assert "--no-enable-prefix-caching" in words
+    arguments = command("vllm", Version(version), run, Workload(), tmp_path / "x.json")
+    assert ("--random-input-len" in arguments, "--num-warmups" in arguments) == (random, warm)
+    assert arguments[arguments.index("--input-len") + 1] == "8"
+    assert arguments[arguments.index("--max-num-batched-tokens") + 1] == "128"
+    assert arguments[arguments.index("--max-model-len") + 1] == str((8 + 1) * 5 // 4 + 32)
+    assert "--no-enable-prefix-caching" in arguments
 
 
-def test_models_by_name(tmp_path: Path) -> None:
-    """Dense systems run the checkpoint that was not pruned; names are the folders' without the pattern."""
+def test_find_model_reads_names_and_patterns_of_folders(tmp_path: Path) -> None:
+    """Dense systems run the unpruned checkpoint; a model's name is that of its folder without the pattern."""
     for pattern in ("dense", "6:8", "2:4"):
         write_config(tmp_path / "qwen" / pattern, None if pattern == "dense" else pattern)
     model = model_of(tmp_path / "qwen")
@@ -85,20 +85,20 @@ def test_models_by_name(tmp_path: Path) -> None:
 
 
 def test_figures_of_another_run_are_refused(tmp_path: Path) -> None:
-    run = one_run(tmp_path)  # 128 steps of 16 prompts of 8 tokens, at most 128 together
-    good = {"elapsed_time": 2.0, "num_requests": 2048, "total_num_tokens": 2048 * 9}
-    assert read_figures(run, good) == Figures(2048 * 9 / 2, "")
-    assert read_figures(run, good, 64.0).tokens_per_joule == 2048 * 9 / 64
+    run = one_run(tmp_path)  # 128 steps of 16 prompts of 8 tokens, at most 128 tokens each
+    valid = {"elapsed_time": 2.0, "num_requests": 2048, "total_num_tokens": 2048 * 9}
+    assert read_figures(run, valid) == Figures(2048 * 9 / 2, "")
+    assert read_figures(run, valid, 64.0).tokens_per_joule == 2048 * 9 / 64
     for change in ({"num_requests": 2047}, {"elapsed_time": 0.0}, {"elapsed_time": "soon"}):
         with pytest.raises(RunError):
-            read_figures(run, good | change)
+            read_figures(run, valid | change)
     with pytest.raises(RunError, match="not 8"):
-        read_figures(run, good | {"total_num_tokens": 2048})
-    decode = one_run(tmp_path / "decode", "decode", m=64)  # output tokens alone: 256 of each sequence
-    assert read_figures(decode, good | {"num_requests": 64}).tokens_per_s == 64 * 256 / 2
+        read_figures(run, valid | {"total_num_tokens": 2048})
+    decode = one_run(tmp_path / "decode", "decode", m=64)  # only output tokens: 256 per sequence
+    assert read_figures(decode, valid | {"num_requests": 64}).tokens_per_s == 64 * 256 / 2
 
 
-def test_the_log_tells_which_system_ran(tmp_path: Path) -> None:
+def test_log_identifies_the_system(tmp_path: Path) -> None:
     sparse = (
         "SlideSparse 6:8 (2 of every 8 pruned): 8 layers sparse, 1 dense (1 lm_head); dense layout; backend x"
     )
@@ -136,15 +136,15 @@ def test_a_cache_too_small_for_m_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seconds", [30.0, 0.3])
 def test_no_process_outlives_a_run(tmp_path: Path, seconds: float) -> None:
-    """An engine that vLLM leaves behind would keep the GPU's memory, whether the run ended or was ended."""
+    """An engine process left by vLLM would keep GPU memory, whether the run ended or was killed."""
     log = tmp_path / "log"
     wait = "" if seconds > 1 else "; wait"
     status = e2e_runs.execute(
         ["sh", "-c", f"sleep 300 & echo $!{wait}"], {"PATH": "/usr/bin:/bin"}, log, seconds
     )
     assert status == (0 if seconds > 1 else None)
-    left = Path(f"/proc/{log.read_text().strip()}/stat")
+    stat_file = Path(f"/proc/{log.read_text().strip()}/stat")
     deadline = time.monotonic() + 5
-    while left.exists() and left.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+    while stat_file.exists() and stat_file.read_text().rsplit(")", 1)[1].split()[0] != "Z":
         assert time.monotonic() < deadline, "the child still runs"
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""The kernels of a step, from a trace of PyTorch's profiler."""
+"""Times of a step's kernels from a trace of PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def event(name: str, start: float, duration: float, category: str = "kernel") ->
     return {"name": name, "cat": category, "ts": start, "dur": duration}
 
 
-def test_a_step_is_its_kernels_and_what_none_covers(tmp_path: Path) -> None:
-    """Two steps of 50 us: 10 + 20 us of kernels that overlap by 5, and 25 us without one."""
+def test_step_time_is_split_into_kernels_and_idle(tmp_path: Path) -> None:
+    """Two steps take 50 us each: kernels of 10 and 20 us that overlap by 5 us, and 25 us without a kernel."""
     events: list[dict[str, object]] = [event("aten::mm", 0, 1000, "cpu_op")]
     for start in (100, 150):
         events += [event("_quant_slide", start, 10), event("cutlass::device_kernel<x>", start + 5, 20)]
     events.append(event("Memset (Device)", 199, 1, "gpu_memset"))
     trace(tmp_path, events)
-    found = {one.name: one for one in e2e_profile.read(tmp_path, steps=2)}
-    assert found["_quant_slide"] == e2e_profile.Kernel("_quant_slide", "quantize", 1, 10)
-    assert found["cutlass::device_kernel<x>"].us == 20
-    assert found["Memset (Device)"].calls == 0.5
-    assert found["idle"].us == (100 - 2 * 25 - 1) / 2
+    kernels = {kernel.name: kernel for kernel in e2e_profile.read(tmp_path, steps=2)}
+    assert kernels["_quant_slide"] == e2e_profile.Kernel("_quant_slide", "quantize", 1, 10)
+    assert kernels["cutlass::device_kernel<x>"].us == 20
+    assert kernels["Memset (Device)"].calls == 0.5
+    assert kernels["idle"].us == (100 - 2 * 25 - 1) / 2
 
 
 @pytest.mark.parametrize(
@@ -50,11 +50,11 @@ def test_a_step_is_its_kernels_and_what_none_covers(tmp_path: Path) -> None:
         ("void at::native::vectorized_elementwise_kernel", "sampling and the rest"),
     ],
 )
-def test_kernels_are_told_by_their_names(name: str, kind: str) -> None:
+def test_kernels_are_classified_by_name(name: str, kind: str) -> None:
     assert e2e_profile.kind(name) == kind
 
 
-def test_a_trace_that_tells_nothing_is_an_error(tmp_path: Path) -> None:
+def test_missing_or_invalid_trace_is_an_error(tmp_path: Path) -> None:
     for make in (
         lambda: None,
         lambda: trace(tmp_path, [event("aten::mm", 0, 1, "cpu_op")]),

@@ -1,4 +1,4 @@
-"""Tables on disk: resumed without repeating a row, never mixed with another machine's."""
+"""Tables on disk: resumption without repeated rows, and refusal of another machine's tables."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def test_a_torn_last_line_is_dropped_and_measured_again(tmp_path: Path) -> None:
     table = Records(path.parent, FORM)
     table.add({"a": "x, y", "b": 1, "us": 1 / 3})
     table.add({"a": "z", "b": 2, "us": 2.0})
-    whole = path.read_bytes()
-    assert whole == b'a,b,us\n"x, y",1,0.333\nz,2,2.000\n'
+    content = path.read_bytes()
+    assert content == b'a,b,us\n"x, y",1,0.333\nz,2,2.000\n'
     for lost in range(1, 10):
-        path.write_bytes(whole[:-lost])
-        again = Records(path.parent, FORM)
-        assert again.has({"a": "x, y", "b": 1, "us": 9.0})
-        assert not again.has({"a": "z", "b": 2})
-        again.add({"a": "z", "b": 2, "us": 2.0})
-        assert path.read_bytes() == whole
+        path.write_bytes(content[:-lost])
+        resumed = Records(path.parent, FORM)
+        assert resumed.has({"a": "x, y", "b": 1, "us": 9.0})
+        assert not resumed.has({"a": "z", "b": 2})
+        resumed.add({"a": "z", "b": 2, "us": 2.0})
+        assert path.read_bytes() == content
 
 
-def test_a_table_with_a_torn_head_begins_again(tmp_path: Path) -> None:
+def test_table_with_a_torn_header_is_restarted(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("a,b")
     assert Records(tmp_path, FORM).rows == []
     assert (tmp_path / "t.csv").read_text() == "a,b,us\n"
@@ -51,22 +51,22 @@ def test_a_foreign_table_is_refused_and_kept(tmp_path: Path, text: str, fact: st
 def test_conditions_collect_commands_and_refuse_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, found = tmp_path / "kernel.json", gpu_conditions(GPU, [FakeLibrary()])
-    assert (found["gpu"], found["capability"]) == (GPU.name, "9.0")
-    assert found["versions"]["cusparselt"] == "1.2.3"
-    assert found["versions"]["torch"] == torch.__version__
+    path, conditions = tmp_path / "kernel.json", gpu_conditions(GPU, [FakeLibrary()])
+    assert (conditions["gpu"], conditions["capability"]) == (GPU.name, "9.0")
+    assert conditions["versions"]["cusparselt"] == "1.2.3"
+    assert conditions["versions"]["torch"] == torch.__version__
     monkeypatch.setattr(sys, "argv", ["benchmarks", "kernel one"])
-    write_conditions(path, found)
+    write_conditions(path, conditions)
     amend_conditions(path, {"copy_GBps": 4.0})
     monkeypatch.setattr(sys, "argv", ["benchmarks", "again"])
-    write_conditions(path, found)
+    write_conditions(path, conditions)
     document = json.loads(path.read_text())
     assert document["commands"] == ["python -m benchmarks 'kernel one'", "python -m benchmarks again"]
     assert document["copy_GBps"] == 4.0
-    for change in ({"gpu": "NVIDIA Other"}, {"versions": found["versions"] | {"torch": "0.1"}}):
+    for change in ({"gpu": "NVIDIA Other"}, {"versions": conditions["versions"] | {"torch": "0.1"}}):
         with pytest.raises(RecordsError, match="--out"):
-            write_conditions(path, found | change)
+            write_conditions(path, conditions | change)
     assert json.loads(path.read_text()) == document
-    # a library that only one of the two has is no contradiction
-    write_conditions(path, found | {"versions": {"torch": torch.__version__, "hopper": "4"}})
-    assert json.loads(path.read_text())["versions"] == found["versions"] | {"hopper": "4"}
+    # a library in only one of the two sets is no contradiction
+    write_conditions(path, conditions | {"versions": {"torch": torch.__version__, "hopper": "4"}})
+    assert json.loads(path.read_text())["versions"] == conditions["versions"] | {"hopper": "4"}

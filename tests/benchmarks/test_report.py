@@ -1,6 +1,6 @@
-"""The report of small result files whose tables can be worked out by hand.
+"""The report of small result files, with tables computed by hand.
 
-All pages of the files in docs/ are compared with what is there by test_docs.py.
+test_docs.py compares the tables of docs/ with its result files.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from benchmarks.report.pages import REFERENCE
 
 @pytest.fixture(autouse=True)
 def no_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables alone, which take no time, but in tests of plots."""
+    """Skip drawing except in tests of plots."""
     if "plots" not in request.node.name:
         monkeypatch.setattr(plots, "draw", lambda *_: [])
 
 
 def kernel(folder: Path, lines: Iterable[str], **conditions: Any) -> str:
-    """kernel.md of these lines."""
+    """Return kernel.md for the lines of kernel.csv."""
     csv(folder, "kernel.csv", KERNEL.columns, lines)
     (folder / "kernel.json").write_text(json.dumps(conditions))
     assert folder / "kernel.md" in render(folder)
@@ -36,7 +36,7 @@ def kernel(folder: Path, lines: Iterable[str], **conditions: Any) -> str:
 
 
 def missing(folder: Path) -> list[list[str]]:
-    """The rows of the table of what was not measured."""
+    """Return the rows of the table of missing measurements."""
     return tables((folder / "README.md").read_text(), "Missing")[0][1:]
 
 
@@ -44,7 +44,7 @@ def missing(folder: Path) -> list[list[str]]:
 
 
 def test_speedups_and_efficiency(tmp_path: Path) -> None:
-    """Dense 100 us: 2:4 in 62.5 is 1.60 times, 6:8 in 80 is 1.25 times, 2_inf in 125 is 0.80 times."""
+    """Dense takes 100 us; 2:4 in 62.5 us is 1.60 times as fast, 6:8 in 80 us 1.25, and 2_inf in 125 us 0.80."""
     lines = [
         square("int8", "dense", 64, "cublaslt", 100),
         square("int8", "dense", 64, "cublaslt-int8", 75),
@@ -73,14 +73,14 @@ def test_speedups_and_efficiency(tmp_path: Path) -> None:
 
 
 def test_no_ratio_without_both_sides(tmp_path: Path) -> None:
-    """Nothing is taken from another M, and no efficiency is there without 2:4 at an M with the dense product."""
+    """No value comes from another M, and efficiency needs 2:4 and the dense product at the same M."""
     lines = [
         square("int8", "dense", 64, "cublaslt", 100),
         square("int8", "6:8", 64, "cusparselt", 80),
         square("int8", "6:8", 128, "cusparselt", 160),
         square("int8", "2:4", 256, "cusparselt", 70),
     ]
-    speedups, _tops = tables(kernel(tmp_path, lines), "Square, M = N = K, INT8")  # and no efficiency
+    speedups, _tops = tables(kernel(tmp_path, lines), "Square, M = N = K, INT8")  # no table of efficiency
     assert [row[2:] for row in speedups[1:4]] == [["-", "1.25"], ["-", "-"], ["-", "-"]]
     subject = ["kernel.csv, square", "INT8", "Square, M = N = K"]
     assert missing(tmp_path) == [
@@ -91,16 +91,16 @@ def test_no_ratio_without_both_sides(tmp_path: Path) -> None:
 
 
 def test_layers_are_summed_only_when_all_four_are_there(tmp_path: Path) -> None:
-    """Layers 1, 2, 3, 94 (100 us) against 1, 2, 3, 44 (50 us): 2.00; the mean of their ratios is 1.28."""
+    """Layers of 1, 2, 3 and 94 us (100) against 1, 2, 3 and 44 us (50) give 2.00; the mean of ratios would be 1.28."""
     lines = [
         *(layer("A", n, "dense", 512, "cublaslt", us) for n, us in zip(FOUR, (1, 2, 3, 94), strict=True)),
         *(layer("A", n, "6:8", 512, "cusparselt", us) for n, us in zip(FOUR, (1, 2, 3, 44), strict=True)),
         *four("A", "4:6", 512, "cusparselt", 70)[:3],
-        *four("B", "dense", 512, "cublaslt", 30)[:2],  # of B two layers are known at all
+        *four("B", "dense", 512, "cublaslt", 30)[:2],  # only two layers of B were measured
     ]
     text = kernel(tmp_path, lines)
     assert tables(text, "A, INT8")[0][:2] == [["M", "cublaslt us", "6:8"], ["512", "100.0", "2.00"]]
-    # 2 x 512 x 100 x 200 operations a layer, four times in 100 us and in 50
+    # 2 x 512 x 100 x 200 operations per layer; four layers in 100 us and in 50 us
     assert tables(text, "A, INT8")[1][1] == ["512", "0.82", "1.64"]
     titles = re.findall(r"^## (.*)", text, flags=re.MULTILINE)
     assert titles == ["A, INT8", "B o, INT8", "B qkv, INT8"]
@@ -111,17 +111,17 @@ def test_layers_are_summed_only_when_all_four_are_there(tmp_path: Path) -> None:
     ]
 
 
-def test_floor_by_hand(tmp_path: Path) -> None:
+def test_floor_equals_hand_computed_times(tmp_path: Path) -> None:
     """INT8, M 10, N 100, K 200 at 1 GB/s (1 byte takes 1 ns) and 0.001 TOPS (1000 operations take 1 us)."""
     dense = (10 * 200 + 100 * 200 + 2 * 10 * 100) / 1e3
     assert floor_us("int8", "dense", 10, 100, 200, 1.0, None) == pytest.approx(dense)
-    # 6:8: K' = 300; of 100 rows 150 values each and 37.5 bytes of their metadata
+    # 6:8: K' = 300; each of 100 rows has 150 values and 37.5 bytes of metadata
     slided = (10 * 300 + 100 * 150 + 100 * 37.5 + 2 * 10 * 100) / 1e3
     assert floor_us("int8", "6:8", 10, 100, 200, 1.0, None) == pytest.approx(slided)
     assert floor_us("int8", "6:8", 10, 100, 200, 1.0, 0.001) == pytest.approx(400.0 * 0.75)
     lines = [*four("A", "dense", 10, "cublaslt", 1e6), *four("A", "6:8", 10, "cusparselt", 9e5)]
     assert "floor" not in kernel(tmp_path, lines)
-    # the dense product's own rate is the peak: it takes as long as it took
+    # the peak is the rate of the dense product itself
     assert tables(kernel(tmp_path, lines, copy_GBps=1), "A, INT8")[-1] == [
         ["M", "dense", "6:8"],
         ["10", f"{4 * dense:.2f}", f"{4 * slided:.2f}"],
@@ -140,11 +140,11 @@ LAYERS = [
     summed("A", "6:8", 4096, "cusparselt", 102),  # slower
     summed("B", "dense", 64, "stock", 100, "fp8"),
     summed("B", "6:8", 64, "cusparselt", 150, "fp8"),  # slower
-    summed("B", "dense", 512, "stock", 100, "fp8"),  # ours was not measured
+    summed("B", "dense", 512, "stock", 100, "fp8"),  # sparse was not measured
 ]
 
 
-def test_layers_beside_stock(tmp_path: Path) -> None:
+def test_layers_compared_with_stock(tmp_path: Path) -> None:
     csv(tmp_path, "linear.csv", LINEAR.columns, LAYERS)
     render(tmp_path)
     text = (tmp_path / "linear.md").read_text()
@@ -154,11 +154,11 @@ def test_layers_beside_stock(tmp_path: Path) -> None:
     assert tables(text, "A, INT8")[0][1] == ["64", "100.0", "1.25"]
 
 
-# --- kernels that memory bounds
+# --- memory-bound kernels
 
 
-def test_what_sliding_costs(tmp_path: Path) -> None:
-    """Each kernel beside the one of its own kind that does not slide."""
+def test_costs_of_sliding(tmp_path: Path) -> None:
+    """Each kernel is compared with the kernel of its kind that does not slide."""
     times = {
         "quant_only": 10,
         "quant_slide 6:8": 13,
@@ -168,8 +168,8 @@ def test_what_sliding_costs(tmp_path: Path) -> None:
     lines = [f'"{kernel}",int8,4096,2048,{us},1,1,1' for kernel, us in times.items()]
     csv(tmp_path, "bandwidth.csv", BANDWIDTH.columns, [*lines, "quant_slide 6:8,fp8,4096,2048,15,1,1,1"])
     render(tmp_path)
-    (found,) = tables((tmp_path / "bandwidth.md").read_text(), "What sliding costs")
-    assert found[1:] == [
+    (table,) = tables((tmp_path / "bandwidth.md").read_text(), "What sliding costs")
+    assert table[1:] == [
         ["int8", "2048", "4096", "10.00", "13.00 (+30%)", "25.00 (+150%)", "-", "12.00"],
         ["fp8", "2048", "4096", "-", "15.00", "-", "-", "-"],
     ]
@@ -194,12 +194,12 @@ RATES = [
     rate("sparse", 400, "2_8", m=128),  # the other spelling of 6:8
     rate("unfused", 300, "6:8", m=128),  # another sparse system
     rate("stock", 20, stage="decode"),
-    rate("stock", 10, stage="decode"),  # again: this one counts
+    rate("stock", 10, stage="decode"),  # repeated: the last one counts
     rate("sparse", 12.5, "6:8", stage="decode"),
 ]
 
 
-def test_whole_models(tmp_path: Path) -> None:
+def test_tables_of_whole_models(tmp_path: Path) -> None:
     csv(tmp_path, "e2e.csv", E2E.columns, RATES)
     render(tmp_path)
     text = (tmp_path / "e2e.md").read_text()
@@ -211,7 +211,7 @@ def test_whole_models(tmp_path: Path) -> None:
     ]
     assert over_stock == [
         ["M", "2:4", "6:8"],
-        ["64", "1.60", "0.88"],  # of 980 / 1000, 100 / 900 and 970 / 1100 the middle one
+        ["64", "1.60", "0.88"],  # the median of 980 / 1000, 100 / 900 and 970 / 1100
         ["128", "-", "0.80"],
         ["N/(N-1)", "2.00", "1.33"],
     ]
@@ -219,8 +219,8 @@ def test_whole_models(tmp_path: Path) -> None:
     assert efficiency[1] == ["64", "100.0%", "82.7%"]  # 970 / 1100 / 1.6 / (2 / 3)
     assert tables(text, "tiny, unfused, prefill, INT8")[1][2] == ["128", "0.60"]
     assert tables(text, "tiny, decode, INT8")[0][1] == ["64", "10.00", "12.50"]
-    found = {(row[0], row[1]): row[2:6] for row in tables(text, "Beside stock vLLM")[0][1:]}
-    assert found == {
+    counts = {(row[0], row[1]): row[2:6] for row in tables(text, "Beside stock vLLM")[0][1:]}
+    assert counts == {
         ("prefill", "2:4"): ["1", "1", "0", "0"],
         ("prefill", "6:8"): ["3", "0", "0", "3"],
         ("decode", "6:8"): ["1", "1", "0", "0"],
@@ -229,12 +229,12 @@ def test_whole_models(tmp_path: Path) -> None:
     assert "1 lines of `e2e.csv` were repeated" in (tmp_path / "README.md").read_text()
 
 
-def test_beside_the_paper(tmp_path: Path) -> None:
-    """Ours: 6:8 at 1.25 (M 64) and 1.10 (M 512) over cuBLASLt; INT8-writing cuBLASLt takes 88 of its 100 us.
+def test_comparison_with_the_paper(tmp_path: Path) -> None:
+    """Our 6:8 is at 1.25 (M 64) and 1.10 (M 512) over cuBLASLt, which takes 88 instead of 100 us with INT8 outputs.
 
     A whole model at 6:8 runs at 1.21 times cuBLASLt's and 0.97 times stock vLLM's rate.
     """
-    ours = [
+    rows = [
         *four("A", "dense", 64, "cublaslt", 100),
         *four("A", "dense", 64, "cublaslt-int8", 88),
         *four("A", "6:8", 64, "cusparselt", 80),
@@ -244,7 +244,7 @@ def test_beside_the_paper(tmp_path: Path) -> None:
         square("bf16", "dense", 64, "cublaslt", 100),
         square("bf16", "2:4", 64, "cusparselt", 50),
     ]
-    csv(tmp_path, "kernel.csv", KERNEL.columns, ours)
+    csv(tmp_path, "kernel.csv", KERNEL.columns, rows)
     csv(
         tmp_path,
         "e2e.csv",
@@ -259,10 +259,10 @@ def test_beside_the_paper(tmp_path: Path) -> None:
     }
     lines = [f"{kernel},int8,4096,{k},{us},1,1,1" for kernel, us in quantizers.items() for k in (64, 128)]
     csv(tmp_path, "bandwidth.csv", BANDWIDTH.columns, [*lines, "quant_slide 6:8,int8,8192,64,1,1,1,1"])
-    theirs = ["operands,A,int8,6:8,64,1.25", "operands,A,int8,6:8,512,1.25", "served,A,int8,6:8,512,1.12"]
-    theirs += ["operands,A,int8,4:6,64,2", "operands,B,int8,6:8,64,2", "square,square,bf16,2:4,64,1.6"]
-    theirs += ["prefill,tiny,int8,6:8,64,1.2", "decode,tiny,int8,6:8,64,1.2"]
-    render(tmp_path, csv(tmp_path, "r.csv", REFERENCE, theirs))
+    reference = ["operands,A,int8,6:8,64,1.25", "operands,A,int8,6:8,512,1.25", "served,A,int8,6:8,512,1.12"]
+    reference += ["operands,A,int8,4:6,64,2", "operands,B,int8,6:8,64,2", "square,square,bf16,2:4,64,1.6"]
+    reference += ["prefill,tiny,int8,6:8,64,1.2", "decode,tiny,int8,6:8,64,1.2"]
+    render(tmp_path, csv(tmp_path, "r.csv", REFERENCE, reference))
     text = (tmp_path / "comparison.md").read_text()
     (counts,) = tables(text, "Beside the paper and the reference implementation")
     assert [row[1:] for row in counts[1:]] == [
@@ -275,8 +275,8 @@ def test_beside_the_paper(tmp_path: Path) -> None:
         ["sparse over cublaslt", "1", "1", "0", "0", "0", "-"],
         ["sparse over stock", "1", "0", "0", "0", "1", "19.2%"],
     ]
-    (gone,) = tables(text, "Theirs, not measured here")
-    assert [row[1:] for row in gone[1:]] == [
+    (unmeasured,) = tables(text, "Theirs, not measured here")
+    assert [row[1:] for row in unmeasured[1:]] == [
         ["A", "INT8", "1", "64"],
         ["B", "INT8", "1", "64"],
         ["tiny", "INT8", "1", "64"],
@@ -300,7 +300,7 @@ def test_beside_the_paper(tmp_path: Path) -> None:
     assert [row[2:] for row in sliding[1:3]] == [["+30%", "-", "+20%"], ["-", "-", "-"]]
 
 
-# --- files that stop early, or mean nothing
+# --- torn or invalid files
 
 
 def test_a_torn_or_failed_line_does_not_count(tmp_path: Path) -> None:
@@ -310,12 +310,12 @@ def test_a_torn_or_failed_line_does_not_count(tmp_path: Path) -> None:
     path.write_text(path.read_text()[:-3])
     render(tmp_path)
     readme = (tmp_path / "README.md").read_text()
-    for words in (
+    for text in (
         "`kernel.csv` is torn",
         "1 lines of `kernel.csv` hold no figure",
         "`linear.csv` is not there",
     ):
-        assert words in readme
+        assert text in readme
 
 
 @pytest.mark.parametrize(
@@ -326,14 +326,14 @@ def test_a_torn_or_failed_line_does_not_count(tmp_path: Path) -> None:
         ("cube" + square("int8", "6:8", 8, "cusparselt", 1)[6:], "'cube'"),
     ],
 )
-def test_what_cannot_be_understood_is_an_error(tmp_path: Path, line: str, fact: str) -> None:
+def test_invalid_line_is_an_error(tmp_path: Path, line: str, fact: str) -> None:
     csv(tmp_path, "kernel.csv", KERNEL.columns, [line])
     with pytest.raises(RecordsError, match=rf"kernel\.csv.*{fact}"):
         render(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["kernel.csv"]
 
 
-def test_nothing_to_report(tmp_path: Path) -> None:
+def test_folder_without_results_is_an_error(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(RecordsError, match=str(folder)):
             render(folder)
@@ -342,8 +342,8 @@ def test_nothing_to_report(tmp_path: Path) -> None:
 # --- plots
 
 
-def test_plots(tmp_path: Path) -> None:
-    """The same bytes each time, without a date; panels of six sections a file; bars at the largest common M."""
+def test_plots_are_deterministic_and_complete(tmp_path: Path) -> None:
+    """Plots are reproducible, without a date. A file has panels of six sections; bars are at the largest common M."""
     cells = (("dense", "cublaslt", 100), ("2:4", "cusparselt", 60), ("6:8", "cusparselt", 85))
     lines = []
     for m in (64, 1024):
@@ -351,19 +351,19 @@ def test_plots(tmp_path: Path) -> None:
             lines.append(square("int8", pattern, m, provider, us))
             for i in range(6 if m == 64 else 1):
                 lines += four(f"model {i}", pattern, m, provider, us)
-    lines.append(square("fp8", "dense", 64, "cublaslt", 100))  # nothing sparse: no plot
+    lines.append(square("fp8", "dense", 64, "cublaslt", 100))  # no sparse rows: no plot
     csv(tmp_path, "kernel.csv", KERNEL.columns, lines)
     csv(tmp_path, "linear.csv", LINEAR.columns, LAYERS)
     csv(tmp_path, "e2e.csv", E2E.columns, RATES)
-    first = {path.name: path.read_bytes() for path in render(tmp_path)}
+    files = {path.name: path.read_bytes() for path in render(tmp_path)}
     names = ["kernel-speedup-int8.svg", "kernel-speedup-int8-2.svg", "kernel-models-int8.svg"]
-    names += [f"linear-{what}-{dtype}.svg" for dtype in ("int8", "fp8") for what in ("speedup", "models")]
+    names += [f"linear-{kind}-{dtype}.svg" for dtype in ("int8", "fp8") for kind in ("speedup", "models")]
     names += [
-        f"e2e-{stage}-{what}-int8.svg" for stage in ("prefill", "decode") for what in ("speedup", "models")
+        f"e2e-{stage}-{kind}-int8.svg" for stage in ("prefill", "decode") for kind in ("speedup", "models")
     ]
-    assert [name for name in first if name.endswith(".svg")] == names
-    assert {path.name: path.read_bytes() for path in render(tmp_path)} == first
-    shown = [first[name].decode() for name in names]
+    assert [name for name in files if name.endswith(".svg")] == names
+    assert {path.name: path.read_bytes() for path in render(tmp_path)} == files
+    shown = [files[name].decode() for name in names]
     assert [sorted(set(re.findall(r"model \d", text))) for text in shown[:2]] == [
         [f"model {i}" for i in range(5)],
         ["model 5"],

@@ -1,4 +1,4 @@
-"""The benchmark of N:M kernels without a GPU, its counters from a program that pretends to be ncu, and its page."""
+"""The benchmark of N:M kernels without a GPU, its counters from a fake ncu, and its page."""
 
 from __future__ import annotations
 
@@ -38,33 +38,33 @@ def todo(library: FakeLibrary) -> list[bench.Job]:
 
 def test_every_cell_is_measured_once(tmp_path: Path) -> None:
     library = FakeLibrary(name="hopper", outs=("bf16",), scale="both")
-    first = SpmmBench(session(library, limit=7.5, now=Ticks()), tmp_path, todo(library))
-    assert not first.run()
+    stopped = SpmmBench(session(library, limit=7.5, now=Ticks()), tmp_path, todo(library))
+    assert not stopped.run()
     run, steps = session(library), []
     run.advance = steps.append
-    whole = SpmmBench(run, tmp_path, todo(library))
-    assert whole.run()
+    complete = SpmmBench(run, tmp_path, todo(library))
+    assert complete.run()
     assert run.skipped == []
-    rows = whole.records.rows
-    # dense 2 + 1, ours of two patterns and strips, two types of the library; squares also the CPU; layers one pattern
+    rows = complete.records.rows
+    # dense 2 + 1, ours for two patterns and strips, two library types; the CPU for squares; one pattern for layers
     square, model = 3 + 2 * 3 * OURS + 2 + 1, 3 + 2 * 2 * OURS + 2
-    assert len(rows) == len(steps) == whole.count == 2 * square + model
-    assert rows[: len(first.records.rows)] == first.records.rows
+    assert len(rows) == len(steps) == complete.count == 2 * square + model
+    assert rows[: len(stopped.records.rows)] == stopped.records.rows
     assert all(0 <= float(row["error"]) < 1e-2 for row in rows)
     assert {row["offsets"] for row in rows if row["sparsity"] == "1:4"} == {"own"}
     assert {row["sparsity"] for row in rows if row["mode"] == "model"} == {"dense", "2:4"}
     assert {row["dtype"] for row in rows if row["provider"] == "hopper"} == {"int8", "fp8"}
-    before = (tmp_path / "spmm.csv").read_bytes()
+    content = (tmp_path / "spmm.csv").read_bytes()
     assert SpmmBench(session(limit=0.0), tmp_path, todo(library)).run()
-    assert (tmp_path / "spmm.csv").read_bytes() == before
+    assert (tmp_path / "spmm.csv").read_bytes() == content
 
 
 def broken(x: Tensor, weight: Compressed, variant: str, splits: int) -> Tensor:
-    """The right product, but in one variant an output lacks its last kept value."""
-    found = reference(x, weight)
+    """Return the product, but for one variant an output lacks its last kept value."""
+    output = reference(x, weight)
     if variant == "prefetch":
-        found[3, 5] = (x[3, :-2].double() @ bench.decompress(weight)[5, :-2].double()).float()
-    return found
+        output[3, 5] = (x[3, :-2].double() @ bench.decompress(weight)[5, :-2].double()).float()
+    return output
 
 
 def refused(x: Tensor, weight: Compressed, variant: str, splits: int) -> Tensor:
@@ -72,40 +72,40 @@ def refused(x: Tensor, weight: Compressed, variant: str, splits: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("product", "rows", "words"), [(broken, OURS - 1, "wrong by"), (refused, 0, "no such sizes")]
+    ("product", "rows", "message"), [(broken, OURS - 1, "wrong by"), (refused, 0, "no such sizes")]
 )
 def test_wrong_results_have_no_row(
-    product: Spmm, rows: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    product: Spmm, rows: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "spmm", product)
     run = session()
-    one = [job for job in jobs(squares((64,)), ("fp32",), ("2:4",), []) if job.offsets == "own"][:1]
-    found = SpmmBench(run, tmp_path, one)
-    assert found.run()
-    assert len(found.records.rows) == rows
+    single_job = [job for job in jobs(squares((64,)), ("fp32",), ("2:4",), []) if job.offsets == "own"][:1]
+    spmm_bench = SpmmBench(run, tmp_path, single_job)
+    assert spmm_bench.run()
+    assert len(spmm_bench.records.rows) == rows
     assert len(run.skipped) == 1
-    assert words in run.skipped[0]
+    assert message in run.skipped[0]
 
 
-def test_one_product_that_is_left_out_is_too_wrong() -> None:
-    """One key among 4096 of equal size has a share of 1/4096; the bound is a seventh of that."""
+def test_missing_product_exceeds_the_allowed_error() -> None:
+    """One of 4096 equal products has a share of 1/4096; the bound is a seventh of that."""
     assert bench.allowed_error(4096) < 1 / 4096 / 7
     x, weight = torch.ones(1, 4096), torch.ones(1, 4096)
     assert bench._Expected(x, weight).error(torch.tensor([[4095.0]])) == pytest.approx(1 / 4096)
     assert not bench._Expected(x, weight).error(torch.tensor([[torch.nan]])) <= 1
 
 
-def test_matmul_settings_come_back() -> None:
-    before = torch.get_float32_matmul_precision()
+def test_matmul_precision_is_restored() -> None:
+    precision = torch.get_float32_matmul_precision()
     with bench.matmul(tf32=True):
         assert torch.get_float32_matmul_precision() == "high"
         with bench.matmul(tf32=False):
             assert torch.get_float32_matmul_precision() == "highest"
-    assert torch.get_float32_matmul_precision() == before
+    assert torch.get_float32_matmul_precision() == precision
 
 
 @pytest.mark.parametrize("text", ["", "2", "4:2", "0:4", "3:40", "2:4,x"])
-def test_patterns_that_are_none(text: str) -> None:
+def test_invalid_sparsities_are_refused(text: str) -> None:
     with pytest.raises(ShapeError, match="KEPT:GROUP"):
         parse_sparsities(text)
 
@@ -148,7 +148,7 @@ def test_counters_are_read_in_the_order_of_the_launches(tmp_path: Path, ncu: Cal
     rows, _ = read_rows(tmp_path / "spmm_counters.csv", SPMM_COUNTERS.columns)
     cells = spmm_counters.cells()
     assert len(rows) == len(cells) == len(set(cells))
-    first, second, *rest = COUNTERS
+    first, second, *others = COUNTERS
     for number, (row, (size, dtype, offsets, provider)) in enumerate(zip(rows, cells, strict=True)):
         assert (row["M"], row["dtype"], row["offsets"], row["provider"]) == (
             str(size),
@@ -157,12 +157,12 @@ def test_counters_are_read_in_the_order_of_the_launches(tmp_path: Path, ncu: Cal
             provider,
         )
         assert (row[first], row[second]) == (f"1{number:03}.5", "")
-        assert {row[name] for name in rest} == {"2"}
+        assert {row[name] for name in others} == {"2"}
     assert spmm_counters.measure(tmp_path) == "measured by ncu, Version 1.2.3"
     assert len(read_rows(tmp_path / "spmm_counters.csv", SPMM_COUNTERS.columns)[0]) == len(cells)
 
 
-def test_why_there_are_no_counters(
+def test_missing_counters_are_explained(
     tmp_path: Path, ncu: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ncu(True)
@@ -194,7 +194,7 @@ LINES = [
 ]
 
 
-def test_the_page_of_what_is_there(tmp_path: Path) -> None:
+def test_tables_of_the_spmm_page(tmp_path: Path) -> None:
     csv(tmp_path, "spmm.csv", SPMM.columns, LINES)
     (tmp_path / "spmm.json").write_text('{"counters": "ncu was not found"}')
     paths = render(tmp_path)
@@ -204,43 +204,43 @@ def test_the_page_of_what_is_there(tmp_path: Path) -> None:
     assert "2.0e-06 at most" in text
     squares = tables(text, "Squares at 2:4, M = N = K")[0]
     assert squares[1][:7] == ["FP32", "512", "80.00", "-", "2.00", "-", "2.50"]
-    assert squares[1][9] == "4.00"  # the baseline of strips
+    assert squares[1][9] == "4.00"  # the baseline for strips
     assert tables(text, "Squares at other patterns")[0][:2] == [
         ["", "M", "2:4", "1:4"],
         ["FP32", "512", "2.50", "1.25"],
     ]
-    others = tables(text, "Beside sparse tensor cores at 2:4")[0]
-    assert others[1] == ["512", "16.00", "-", "4.00"]
+    tensor_cores = tables(text, "Beside sparse tensor cores at 2:4")[0]
+    assert tensor_cores[1] == ["512", "16.00", "-", "4.00"]
     assert tables(text, "Layers of models at 2:4")[0][1][:3] == ["FP32", "A qkv, M 64", "-"]
     assert tables(text, "Beside one thread of the CPU")[0][1][:4] == ["512", "4000", "50.00", "100.00"]
     assert "None: ncu was not found." in text
-    said = {row[0]: row[2] for row in tables(text, "The study's claims and our measurements")[0]}
-    assert said["The baseline is 10^2 to 10^4 times as fast as one thread of the CPU"] == "200 / 100"
-    assert said["The baseline beats cuBLAS up to 2048 and loses from 4096 on"].startswith(
+    measurements = {row[0]: row[2] for row in tables(text, "The study's claims and our measurements")[0]}
+    assert measurements["The baseline is 10^2 to 10^4 times as fast as one thread of the CPU"] == "200 / 100"
+    assert measurements["The baseline beats cuBLAS up to 2048 and loses from 4096 on"].startswith(
         "4.00 / 2.00 at 512, - / - at"
     )
     # 2 * 512^3 in 80 us
-    assert said["cuBLAS, TFLOPS"].startswith("3.36 at 512, - at 2048")
-    assert said["Errors stay below 1e-3"] == "2e-06"
+    assert measurements["cuBLAS, TFLOPS"].startswith("3.36 at 512, - at 2048")
+    assert measurements["Errors stay below 1e-3"] == "2e-06"
 
 
-def test_counters_on_the_page(tmp_path: Path) -> None:
+def test_counters_of_the_spmm_page(tmp_path: Path) -> None:
     csv(tmp_path, "spmm.csv", SPMM.columns, LINES)
-    rest = ",1" * (len(COUNTERS) - 2)
+    padding = ",1" * (len(COUNTERS) - 2)
     lines = [
-        f"fp32,2:4,{offsets},256,256,256,{name},{sm},{rest}"
+        f"fp32,2:4,{offsets},256,256,256,{name},{sm},{padding}"
         for offsets, name, sm in (("own", "baseline", 7.5), ("strip", "baseline", 8), ("own", "double", 9))
     ]
     csv(tmp_path, "spmm_counters.csv", SPMM_COUNTERS.columns, lines)
     render(tmp_path)
     text = (tmp_path / "spmm.md").read_text()
     assert tables(text, "Counters")[0][1][:6] == ["FP32", "256", "own", "baseline", "7.5", "-"]
-    said = {row[0]: row[2] for row in tables(text, "The study's claims and our measurements")[0]}
-    claim = said["SM throughput in percent, baseline -> double"]
+    measurements = {row[0]: row[2] for row in tables(text, "The study's claims and our measurements")[0]}
+    claim = measurements["SM throughput in percent, baseline -> double"]
     assert claim == "8 / 7.5 at 256, - / - at 2048 -> - / 9 at 256, - / - at 2048"
 
 
-def test_a_folder_without_it_has_no_page(tmp_path: Path) -> None:
+def test_folder_without_spmm_results_has_no_page(tmp_path: Path) -> None:
     csv(tmp_path, "bandwidth.csv", ("kernel,dtype,M,K,us,GBps,copy_GBps,fraction",), ["a,int8,1,1,1,1,1,1"])
     assert not [path for path in render(tmp_path) if "spmm" in path.name]
     assert "spmm" not in (tmp_path / "README.md").read_text()

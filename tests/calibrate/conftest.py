@@ -1,4 +1,4 @@
-"""A source and its calibration data; what calibration caches stays out of the user's folder."""
+"""A source model and its calibration data; calibration caches into a temporary folder."""
 
 from __future__ import annotations
 

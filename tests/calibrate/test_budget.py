@@ -1,4 +1,4 @@
-"""Patterns chosen for a budget: the choice against all others, the losses against transformers, the promise kept."""
+"""Patterns chosen for a budget: optimality of the choice, losses against transformers, and the measured budget."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from slidesparse.pattern import SlidePattern
 LENGTHS = (10, 8, 6, 4)
 
 
-# The choice
+# Choices of patterns
 
 
 @st.composite
 def problems(draw: st.DrawFn) -> AllocationProblem:
-    """Up to four units of dense and three patterns; times may be longer than the dense one, and that than stock's."""
+    """Up to four units with a dense candidate and three patterns each; any candidate may be slower than stock."""
     count = draw(st.integers(1, 4))
     candidates: dict[tuple[str, ...], tuple[Candidate, ...]] = {}
     for number in range(count):
@@ -72,24 +72,24 @@ def saved(problem: AllocationProblem, choice: Choice) -> float:
 @settings(max_examples=200, deadline=None)
 @given(problems())
 def test_frontier_is_optimal(problem: AllocationProblem) -> None:
-    """Each of its points has the least loss of all choices that save as much."""
+    """Each point of the frontier has the least loss of all choices that save as much."""
     frontier = problem.frontier()
     assert not any(frontier[0].patterns.values())
-    others = all_choices(problem)
+    choices = all_choices(problem)
     for choice in frontier:
-        least = min(o.loss for o in others if saved(problem, o) >= saved(problem, choice) - 1e-9)
+        least = min(o.loss for o in choices if saved(problem, o) >= saved(problem, choice) - 1e-9)
         assert choice.loss <= least + 1e-9
-    assert saved(problem, frontier[-1]) >= max(saved(problem, o) for o in others) - 1e-9
+    assert saved(problem, frontier[-1]) >= max(saved(problem, o) for o in choices) - 1e-9
 
 
 @settings(max_examples=200, deadline=None)
 @given(problems(), st.floats(0.01, 12))
 def test_fastest_choice_is_within_a_step_of_the_optimum(problem: AllocationProblem, loss: float) -> None:
-    """The relaxed problem's best is between two points of the frontier, and no choice is above that."""
-    found = problem.fastest(loss)
-    assert found.loss <= loss + 1e-9
+    """The optimum of the relaxed problem lies between two points of the frontier and bounds every choice."""
+    choice = problem.fastest(loss)
+    assert choice.loss <= loss + 1e-9
     within = [point for point in problem.frontier() if point.loss <= loss]
-    assert saved(problem, found) >= saved(problem, within[-1]) - 1e-9
+    assert saved(problem, choice) >= saved(problem, within[-1]) - 1e-9
     best = max(saved(problem, o) for o in all_choices(problem) if o.loss <= loss)
     behind = problem.frontier()[len(within) : len(within) + 1]
     assert best <= saved(problem, (behind or within[-1:])[0]) + 1e-9
@@ -97,37 +97,37 @@ def test_fastest_choice_is_within_a_step_of_the_optimum(problem: AllocationProbl
 
 @settings(max_examples=200, deadline=None)
 @given(problems(), st.floats(0.01, 0.6))
-def test_least_loss_reaches_the_saving(problem: AllocationProblem, wanted: float) -> None:
-    found = problem.least_loss(wanted)
-    reaching = [o for o in all_choices(problem) if saved(problem, o) >= wanted]
-    assert (found is None) == (not reaching)
-    if found:
-        assert saved(problem, found) >= wanted - 1e-9
-        point = next(p for p in problem.frontier() if saved(problem, p) >= wanted - 1e-9)
-        assert found.loss <= point.loss + 1e-9
+def test_least_loss_reaches_the_saving(problem: AllocationProblem, saving: float) -> None:
+    choice = problem.least_loss(saving)
+    reaching = [o for o in all_choices(problem) if saved(problem, o) >= saving]
+    assert (choice is None) == (not reaching)
+    if choice:
+        assert saved(problem, choice) >= saving - 1e-9
+        point = next(p for p in problem.frontier() if saved(problem, p) >= saving - 1e-9)
+        assert choice.loss <= point.loss + 1e-9
 
 
 @pytest.mark.parametrize(
-    ("tries", "most", "wanted"),
+    ("tries", "is_sparsest", "expected"),
     [
-        ([Try(2.0, 0.9)], False, None),  # near enough
+        ([Try(2.0, 0.9)], False, None),  # near enough to the limit
         ([Try(2.0, 0.3)], True, None),  # nothing more to prune
         ([Try(2.0, 0.5)], False, 0.95 * 2.0 / 0.5),
         ([Try(2.0, 0.0)], False, 0.95 * 2.0 * choose.MAX_STEP),
         ([Try(2.0, 1.5)], False, 0.95 * 2.0 / 1.5),
-        ([Try(1.0, 0.6), Try(2.0, 4.0)], False, 1.5),  # between the two
-        ([Try(2.0, 1.5), Try(1.3, 0.7), Try(1.7, 1.1)], False, 1.3),  # the best again
-        ([Try(2.0, 1.5), Try(1.7, 1.2), Try(1.5, 1.1)], False, None),  # never kept: said
+        ([Try(1.0, 0.6), Try(2.0, 4.0)], False, 1.5),  # between the two tries
+        ([Try(2.0, 1.5), Try(1.3, 0.7), Try(1.7, 1.1)], False, 1.3),  # the best try again
+        ([Try(2.0, 1.5), Try(1.7, 1.2), Try(1.5, 1.1)], False, None),  # no try within the limit
         ([Try(2.0, 1.5), Try(1.3, 0.7), Try(1.7, 1.1), Try(1.3, 0.7)], False, None),
     ],
 )
-def test_next_aim(tries: list[Try], most: bool, wanted: float | None) -> None:
-    found = next_aim(tries, 1.0, tries[-1].aim, most)
-    assert found == (None if wanted is None else pytest.approx(wanted))
+def test_next_aim(tries: list[Try], is_sparsest: bool, expected: float | None) -> None:
+    actual = next_aim(tries, 1.0, tries[-1].aim, is_sparsest)
+    assert actual == (None if expected is None else pytest.approx(expected))
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("values", "message"),
     [
         ({}, "give one of"),
         ({"zeros": 0.1, "max_loss": 0.1}, "--max-loss and --zeros"),
@@ -138,8 +138,8 @@ def test_next_aim(tries: list[Try], most: bool, wanted: float | None) -> None:
         ({"max_loss": 0.1, "tokens": (8, 0)}, "--tokens.*found 8,0$"),
     ],
 )
-def test_invalid_budgets_are_refused(values: dict[str, Any], words: str) -> None:
-    with pytest.raises(SlideSparseError, match=words):
+def test_invalid_budgets_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(SlideSparseError, match=message):
         Budget(**values)
 
 
@@ -154,14 +154,16 @@ def test_measured_times_are_returned_unchanged() -> None:
     between = times.us("int8", pattern, shape, 23)
     low, high = sorted((measured[16][shape], measured[32][shape]))
     assert low < between < high
-    most = max(measured)
-    assert times.us("int8", pattern, shape, 2 * most) == pytest.approx(2 * measured[most][shape])
+    most_tokens = max(measured)
+    assert times.us("int8", pattern, shape, 2 * most_tokens) == pytest.approx(
+        2 * measured[most_tokens][shape]
+    )
     assert times.us("int8", None, shape, 16) == times.measured["int8", "dense"][16][shape]
     assert times.stock_us("int8", shape, 16) == times.measured["int8", "stock"][16][shape]
 
 
 def test_time_estimates_of_other_shapes_err_below_20_percent() -> None:
-    """Each shape is estimated from the others; the bound is on the mean over shapes, as a single one errs up
+    """Each shape is estimated from the others. The bound is on the mean over shapes, as single shapes err by up
     to twice as much.
     """
     measured = LayerTimes.of("h200").measured
@@ -208,7 +210,7 @@ def test_default_gpu_is_that_of_the_machine_if_it_has_times(
 
 
 def float_llama(folder: Path) -> Any:
-    """A random model of transformers whose logits are not nearly flat."""
+    """Save and return a random model of transformers whose logits are far from uniform."""
     config = transformers.LlamaConfig(
         hidden_size=48,
         intermediate_size=80,
@@ -227,51 +229,51 @@ def float_llama(folder: Path) -> Any:
     return model
 
 
-def task_of(folder: Path, ids: str, pattern: SlidePattern, **how: Any) -> Any:
+def task_of(folder: Path, ids: str, pattern: SlidePattern, **options: Any) -> Any:
     checkpoint = Checkpoint.open(folder)
     model = open_model(checkpoint)
     names = [name for number in range(model.blocks) for name in model.linears(number)]
-    calibration = Calibration(ids, seqlen=24, device="cpu", **how)
+    calibration = Calibration(ids, seqlen=24, device="cpu", **options)
     layers = dict.fromkeys(names, pattern)
     return prepare(checkpoint, layers, (), "sparsegpt", "int8", 0, calibration, hold_back=True)
 
 
 @torch.inference_mode()
 def test_layer_losses_equal_those_of_transformers(tmp_path: Path) -> None:
-    """The loss is the divergence of next-token distributions if the layers that vLLM fuses are pruned, and no
-    other.
+    """A unit's loss is the divergence of next-token distributions when only the layers that vLLM fuses into it are
+    pruned.
     """
-    theirs = float_llama(tmp_path / "model")
+    reference = float_llama(tmp_path / "model")
     task = task_of(tmp_path / "model", write_ids(tmp_path / "ids.npy", 9), SlidePattern(6))
     (tmp_path / "work").mkdir()
     with task.model.checkpoint.reader() as reader:
         work = tmp_path / "work"
-        found = layer_losses(task, PATTERNS, reader, work, WorkFolder(work), "losses.json")
-    assert {len(unit) for unit in found} == {1, 2, 3}
-    assert sum(map(len, found)) == len(task.layers)
+        unit_losses = layer_losses(task, PATTERNS, reader, work, WorkFolder(work), "losses.json")
+    assert {len(unit) for unit in unit_losses} == {1, 2, 3}
+    assert sum(map(len, unit_losses)) == len(task.layers)
     ids = torch.stack(task.samples.ids)
-    dense = theirs(ids).logits.log_softmax(-1)
+    dense = reference(ids).logits.log_softmax(-1)
     inputs: dict[str, torch.Tensor] = {}
-    modules = dict(theirs.named_modules())
+    modules = dict(reference.named_modules())
     for name in task.layers:
         modules[name].register_forward_pre_hook(
             lambda _, x, name=name: inputs.__setitem__(name, x[0].flatten(0, 1))
         )
-    theirs(ids)
+    reference(ids)
     reads = dict(inputs)
-    for unit, of_patterns in found.items():
+    for unit, of_patterns in unit_losses.items():
         assert list(of_patterns) == [p.ratio for p in PATTERNS]
         assert 0 < of_patterns["8:10"] < of_patterns["4:6"] < of_patterns["2:4"]
         x = reads[unit[0]]
         upper = factor(x.T @ x, damping_for(x.shape[1], len(x)))
-        whole = {name: modules[name].weight.data.clone() for name in unit}
+        weights = {name: modules[name].weight.data.clone() for name in unit}
         for name in unit:
-            modules[name].weight.data = sparsegpt(whole[name], upper, SlidePattern(4))
-        pruned = theirs(ids).logits.log_softmax(-1)
+            modules[name].weight.data = sparsegpt(weights[name], upper, SlidePattern(4))
+        pruned = reference(ids).logits.log_softmax(-1)
         for name in unit:
-            modules[name].weight.data = whole[name]
-        wanted = F.kl_div(pruned, dense, reduction="sum", log_target=True) / ids.numel()
-        assert of_patterns["2:4"] == pytest.approx(float(wanted), rel=1e-3)
+            modules[name].weight.data = weights[name]
+        expected = F.kl_div(pruned, dense, reduction="sum", log_target=True) / ids.numel()
+        assert of_patterns["2:4"] == pytest.approx(float(expected), rel=1e-3)
 
 
 def test_unpruned_model_has_no_loss(tmp_path: Path) -> None:
@@ -286,31 +288,31 @@ def test_unpruned_model_has_no_loss(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_whole_loss_equals_that_of_the_written_model(tmp_path: Path) -> None:
-    """Transformers computes it with weights as they were written, on texts that the dense model generates.
+    """Transformers computes the loss with the written weights, on texts that the dense model generates.
 
-    Activations are not rounded there, which changes both losses by about as much.
+    Activations are not rounded there, which changes both losses by about the same amount.
     """
-    theirs = float_llama(tmp_path / "model")
-    for parameter in theirs.lm_head.parameters():
-        parameter.data *= 3  # so that some tokens are far likelier than others
-    theirs.save_pretrained(tmp_path / "model")
-    generator, said = torch.Generator().manual_seed(0), torch.zeros(80, 1, dtype=torch.int64)
+    reference = float_llama(tmp_path / "model")
+    for parameter in reference.lm_head.parameters():
+        parameter.data *= 3  # makes some tokens far likelier than others
+    reference.save_pretrained(tmp_path / "model")
+    generator, sampled = torch.Generator().manual_seed(0), torch.zeros(80, 1, dtype=torch.int64)
     for _ in range(23):
-        said = torch.cat(
-            (said, theirs(said).logits[:, -1].softmax(-1).multinomial(1, generator=generator)), 1
+        sampled = torch.cat(
+            (sampled, reference(sampled).logits[:, -1].softmax(-1).multinomial(1, generator=generator)), 1
         )
-    np.save(tmp_path / "ids.npy", said.numpy())
+    np.save(tmp_path / "ids.npy", sampled.numpy())
     ids = str(tmp_path / "ids.npy")
     report = calibrated(tmp_path / "model", tmp_path / "out", ids, budget=Budget(zeros=0.4), finetune=0)
     task = task_of(tmp_path / "model", ids, SlidePattern(6))
-    held = torch.stack(task.held_back.ids)
+    held_out = torch.stack(task.held_back.ids)
 
     def entropy() -> float:
-        logits = theirs(held).logits[:, :-1]
-        return float(F.cross_entropy(logits.flatten(0, 1), held[:, 1:].flatten()))
+        logits = reference(held_out).logits[:, :-1]
+        return float(F.cross_entropy(logits.flatten(0, 1), held_out[:, 1:].flatten()))
 
     before, stored = entropy(), tensors_of(tmp_path / "out")
-    for name, module in theirs.named_modules():
+    for name, module in reference.named_modules():
         if f"{name}.weight_scale" in stored:
             codes = stored[f"{name}.weight"].float() * stored[f"{name}.weight_scale"]
             module.weight.data = codes
@@ -321,7 +323,7 @@ def test_whole_loss_equals_that_of_the_written_model(tmp_path: Path) -> None:
     assert report.budget.measured_loss == pytest.approx(added, rel=0.05)
 
 
-# The whole way
+# Conversions
 
 
 @pytest.fixture
@@ -345,41 +347,41 @@ def outcome(report: Report) -> choose.Outcome:
 def test_zeros_budget_is_reached_with_several_patterns(
     model: Path, tmp_path: Path, ids: str, rotate: str, device: str
 ) -> None:
-    how: dict[str, Any] = {"budget": Budget(zeros=0.3), "finetune": 0, "rotate": rotate, "device": device}
-    report = calibrated(model, tmp_path / "out", ids, **how)
-    found = inspect(tmp_path / "out")
-    assert found.violations == 0
+    options: dict[str, Any] = {"budget": Budget(zeros=0.3), "finetune": 0, "rotate": rotate, "device": device}
+    report = calibrated(model, tmp_path / "out", ids, **options)
+    inspection = inspect(tmp_path / "out")
+    assert inspection.violations == 0
     choice = outcome(report).choice
     assert choice
     assert choice.zeros >= 0.3
     assert len(choice.counts) > 1
     by_layer = {name: p.ratio for unit, p in choice.patterns.items() if p for name in unit}
-    assert {layer.name: layer.pattern for layer in found.layers if layer.pattern} == by_layer
+    assert {layer.name: layer.pattern for layer in inspection.layers if layer.pattern} == by_layer
     assert set(report.skipped.values()) <= {"by the budget"}
     weights = tensors_of(tmp_path / "out")
     codes = [weights[f"{name}.weight"] for unit in choice.patterns for name in unit]
     zeros = sum(int((w == 0).sum()) for w in codes) / sum(w.numel() for w in codes)
-    assert choice.zeros <= zeros < choice.zeros + 0.05  # codes become zero by rounding, too
+    assert choice.zeros <= zeros < choice.zeros + 0.05  # rounding makes some codes zero, too
 
 
 def test_loss_budget_is_kept_and_used(model: Path, tmp_path: Path, ids: str) -> None:
-    """Times of such small layers are estimates; only decode gains there."""
+    """Times of layers this small are estimates, by which only decode gets faster."""
     budget = Budget(max_loss=0.05, tokens=(16,))
     report = calibrated(model, tmp_path / "out", ids, budget=budget, finetune=0)
-    found = outcome(report)
-    assert found.within_budget
-    assert found.measured_loss is not None
-    assert math.expm1(found.measured_loss) <= 0.05
-    assert found.choice
-    assert found.choice.speedup > 1
-    dearer = calibrated(
+    strict = outcome(report)
+    assert strict.within_budget
+    assert strict.measured_loss is not None
+    assert math.expm1(strict.measured_loss) <= 0.05
+    assert strict.choice
+    assert strict.choice.speedup > 1
+    loose_report = calibrated(
         model, tmp_path / "dearer", ids, budget=Budget(max_loss=0.3, tokens=(16,)), finetune=0
     )
-    more = outcome(dearer)
-    assert more.within_budget
-    assert more.choice
-    assert more.choice.speedup >= found.choice.speedup
-    document = json.loads(json.dumps(dearer.to_json()))["budget"]
+    loose = outcome(loose_report)
+    assert loose.within_budget
+    assert loose.choice
+    assert loose.choice.speedup >= strict.choice.speedup
+    document = json.loads(json.dumps(loose_report.to_json()))["budget"]
     assert document["goal"] == "--max-loss 30%"
     assert document["kept"] is True
     assert len(document["frontier"]) > 2
@@ -413,11 +415,11 @@ def test_losses_are_measured_once_for_all_budgets(
 
 
 def test_damaged_loss_cache_is_measured_again(model: Path, tmp_path: Path, ids: str) -> None:
-    how: dict[str, Any] = {"budget": Budget(zeros=0.2), "dry_run": True}
-    first = outcome(calibrated(model, tmp_path / "out", ids, **how))
-    (kept,) = (Path(os.environ["SLIDESPARSE_CACHE"]) / "losses").glob("*.json")
-    kept.write_text(kept.read_text()[:50])
-    assert outcome(calibrated(model, tmp_path / "out", ids, **how)).to_json() == first.to_json()
+    options: dict[str, Any] = {"budget": Budget(zeros=0.2), "dry_run": True}
+    first = outcome(calibrated(model, tmp_path / "out", ids, **options))
+    (cache_file,) = (Path(os.environ["SLIDESPARSE_CACHE"]) / "losses").glob("*.json")
+    cache_file.write_text(cache_file.read_text()[:50])
+    assert outcome(calibrated(model, tmp_path / "out", ids, **options)).to_json() == first.to_json()
 
 
 def test_unwritable_loss_cache_is_an_error(
@@ -445,44 +447,42 @@ def test_nonfinite_loss_is_reported(
 
 
 class Killed(BaseException):
-    """Stands for a signal, which nothing handles."""
+    """Stand-in for a signal that kills the process: no code handles it."""
 
 
 def test_killed_budget_search_resumes(
     model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is killed at each of its writes of losses, a choice, or a block. What was kept is not computed
-    again.
-    """
-    how: dict[str, Any] = {"budget": Budget(max_loss=0.1, tokens=(16,)), "finetune": 0}
-    plain, calls, last = WorkFolder.write_json, 0, 0
+    """The search is killed at each write of losses, a choice, or a block. Stored results are not computed again."""
+    options: dict[str, Any] = {"budget": Budget(max_loss=0.1, tokens=(16,)), "finetune": 0}
+    write_json, calls, last = WorkFolder.write_json, 0, 0
 
     def dying(self: WorkFolder, name: str, value: object) -> None:
         nonlocal calls
         calls += 1
         if calls == last:
             raise Killed
-        plain(self, name, value)
+        write_json(self, name, value)
 
     with monkeypatch.context() as patch:
         patch.setattr(WorkFolder, "write_json", dying)
-        calibrated(model, tmp_path / "whole", ids, **how)
+        calibrated(model, tmp_path / "whole", ids, **options)
     writes = calls
-    assert writes >= 5  # losses, two choices or more, two blocks
+    assert writes >= 5  # losses, at least two choices, two blocks
     for last in range(1, writes + 1):
         monkeypatch.setenv("SLIDESPARSE_CACHE", str(tmp_path / f"cache{last}"))
         out, calls = tmp_path / f"out{last}", 0
         with monkeypatch.context() as patch:
             patch.setattr(WorkFolder, "write_json", dying)
             with pytest.raises(Killed):
-                calibrated(model, out, ids, **how)
+                calibrated(model, out, ids, **options)
         assert not out.exists()
-        calibrated(model, out, ids, resume=True, **how)
+        calibrated(model, out, ids, resume=True, **options)
         assert snapshot(out) == snapshot(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
-    ("budget", "words"),
+    ("budget", "message"),
     [
         (Budget(min_speedup=1.9, tokens=(16,)), "cannot be reached: the most is 1."),
         (Budget(min_speedup=1.01, tokens=(16,)), "is reached without pruning: .* SPARSITY=dense"),
@@ -490,9 +490,9 @@ def test_killed_budget_search_resumes(
     ],
 )
 def test_unreachable_budget_is_refused(
-    model: Path, tmp_path: Path, ids: str, budget: Budget, words: str
+    model: Path, tmp_path: Path, ids: str, budget: Budget, message: str
 ) -> None:
-    with pytest.raises(SlideSparseError, match=words):
+    with pytest.raises(SlideSparseError, match=message):
         calibrated(model, tmp_path / "out", ids, budget=budget, finetune=0)
     assert not (tmp_path / "out").exists()
 
@@ -503,11 +503,11 @@ def test_encoder_loss_is_cosine_distance_of_embeddings(tmp_path: Path) -> None:
     report = calibrated(
         tmp_path / "source", tmp_path / "out", ids, budget=Budget(zeros=0.2), finetune=0, seqlen=16
     )
-    found = outcome(report)
-    assert not found.in_nats
-    assert found.measured_loss is not None
-    assert 0 < found.measured_loss < 1
-    assert "1 - cosine" in found.summary
+    result = outcome(report)
+    assert not result.in_nats
+    assert result.measured_loss is not None
+    assert 0 < result.measured_loss < 1
+    assert "1 - cosine" in result.summary
 
 
 def test_layer_option_with_a_budget_is_refused(model: Path, tmp_path: Path, ids: str) -> None:

@@ -1,4 +1,4 @@
-"""Conversions with calibration data: the whole way from float weights to a checkpoint read back."""
+"""Conversions with calibration data, from float weights to the written checkpoint."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def errors(report: Report) -> dict[str, float]:
 
 
 def dequantized_weight(folder: Path, layer: str) -> torch.Tensor:
-    """The weight that the codes of a converted layer stand for."""
+    """Return the dequantized weight of a converted layer."""
     tensors = tensors_of(folder)
     return dequantize_rows(tensors[f"{layer}.weight"], tensors[f"{layer}.weight_scale"])
 
@@ -63,14 +63,14 @@ def test_calibrated_conversion_for_every_pattern(
     report = calibrated(
         source, tmp_path / "out", ids, pattern=pattern, method=method, quant=quant, finetune=1
     )
-    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    original, converted = tensors_of(source), tensors_of(tmp_path / "out")
     assert sorted(report.pruned) == LINEARS
     for name in LINEARS:
-        codes = after[f"{name}.weight"]
+        codes = converted[f"{name}.weight"]
         assert violations(codes, pattern) is None
-    for name, tensor in before.items():
+    for name, tensor in original.items():
         if name.removesuffix(".weight") not in LINEARS:
-            assert_same_bits(after[name], tensor)  # lm_head, embeddings, norms
+            assert_same_bits(converted[name], tensor)  # lm_head, embeddings, norms
     assert inspect(tmp_path / "out").violations == 0
     for row in report.layers:
         assert (row["out_features"], row["in_features"]) == LLAMA.linears()[row["name"]]
@@ -78,7 +78,7 @@ def test_calibrated_conversion_for_every_pattern(
         assert row["tokens"] == TOKENS[0] * TOKENS[1]
         assert 0 < row["scale_min"] <= row["scale_max"]
         assert ratio == "2_inf" or 0 < row["error_pruned"] <= row["error_quantized"] * 1.01 < 1
-        assert row["zeros"] == int((after[f"{row['name']}.weight"].float() == 0).sum())
+        assert row["zeros"] == int((converted[f"{row['name']}.weight"].float() == 0).sum())
     assert not work_folder(tmp_path / "out").exists()
 
 
@@ -96,7 +96,7 @@ def test_calibrated_conversion_of_an_encoder(tmp_path: Path) -> None:
 
 
 def test_methods_rank_by_error_and_sweeps_reduce_it(source: Path, tmp_path: Path, ids: str) -> None:
-    """Magnitude prunes the same weights with data and without."""
+    """Magnitude pruning chooses the same weights with and without calibration data."""
     runs = {"sparsegpt": {}, "alone": {"sweeps": 0}, "wanda": {}, "magnitude": {}}
     total = {}
     for name, options in runs.items():
@@ -113,7 +113,7 @@ def test_methods_rank_by_error_and_sweeps_reduce_it(source: Path, tmp_path: Path
 def test_reported_error_is_that_of_the_written_layer(
     source: Path, tmp_path: Path, ids: str, epochs: int
 ) -> None:
-    """The inputs of layer 0's q_proj do not depend on pruning: normed embeddings, which are easy to make here."""
+    """The inputs of layer 0's q_proj are normed embeddings, which do not depend on pruning."""
     report = calibrated(source, tmp_path / "out", ids, finetune=epochs)
     rows = {row["name"]: row for row in report.layers}
     tensors = tensors_of(source)
@@ -124,7 +124,8 @@ def test_reported_error_is_that_of_the_written_layer(
         (x @ (w - dequantized_weight(tmp_path / "out", FIRST).double()).t()).norm() / (x @ w.t()).norm()
     )
     reported = "error_finetuned" if epochs else "error_quantized"
-    assert rows[FIRST][reported] == pytest.approx(expected, rel=1e-4)  # H and its products are float32
+    # the Hessian and its products are float32
+    assert rows[FIRST][reported] == pytest.approx(expected, rel=1e-4)
     assert rows[FIRST]["error_finetuned"] != rows[FIRST]["error_quantized"]
     assert report.sensitivity[0] == max(rows.values(), key=lambda row: row[reported])["name"]
 
@@ -145,14 +146,14 @@ def test_layer_that_obeys_the_pattern_is_unchanged(
     tensors = tensors_of(source)
     for name in LINEARS:
         tensors[f"{name}.weight"] = prune(tensors[f"{name}.weight"], SlidePattern.parse(sparser))
-    kept = write(tmp_path / "pruned", config_of(source), tensors)
-    calibrated(kept, tmp_path / "out", ids, method=method, finetune=0)
-    written = tensors_of(tmp_path / "out")
+    pruned = write(tmp_path / "pruned", config_of(source), tensors)
+    calibrated(pruned, tmp_path / "out", ids, method=method, finetune=0)
+    output = tensors_of(tmp_path / "out")
     for name in LINEARS:
         codes, _ = quantize_rows(tensors[f"{name}.weight"].float(), torch.int8, "cuda")
-        assert torch.equal(written[f"{name}.weight"], codes)
+        assert torch.equal(output[f"{name}.weight"], codes)
     if method == "sparsegpt":
-        calibrated(kept, tmp_path / "tuned", ids, method=method, finetune=1)
+        calibrated(pruned, tmp_path / "tuned", ids, method=method, finetune=1)
         changed = tensors_of(tmp_path / "tuned")
         zeros = {name: tensors[f"{name}.weight"] == 0 for name in LINEARS}
         assert all(not changed[f"{name}.weight"][zero].any() for name, zero in zeros.items())
@@ -168,7 +169,7 @@ def test_inputs_that_are_not_finite_are_refused(source: Path, tmp_path: Path, id
         calibrated(overflowing, tmp_path / "out", ids, method=method)
 
 
-# Where the dense model is the target
+# Outputs of the dense model as target
 
 
 def pruned_floats(
@@ -182,7 +183,7 @@ def pruned_floats(
 
 
 def last_hidden_states(source: Path, ids: np.ndarray, changed: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The last block's output of a model with some of its weights replaced."""
+    """Return the last block's output of a model with some of its weights replaced."""
     model, tokens = open_model(Checkpoint.open(source)), torch.from_numpy(ids)
     with model.checkpoint.reader() as reader:
         x = model.embedder(reader, list(tokens), CPU)(tokens)
@@ -198,35 +199,35 @@ def last_hidden_states(source: Path, ids: np.ndarray, changed: dict[str, torch.T
 
 
 def test_dense_target_reduces_the_output_error(source: Path, tmp_path: Path) -> None:
-    """The samples are those it was pruned with. Only the first stage has the same inputs in the dense model."""
+    """Errors are measured on the calibration samples. Only the first stage has the inputs of the dense model."""
     ids = np.load(write_ids(tmp_path / "ids.npy", 60))
     dense = last_hidden_states(source, ids, {})
-    found = {
+    by_target = {
         target: pruned_floats(source, tmp_path, str(tmp_path / "ids.npy"), target=target)
         for target in ("own", "dense")
     }
     error = {
         target: float((last_hidden_states(source, ids, weights) - dense).norm())
-        for target, weights in found.items()
+        for target, weights in by_target.items()
     }
     assert 0 < error["dense"] < 0.98 * error["own"]
-    assert torch.equal(found["own"][FIRST], found["dense"][FIRST])
-    second = "model.layers.0.self_attn.o_proj"
-    assert not torch.equal(found["own"][second], found["dense"][second])
+    assert torch.equal(by_target["own"][FIRST], by_target["dense"][FIRST])
+    o_proj = "model.layers.0.self_attn.o_proj"
+    assert not torch.equal(by_target["own"][o_proj], by_target["dense"][o_proj])
 
 
 def test_layers_pruned_by_a_custom_rule_feed_the_next(source: Path, tmp_path: Path, ids: str) -> None:
-    """The rule leaves no weight: then q, k and v give biases alone for o to read, and gate and up for down."""
+    """The rule prunes all weights, so the inputs of o and down depend only on biases."""
     alike = []
 
     def nothing_left(w: torch.Tensor, hessian: Hessian) -> torch.Tensor:
         spread = torch.linalg.eigvalsh(hessian.matrix)
-        alike.append(bool(spread[-2] < 1e-4 * spread[-1]))  # every token gives the same input: rank one
+        alike.append(bool(spread[-2] < 1e-4 * spread[-1]))  # every token has the same input: rank one
         return torch.zeros_like(w)
 
-    found = pruned_floats(source, tmp_path, ids, nothing_left)
-    assert sorted(found) == LINEARS
-    assert not any(w.any() for w in found.values())
+    weights = pruned_floats(source, tmp_path, ids, nothing_left)
+    assert sorted(weights) == LINEARS
+    assert not any(w.any() for w in weights.values())
     assert alike == [False, False, False, True, False, False, True] * LLAMA.layers
 
 
@@ -238,14 +239,16 @@ def test_disk_space_of_both_streams_is_counted(
         options = ConvertOptions(SlidePattern(8), calibration=calibration)
         return calibration_task(make_plan(Checkpoint.open(source), options))
 
-    one, two = task("own"), task("dense")
-    assert two.disk_bytes() == one.disk_bytes()  # they stay in memory
+    own_target, dense_target = task("own"), task("dense")
+    assert dense_target.disk_bytes() == own_target.disk_bytes()  # both fit in memory
     monkeypatch.setattr(inputs, "MEMORY_BYTES", 0)
-    assert two.disk_bytes() - one.disk_bytes() == 4 * two.samples.tokens * LLAMA.hidden
+    assert (
+        dense_target.disk_bytes() - own_target.disk_bytes() == 4 * dense_target.samples.tokens * LLAMA.hidden
+    )
     nbytes = 4 * 6 * 24 * 64
-    for limit, where in ((2 * nbytes, "memory"), (2 * nbytes - 1, "disk")):
+    for limit, place in ((2 * nbytes, "memory"), (2 * nbytes - 1, "disk")):
         monkeypatch.setattr(inputs, "MEMORY_BYTES", limit)
-        assert HiddenStates([(6, 24, 64)], CPU, tmp_path, streams=2).where == where
+        assert HiddenStates([(6, 24, 64)], CPU, tmp_path, streams=2).where == place
 
 
 # Memory and disk
@@ -264,7 +267,7 @@ def test_spilled_hidden_states_change_nothing(
 def test_inputs_kept_on_the_gpu_change_nothing(
     source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are kept between stages, or computed anew for each; hidden states are on the GPU or on the disk."""
+    """Inputs are kept between stages or recomputed for each; hidden states are on the GPU or on the disk."""
     calibrated(source, tmp_path / "kept", ids, device="cuda")
     monkeypatch.setattr(inputs, "SUSPENDED_DEVICE_PART", 2**60)
     calibrated(source, tmp_path / "anew", ids, device="cuda")
@@ -279,19 +282,21 @@ def test_at_most_one_block_is_in_memory(
     source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
-    most, load = 0, LayeredModel.load
+    peak, load = 0, LayeredModel.load
 
     def counted(self: Any, *arguments: Any) -> Any:
-        nonlocal most
+        nonlocal peak
         block = load(self, *arguments)
         alive.extend(weakref.ref(tensor) for tensor in block.weights.values())
-        most = max(most, sum(found.nbytes for ref in alive if (found := ref()) is not None))
+        peak = max(peak, sum(loaded.nbytes for ref in alive if (loaded := ref()) is not None))
         return block
 
     monkeypatch.setattr(LayeredModel, "load", counted)
     calibrated(source, tmp_path / "out", ids, finetune=1)
-    one = sum(4 * tensor.numel() for name, tensor in tensors_of(source).items() if ".layers.0." in name)
-    assert most <= 2 * one  # the next block is read while the name of the last still stands
+    block_bytes = sum(
+        4 * tensor.numel() for name, tensor in tensors_of(source).items() if ".layers.0." in name
+    )
+    assert peak <= 2 * block_bytes  # the next block is read while a variable still refers to the last
 
 
 def test_out_of_memory_is_explained(
@@ -308,9 +313,9 @@ def test_out_of_memory_is_explained(
 def test_resume_needs_no_disk_space_for_finished_blocks(
     source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error of a full disk says how to go on, and resuming asks for as much less as was written."""
-    asked: list[int] = []
-    monkeypatch.setattr(stream, "require_space", lambda _, needed: asked.append(needed))
+    """The error of a full disk names --resume, and a resumed run needs less space by what was written."""
+    required: list[int] = []
+    monkeypatch.setattr(stream, "require_space", lambda _, needed: required.append(needed))
 
     def full(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
@@ -319,13 +324,13 @@ def test_resume_needs_no_disk_space_for_finished_blocks(
         patch.setattr(stream, "read_back", full)
         with pytest.raises(EnvironmentFault, match="with --resume"):
             calibrated(source, tmp_path / "out", ids, finetune=0)
-    there = sum(path.stat().st_size for path in work_folder(tmp_path / "out").glob("layer-*.safetensors"))
+    stored = sum(path.stat().st_size for path in work_folder(tmp_path / "out").glob("layer-*.safetensors"))
     calibrated(source, tmp_path / "out", ids, finetune=0, resume=True)
-    assert there > 0
-    assert asked[0] - asked[1] == there
+    assert stored > 0
+    assert required[0] - required[1] == stored
 
 
-# Which layers, and how
+# Selection of layers
 
 
 def test_mixed_patterns_by_layer_rules(source: Path, tmp_path: Path, ids: str) -> None:
@@ -362,10 +367,10 @@ def test_skipped_layers_are_quantized_and_not_pruned(source: Path, tmp_path: Pat
         report = convert(source, tmp_path / name, skip=["o_proj", r"1.*down"], **options)
         layers = [f"model.layers.{i}.self_attn.o_proj" for i in (0, 1)] + ["model.layers.1.mlp.down_proj"]
         assert report.skipped == dict.fromkeys(layers, "--skip")
-        found, block = tensors_of(tmp_path / name), config_of(tmp_path / name)["quantization_config"]
+        converted, block = tensors_of(tmp_path / name), config_of(tmp_path / name)["quantization_config"]
         for layer in report.skipped:
-            assert_same_bits(found[f"{layer}.weight"], expected[f"{layer}.weight"])
-            assert_same_bits(found[f"{layer}.weight_scale"], expected[f"{layer}.weight_scale"])
+            assert_same_bits(converted[f"{layer}.weight"], expected[f"{layer}.weight"])
+            assert_same_bits(converted[f"{layer}.weight_scale"], expected[f"{layer}.weight_scale"])
             assert layer not in block["slidesparse"]["layers"]
         assert block["ignore"] == ["lm_head"]
         slided = tmp_path / f"{name} slided"
@@ -373,33 +378,41 @@ def test_skipped_layers_are_quantized_and_not_pruned(source: Path, tmp_path: Pat
         assert verify(tmp_path / name, slided).equal
 
 
-@pytest.mark.parametrize("how", [{"skip": ["o_proj"]}, {"budget": Budget(zeros=0.1)}], ids=["skip", "budget"])
+@pytest.mark.parametrize(
+    "options", [{"skip": ["o_proj"]}, {"budget": Budget(zeros=0.1)}], ids=["skip", "budget"]
+)
 @pytest.mark.parametrize("method", ["sparsegpt", "wanda"])
 def test_later_layers_read_outputs_of_quantized_skipped_layers(
-    source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch, method: str, how: dict[str, Any]
+    source: Path,
+    tmp_path: Path,
+    ids: str,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    options: dict[str, Any],
 ) -> None:
-    """They are quantized when the layers behind them are pruned and when those are trained."""
-    seen: dict[str, torch.Tensor] = {}
+    """Skipped layers are quantized both while later layers are pruned and while those are trained."""
+    read_weights: dict[str, torch.Tensor] = {}
     trained: list[set[str]] = []
     prune_rows, tune = pipeline._prune_rows, pipeline.finetune
 
-    def look(at: Position, *rest: Any) -> Any:
+    def look(at: Position, *arguments: Any) -> Any:
         for name in (name for stage in at.block.stages for name in stage):
             if at.full_name(name) in at.task.skipped:
-                seen[at.full_name(name)] = at.block.weights[f"{name}.weight"].clone()
-        return prune_rows(at, *rest)
+                read_weights[at.full_name(name)] = at.block.weights[f"{name}.weight"].clone()
+        return prune_rows(at, *arguments)
 
-    def finetune(inputs: Any, targets: Any, pruned: Any, quantized: Any, *rest: Any) -> Any:
+    def finetune(inputs: Any, targets: Any, pruned: Any, quantized: Any, *arguments: Any) -> Any:
         trained.append(set(quantized) - set(pruned))
-        return tune(inputs, targets, pruned, quantized, *rest)
+        return tune(inputs, targets, pruned, quantized, *arguments)
 
     monkeypatch.setattr(pipeline, "_prune_rows", look)
     monkeypatch.setattr(pipeline, "finetune", finetune)
-    report = calibrated(source, tmp_path / "out", ids, method=method, finetune=1, **how)
+    report = calibrated(source, tmp_path / "out", ids, method=method, finetune=1, **options)
     assert report.skipped
-    assert set(seen) == set(report.skipped)
+    assert set(read_weights) == set(report.skipped)
     assert all(
-        torch.equal(weight, dequantized_weight(tmp_path / "out", name)) for name, weight in seen.items()
+        torch.equal(weight, dequantized_weight(tmp_path / "out", name))
+        for name, weight in read_weights.items()
     )
     assert any(trained) == (method == "sparsegpt")
 
@@ -414,20 +427,20 @@ def test_linear_option_never_prunes_lm_head_and_embeddings(source: Path, tmp_pat
 
 
 def test_shards_and_tied_embeddings_change_nothing(source: Path, tmp_path: Path, ids: str) -> None:
-    """The same layers come out of a source in two files without an lm_head of its own."""
+    """A source of two files without an own lm_head gives the same layers."""
     tensors = {name: t for name, t in tensors_of(source).items() if name != "lm_head.weight"}
     config = config_of(source) | {"tie_word_embeddings": True}
     apart = write(tmp_path / "apart", config, tensors, shards=2)
     assert len(list(apart.glob("*.safetensors"))) == 2
     for name, folder in (("one", source), ("two", apart)):
         calibrated(folder, tmp_path / name, ids, finetune=1)
-    one, two = (tensors_of(tmp_path / name) for name in ("one", "two"))
-    assert set(one) - set(two) == {"lm_head.weight"}
-    for name, tensor in two.items():
-        assert torch.equal(tensor.view(torch.uint8), one[name].view(torch.uint8))
+    untied, tied = (tensors_of(tmp_path / name) for name in ("one", "two"))
+    assert set(untied) - set(tied) == {"lm_head.weight"}
+    for name, tensor in tied.items():
+        assert torch.equal(tensor.view(torch.uint8), untied[name].view(torch.uint8))
 
 
-# What is refused, before anything is written
+# Refusals before anything is written
 
 
 @pytest.mark.parametrize(

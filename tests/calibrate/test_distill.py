@@ -1,4 +1,4 @@
-"""Training all layers of a pruned model on what the dense model predicts: nearer to it, zeros kept, resumable."""
+"""Distillation of the dense model into all layers of the pruned one: divergence, kept zeros, resumption."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from slidesparse.convert.budget import Budget
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 from slidesparse.pattern import SlidePattern
 
-STEPS = 12  # of a second each by the clock of these tests
+STEPS = 12  # of one second each by the fake clock
 QUICK: dict[str, Any] = {"minutes": STEPS / 60, "finetune": 0}
 
 
@@ -36,7 +36,7 @@ def text(tmp_path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each look at the clock takes a second, so that runs have the same steps."""
+    """Advance the clock by one second at each reading, so that all runs have the same steps."""
     seconds = iter(range(10**6))
     monkeypatch.setattr(distill, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
     monkeypatch.setattr(distill, "RATE", 0.01)
@@ -57,21 +57,21 @@ CASES: list[dict[str, Any]] = [
 def test_distillation_reduces_divergence_and_keeps_zeros(
     source: Path, tmp_path: Path, ids: str, text: str, case: dict[str, Any], device: str
 ) -> None:
-    """The divergence is measured on text that was not trained on; all else is as without distillation."""
+    """The divergence is measured on held-out text; unpruned tensors are unchanged."""
     report = calibrated(source, tmp_path / "pruned", ids, finetune=0, device=device, **case)
-    done = calibrated(
+    result = calibrated(
         source, tmp_path / "out", ids, distill=text, device=device, minutes=0.5, finetune=0, **case
     )
-    assert done.distilled
-    assert done.distilled.steps == 30
-    assert done.distilled.after.divergence < 0.75 * done.distilled.before.divergence
-    assert done.patterns == report.patterns
+    assert result.distilled
+    assert result.distilled.steps == 30
+    assert result.distilled.after.divergence < 0.75 * result.distilled.before.divergence
+    assert result.patterns == report.patterns
     before, after = tensors_of(tmp_path / "pruned"), tensors_of(tmp_path / "out")
     for name, w in after.items():
-        if name.removesuffix(".weight") in done.pruned:
+        if name.removesuffix(".weight") in result.pruned:
             assert not w.float()[before[name].float() == 0].any()
             assert not torch.equal(w.float(), before[name].float())
-        elif name.removesuffix(".weight_scale") not in done.pruned:
+        elif name.removesuffix(".weight_scale") not in result.pruned:
             assert torch.equal(w, before[name])
 
 
@@ -81,8 +81,8 @@ def test_packed_layout_has_the_weights_of_the_dense_one(
     """The model is rotated, and its channels are permuted."""
     for layout in ("dense", "packed"):
         calibrated(source, tmp_path / layout, ids, layout=layout, distill=text, rotate="on", **QUICK)
-    done = Done("verify", tmp_path / "dense", tmp_path / "packed")
-    assert done.code == 0, done.out
+    process = Done("verify", tmp_path / "dense", tmp_path / "packed")
+    assert process.code == 0, process.out
 
 
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
@@ -90,40 +90,46 @@ def test_gradient_equals_that_of_torch_for_the_whole_model(
     source: Path, tmp_path: Path, ids: str, text: str, quant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reference is the gradient of torch's divergence through all blocks at once."""
-    seen: list[Tensor] = []
-    monkeypatch.setattr(distill._Weight, "update", lambda self, gradient, *_: seen.append(gradient.clone()))
-    monkeypatch.setattr(distill, "LOGITS_PER_CHUNK", 50 * LLAMA.vocabulary)  # several pieces
+    gradients: list[Tensor] = []
+    monkeypatch.setattr(
+        distill._Weight, "update", lambda self, gradient, *_: gradients.append(gradient.clone())
+    )
+    monkeypatch.setattr(distill, "LOGITS_PER_CHUNK", 50 * LLAMA.vocabulary)  # several chunks
     trainings: list[distill._Training] = []
     make = distill._Training.__init__
 
-    def kept(self: distill._Training, *arguments: Any) -> None:
+    def record(self: distill._Training, *arguments: Any) -> None:
         make(self, *arguments)
         trainings.append(self)
 
-    monkeypatch.setattr(distill._Training, "__init__", kept)
+    monkeypatch.setattr(distill._Training, "__init__", record)
     calibrated(source, tmp_path / "out", ids, quant=quant, distill=text, minutes=1 / 60, finetune=0)
     (training,) = trainings
     leaves: list[Tensor] = []
     chosen = training._training_ids[distill._step_samples(len(training._training_ids), training._per_step, 0)]
-    x = wanted = training._embed(chosen)
+    x = dense_states = training._embed(chosen)
     for dense, pruned, weights in zip(training._dense, training._pruned, training._weights, strict=True):
-        wanted, block = dense.output(wanted), pruned.copy()
+        dense_states, block = dense.output(dense_states), pruned.copy()
         for name, weight in weights.items():
             leaves.append(weight.value.clone().requires_grad_())
             block.weights[f"{name}.weight"] = _fake_quantize(leaves[-1], training._dtype)
         block.read = InputRounder(training._dtype, list(weights))
         x = block.output(x)
-    given, found = (training._logits(y.flatten(0, 1)).log_softmax(-1) for y in (wanted, x))
-    expected = torch.autograd.grad(F.kl_div(found, given, reduction="batchmean", log_target=True), leaves)
+    dense_logprobs, pruned_logprobs = (
+        training._logits(y.flatten(0, 1)).log_softmax(-1) for y in (dense_states, x)
+    )
+    expected = torch.autograd.grad(
+        F.kl_div(pruned_logprobs, dense_logprobs, reduction="batchmean", log_target=True), leaves
+    )
     backwards = [g for number in (1, 0) for g in expected[7 * number : 7 * number + 7]]
-    for ours, theirs in zip(seen, backwards, strict=True):
-        # sums in another order change float32's last bits, and so now and then how an input is rounded
-        assert (ours - theirs).norm() < 0.01 * theirs.norm()
+    for actual, reference in zip(gradients, backwards, strict=True):
+        # another order of summation changes the last bits of float32, and so occasionally the rounding of an input
+        assert (actual - reference).norm() < 0.01 * reference.norm()
 
 
 @pytest.mark.parametrize("quant", [torch.int8, torch.float8_e4m3fn])
 def test_blocks_share_one_compiled_graph(source: Path, quant: torch.dtype) -> None:
-    """As on a GPU, the trace of one block serves the next, and gives the bits of eager torch."""
+    """The graph of one block serves the next, as on a GPU, and its results are bitwise those of eager torch."""
     model = open_model(Checkpoint.open(source))
     names = frozenset(name for stage in model.stages for name in stage)
     graphs = []
@@ -143,53 +149,53 @@ def test_blocks_share_one_compiled_graph(source: Path, quant: torch.dtype) -> No
                 if name.removesuffix(".weight") in names
             }
             leaves = [w for w in weights.values() if w.requires_grad]
-            found = []
+            results = []
             for run in (compiled, distill._block_output):
                 out = run(type(block), block.sizes, weights, names, quant, x)
-                found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
-            for ours, theirs in zip(*found, strict=True):
-                assert torch.equal(ours, theirs)
+                results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+            for compiled_tensor, eager_tensor in zip(*results, strict=True):
+                assert torch.equal(compiled_tensor, eager_tensor)
     assert len(graphs) == 1
 
 
 def test_steps_equal_those_of_adam() -> None:
-    """They are equal if the second moment is a product of one number per row and per column, up to rounding
-    to BF16.
+    """Steps are equal up to rounding to BF16 if the second moment is a product of one factor per row and one per
+    column.
     """
     generator = torch.Generator().manual_seed(0)
     value = torch.randn(8, 16, generator=generator)
     value[:, ::2] = 0.0
-    ours = distill._Weight(value.clone())
-    theirs = value.clone().requires_grad_()
+    weight = distill._Weight(value.clone())
+    reference = value.clone().requires_grad_()
     size = float(value[value != 0].square().mean().sqrt())
-    optimizer = torch.optim.Adam([theirs], 0.01 * size, distill.BETAS, distill.EPSILON)
+    optimizer = torch.optim.Adam([reference], 0.01 * size, distill.BETAS, distill.EPSILON)
     scale = torch.rand(8, 1, generator=generator) * torch.rand(1, 16, generator=generator)
     for step in range(1, 6):
         signs = torch.randint(2, (8, 16), generator=generator) * 2 - 1
-        theirs.grad = 1e-6 * step * scale * signs
-        ours.update(theirs.grad.clone(), 0.01, step)
+        reference.grad = 1e-6 * step * scale * signs
+        weight.update(reference.grad.clone(), 0.01, step)
         optimizer.step()
-    kept = value != 0
-    assert not ours.value[~kept].any()
-    moved = (theirs.detach() - value)[kept]
-    assert ((ours.value - value)[kept] - moved).abs().max() < 0.02 * moved.abs().max()
+    is_kept = value != 0
+    assert not weight.value[~is_kept].any()
+    moved = (reference.detach() - value)[is_kept]
+    assert ((weight.value - value)[is_kept] - moved).abs().max() < 0.02 * moved.abs().max()
 
 
 def test_each_sample_is_used_once_per_epoch() -> None:
-    taken = [i for step in range(6) for i in distill._step_samples(10, 5, step)]
-    epochs = [taken[:10], taken[10:20], taken[20:]]
+    indices = [i for step in range(6) for i in distill._step_samples(10, 5, step)]
+    epochs = [indices[:10], indices[10:20], indices[20:]]
     assert [sorted(epoch) for epoch in epochs] == [list(range(10))] * 3
     assert epochs[0] != epochs[1]
 
 
 class Killed(BaseException):
-    """Stands for a kill in this process."""
+    """Stand-in for a kill of this process."""
 
 
 def test_killed_distillation_resumes(
     source: Path, tmp_path: Path, ids: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It goes on from what was saved last, to the bytes of a run that was not killed."""
+    """A resumed run continues from the last saved state and writes the bytes of an uninterrupted run."""
     monkeypatch.setattr(distill, "SAVE_SECONDS", 5.0)
     monkeypatch.setattr(distill, "SAVE_PART", 0)
     calibrated(source, tmp_path / "whole", ids, distill=text, **QUICK)
@@ -205,7 +211,7 @@ def test_killed_distillation_resumes(
     monkeypatch.setattr(distill._Training, "_step", counted)
     with pytest.raises(Killed):
         calibrated(source, tmp_path / "out", ids, distill=text, **QUICK)
-    again = {"resume": True, "distill": text, **QUICK}
+    resumed_options = {"resume": True, "distill": text, **QUICK}
     changes: list[tuple[dict[str, Any], str]] = [
         ({"minutes": 1.0}, "minutes was 0.2, is 1.0"),
         ({"distill": ids}, "distill was ["),
@@ -213,14 +219,14 @@ def test_killed_distillation_resumes(
     ]
     for change, fact in changes:
         with pytest.raises(CalibrationError) as error:
-            calibrated(source, tmp_path / "out", ids, **{**again, **change})
+            calibrated(source, tmp_path / "out", ids, **{**resumed_options, **change})
         assert fact in str(error.value)
     steps.clear()
-    done = calibrated(source, tmp_path / "out", ids, **again)
+    report = calibrated(source, tmp_path / "out", ids, **resumed_options)
     assert 0 < steps[0] <= 8
     assert steps == list(range(steps[0], STEPS))
-    assert done.distilled
-    assert done.distilled.steps == STEPS
+    assert report.distilled
+    assert report.distilled.steps == STEPS
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["ids.npy", "out", "text.npy", "whole"]
@@ -239,58 +245,58 @@ def test_resume_does_not_repeat_finished_training(
         with pytest.raises(Killed):
             calibrated(source, tmp_path / "out", ids, distill=text, **QUICK)
     monkeypatch.setattr(distill._Training, "_step", die)
-    done = calibrated(source, tmp_path / "out", ids, distill=text, resume=True, **QUICK)
-    assert done.distilled
-    assert done.distilled.steps == STEPS
+    report = calibrated(source, tmp_path / "out", ids, distill=text, resume=True, **QUICK)
+    assert report.distilled
+    assert report.distilled.steps == STEPS
 
 
 def test_distillation_that_worsens_the_model_is_discarded(
     source: Path, tmp_path: Path, ids: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distill, "RATE", 1e6)
-    done = calibrated(source, tmp_path / "out", ids, distill=text, **QUICK)
+    report = calibrated(source, tmp_path / "out", ids, distill=text, **QUICK)
     calibrated(source, tmp_path / "pruned", ids, finetune=0)
-    assert done.distilled
-    assert done.distilled.after == done.distilled.before
+    assert report.distilled
+    assert report.distilled.after == report.distilled.before
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "pruned")
 
 
 def test_convert_prints_and_reports_distillation(source: Path, tmp_path: Path, ids: str, text: str) -> None:
     command = ["convert", source, tmp_path / "out", "-s", "2:4", "--calib", ids, "--seqlen", 24]
     command += ["--device", "cpu", "--rotate", "off", "--finetune", 0, "--distill", text, "--minutes", 0.1]
-    done = Done(*command, "--dry-run")
-    assert done.code == 0, done.err
-    line = next(line for line in done.out.splitlines() if line.startswith("distilled"))
+    process = Done(*command, "--dry-run")
+    assert process.code == 0, process.err
+    line = next(line for line in process.out.splitlines() if line.startswith("distilled"))
     assert line.startswith("distilled 0.1 minutes on text.npy, 224 samples, 5376 tokens; about ")
     report = tmp_path / "report.json"
-    done = Done(*command, "--report", report)
-    assert done.code == 0, done.err
-    line = next(line for line in done.out.splitlines() if line.startswith("distilled"))
+    process = Done(*command, "--report", report)
+    assert process.code == 0, process.err
+    line = next(line for line in process.out.splitlines() if line.startswith("distilled"))
     assert line.endswith("above the dense model's on held-out text; 6 steps in 0.1 minutes")
-    found = json.loads(report.read_text())["distilled"]
-    assert found["steps"] == 6
-    assert found["after"]["divergence"] < found["before"]["divergence"]
+    distilled = json.loads(report.read_text())["distilled"]
+    assert distilled["steps"] == 6
+    assert distilled["after"]["divergence"] < distilled["before"]["divergence"]
 
 
 def test_distill_refuses_invalid_options(source: Path, tmp_path: Path, ids: str, text: str) -> None:
     def refuses(
-        words: str, where: Path = source, error: type[Exception] = CalibrationError, **how: Any
+        message: str, folder: Path = source, error: type[Exception] = CalibrationError, **changes: Any
     ) -> None:
-        options = {"seqlen": 24, "device": "cpu", "rotate": "off", "distill": text, **how}
-        with pytest.raises(error, match=words):
-            calibrated(where, tmp_path / "out", str(options.pop("calib", ids)), **options)
+        options = {"seqlen": 24, "device": "cpu", "rotate": "off", "distill": text, **changes}
+        with pytest.raises(error, match=message):
+            calibrated(folder, tmp_path / "out", str(options.pop("calib", ids)), **options)
         assert not [path for path in tmp_path.iterdir() if "out" in path.name]
 
-    short, one, strange = (tmp_path / f"{name}.npy" for name in ("short", "one", "strange"))
+    short, single, odd = (tmp_path / f"{name}.npy" for name in ("short", "one", "strange"))
     np.save(short, np.arange(20))
-    np.save(one, np.zeros((1, 24), int))
-    np.save(strange, np.full((9, 24), LLAMA.vocabulary))
+    np.save(single, np.zeros((1, 24), int))
+    np.save(odd, np.full((9, 24), LLAMA.vocabulary))
     refuses("--distill 'missing.npy' is not a file", distill="missing.npy")
     refuses("--distill 'text.txt' is not a supported type", distill="text.txt")
     refuses("gives no sample of 24 tokens; give more text", distill=str(short))
-    refuses("one.npy gives one sample, but two are needed", distill=str(one))
+    refuses("one.npy gives one sample, but two are needed", distill=str(single))
     strange_ids = "--distill .*strange.npy holds token ids from 40 to 40, but the vocabulary"
-    refuses(strange_ids, error=SlideSparseError, distill=str(strange))
+    refuses(strange_ids, error=SlideSparseError, distill=str(odd))
     refuses("--minutes 3 is the time of distillation", distill=None, minutes=3.0)
     for minutes in (0.0, -1.0, float("nan"), float("inf")):
         refuses("--minutes .* must be more than 0", minutes=minutes)
@@ -300,16 +306,16 @@ def test_distill_refuses_invalid_options(source: Path, tmp_path: Path, ids: str,
 
 
 def _headless(folder: Path) -> Path:
-    made = llama(folder / "headless", lm_head__weight=None)
-    config = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaModel"]}))
-    return made
+    path = llama(folder / "headless", lm_head__weight=None)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaModel"]}))
+    return path
 
 
 def test_distill_refuses_too_little_memory(
     source: Path, ids: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distill, "LOGITS_PER_CHUNK", 2**50)
-    words = ("--distill trains all layers at once", "GB of memory, but this machine has")
-    how = Calibration(ids, seqlen=24, device="cpu", distill=text)
-    refused(source, *words, error=EnvironmentFault, pattern="2:4", calibration=how)
+    messages = ("--distill trains all layers at once", "GB of memory, but this machine has")
+    calibration = Calibration(ids, seqlen=24, device="cpu", distill=text)
+    refused(source, *messages, error=EnvironmentFault, pattern="2:4", calibration=calibration)

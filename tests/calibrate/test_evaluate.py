@@ -1,4 +1,4 @@
-"""Figures of quality against plain computations; the data, the engine's process and the commands around them."""
+"""Quality metrics against direct computations; their data, the engine process and the eval commands."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from slidesparse.evaluate.texts import texts_or_pairs, window_of, windows
 VOCABULARY = 12
 
 
-# Figures
+# Metrics
 
 
 def distributions(tokens: int, seed: int) -> np.ndarray:
-    """Log-probabilities [tokens, VOCABULARY]."""
+    """Random log-probabilities [tokens, VOCABULARY]."""
     scores = np.random.default_rng(seed).normal(0, 2, (tokens, VOCABULARY))
     return scores - np.log(np.exp(scores).sum(-1, keepdims=True))
 
@@ -36,42 +36,45 @@ def likeliest(logprobs: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def lumped_divergence(p: np.ndarray, q: np.ndarray, top: int) -> float:
-    """KL of two distributions, tokens among the likeliest of both apart and the others as one: written out."""
-    both = set(np.argsort(-p)[:top]) & set(np.argsort(-q)[:top])
-    rest = [token for token in range(len(p)) if token not in both]
-    atoms = [(math.exp(p[token]), math.exp(q[token])) for token in both]
-    if rest:
-        atoms.append((sum(math.exp(p[token]) for token in rest), sum(math.exp(q[token]) for token in rest)))
+    """Return the KL of two distributions, where all tokens not among the likeliest of both count as one."""
+    shared = set(np.argsort(-p)[:top]) & set(np.argsort(-q)[:top])
+    lumped = [token for token in range(len(p)) if token not in shared]
+    atoms = [(math.exp(p[token]), math.exp(q[token])) for token in shared]
+    if lumped:
+        atoms.append(
+            (sum(math.exp(p[token]) for token in lumped), sum(math.exp(q[token]) for token in lumped))
+        )
     return sum(a * math.log(a / b) for a, b in atoms)
 
 
 @pytest.mark.parametrize("top", [1, 3, 7, VOCABULARY])
 def test_divergence_lumps_unlikely_tokens(top: int) -> None:
     p, q = distributions(50, 0), distributions(50, 1)
-    found = perplexity.divergence(*likeliest(p, top), *likeliest(q, top))
-    whole = (np.exp(p) * (p - q)).sum(-1)
+    actual = perplexity.divergence(*likeliest(p, top), *likeliest(q, top))
+    exact = (np.exp(p) * (p - q)).sum(-1)
     for row in range(50):
-        assert found[row] == pytest.approx(lumped_divergence(p[row], q[row], top), abs=1e-9)
-        assert found[row] <= whole[row] + 1e-9
+        assert actual[row] == pytest.approx(lumped_divergence(p[row], q[row], top), abs=1e-9)
+        assert actual[row] <= exact[row] + 1e-9
     if top == VOCABULARY:
-        assert found == pytest.approx(whole, abs=1e-9)
+        assert actual == pytest.approx(exact, abs=1e-9)
     assert perplexity.divergence(*likeliest(p, top), *likeliest(p, top)) == pytest.approx(0, abs=1e-12)
 
 
 def test_interval_of_a_mean_equals_the_normal_approximation() -> None:
     values = np.random.default_rng(0).normal(5.0, 2.0, 4000)
-    found = bootstrap(mean, values)
+    interval = bootstrap(mean, values)
     half = 1.96 * values.std() / 4000**0.5
-    assert found.value == pytest.approx(values.mean())
-    assert found.high - found.value == pytest.approx(half, rel=0.1)  # 2000 rounds give the ends to some 4%
-    assert found.value - found.low == pytest.approx(half, rel=0.1)
-    assert bootstrap(mean, values) == found
+    assert interval.value == pytest.approx(values.mean())
+    # 2000 rounds give the bounds to about 4%
+    assert interval.high - interval.value == pytest.approx(half, rel=0.1)
+    assert interval.value - interval.low == pytest.approx(half, rel=0.1)
+    assert bootstrap(mean, values) == interval
 
 
 def test_bootstrap_resamples_pairs_together() -> None:
     values = np.random.default_rng(0).normal(0.0, 100.0, 50)
-    found = bootstrap(lambda a, b: mean(a) - mean(b), values + 0.5, values)
-    assert (found.low, found.value, found.high) == pytest.approx((0.5, 0.5, 0.5), abs=1e-9)
+    interval = bootstrap(lambda a, b: mean(a) - mean(b), values + 0.5, values)
+    assert (interval.low, interval.value, interval.high) == pytest.approx((0.5, 0.5, 0.5), abs=1e-9)
 
 
 def scored(logprobs: np.ndarray, tops: np.ndarray, top: int = 3) -> Scored:
@@ -82,51 +85,58 @@ def scored(logprobs: np.ndarray, tops: np.ndarray, top: int = 3) -> Scored:
 def test_perplexity_and_its_comparison() -> None:
     ids = [[1] * 5, [1] * 9, [1] * 3]
     generator = np.random.default_rng(0)
-    ours, theirs = (generator.normal(-3, 1, 14) for _ in range(2))
+    logprobs, reference = (generator.normal(-3, 1, 14) for _ in range(2))
     p, q = distributions(14, 0), distributions(14, 1)
-    found = perplexity.summarize("a", "b", ids, scored(ours, p), scored(theirs, q))
-    assert (found.windows, found.tokens) == (3, 14)
-    assert found.perplexity.value == pytest.approx(math.exp(-ours.mean()))
-    compared = found.comparison
+    result = perplexity.summarize("a", "b", ids, scored(logprobs, p), scored(reference, q))
+    assert (result.windows, result.tokens) == (3, 14)
+    assert result.perplexity.value == pytest.approx(math.exp(-logprobs.mean()))
+    compared = result.comparison
     assert compared is not None
-    assert compared.perplexity.value == pytest.approx(math.exp(-theirs.mean()))
-    assert compared.delta_pct.value == pytest.approx(100 * (math.exp(theirs.mean() - ours.mean()) - 1))
+    assert compared.perplexity.value == pytest.approx(math.exp(-reference.mean()))
+    assert compared.delta_pct.value == pytest.approx(100 * (math.exp(reference.mean() - logprobs.mean()) - 1))
     assert compared.top1.value == pytest.approx(np.mean(p.argmax(1) == q.argmax(1)))
     assert compared.kl.value == pytest.approx(
         np.mean([lumped_divergence(q[i], p[i], 3) for i in range(14)]), abs=1e-6
     )
     assert not compared.exact
-    exact = perplexity.summarize("a", "b", ids, scored(ours, p, VOCABULARY), scored(theirs, q, VOCABULARY))
+    exact = perplexity.summarize(
+        "a", "b", ids, scored(logprobs, p, VOCABULARY), scored(reference, q, VOCABULARY)
+    )
     assert exact.comparison is not None
     assert exact.comparison.exact
-    assert set(exact.to_json()) - set(found.to_json()) == {"kl"}
+    assert set(exact.to_json()) - set(result.to_json()) == {"kl"}
 
 
 def test_retrieval_equals_sorting() -> None:
     generator = np.random.default_rng(0)
-    ours, theirs = generator.normal(size=(60, 8)), generator.normal(size=(60, 8))
-    ours[30:] += 0.8 * ours[:30]  # documents near their queries
-    theirs += ours
-    found = embedding.summarize("a", "b", ours, theirs, True, ("", "")).to_json()
+    vectors, references = generator.normal(size=(60, 8)), generator.normal(size=(60, 8))
+    vectors[30:] += 0.8 * vectors[:30]  # documents near their queries
+    references += vectors
+    result = embedding.summarize("a", "b", vectors, references, True, ("", "")).to_json()
 
-    def by_hand(vectors: np.ndarray) -> tuple[list[float], list[set[int]]]:
-        unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    def by_hand(embeddings: np.ndarray) -> tuple[list[float], list[set[int]]]:
+        unit = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
         orders = [sorted(range(30), key=lambda j, i=i: -float(unit[i] @ unit[30 + j])) for i in range(30)]
         return [1 / (1 + order.index(i)) for i, order in enumerate(orders)], [set(o[:10]) for o in orders]
 
-    (mine, near), (reference, wanted) = by_hand(ours), by_hand(theirs)
-    cosines = (ours * theirs).sum(1) / np.linalg.norm(ours, axis=1) / np.linalg.norm(theirs, axis=1)
+    (ranks, neighbors), (expected_ranks, expected_neighbors) = (
+        by_hand(vectors),
+        by_hand(references),
+    )
+    cosines = (
+        (vectors * references).sum(1) / np.linalg.norm(vectors, axis=1) / np.linalg.norm(references, axis=1)
+    )
     for name, expected in {
-        "mrr": np.mean(mine),
-        "mrr_against": np.mean(reference),
-        "mrr_loss": np.mean(reference) - np.mean(mine),
-        "top10": np.mean([len(a & b) / 10 for a, b in zip(near, wanted, strict=True)]),
+        "mrr": np.mean(ranks),
+        "mrr_against": np.mean(expected_ranks),
+        "mrr_loss": np.mean(expected_ranks) - np.mean(ranks),
+        "top10": np.mean([len(a & b) / 10 for a, b in zip(neighbors, expected_neighbors, strict=True)]),
         "cosine_mean": cosines.mean(),
         "cosine_p1": np.quantile(cosines, 0.01),
     }.items():
-        assert found[name]["value"] == pytest.approx(expected), name
+        assert result[name]["value"] == pytest.approx(expected), name
     alike = embedding.summarize("a", None, np.ones((20, 4)), None, True, ("", "")).to_json()
-    assert alike["mrr"]["value"] == pytest.approx(1 / 10)  # among equals the own document comes last
+    assert alike["mrr"]["value"] == pytest.approx(1 / 10)  # among ties the query's own document comes last
     assert set(alike) == {"model", "texts", "mrr", "served_by"}
 
 
@@ -135,11 +145,11 @@ def test_retrieval_equals_sorting() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint's folder with a tokenizer of one letter a token, and another one."""
+    """Two checkpoint folders, one inside the other, whose tokenizer has a token per letter."""
     write_tokenizer(tmp_path, "abcdefghijklmnopqrstuvwxyz")
     (tmp_path / "other").mkdir()
-    for each in (tmp_path, tmp_path / "other"):
-        (each / "config.json").write_text('{"vocab_size": 26}')
+    for path in (tmp_path, tmp_path / "other"):
+        (path / "config.json").write_text('{"vocab_size": 26}')
     return tmp_path
 
 
@@ -172,11 +182,11 @@ def test_window_leaves_room_for_a_generated_token(tmp_path: Path, config: str, t
 
 def test_texts_and_pairs_of_jsonl_files(folder: Path) -> None:
     (folder / "pairs.jsonl").write_text('{"query": "a b", "text": "c"}\n{"query": "d", "text": "e f g h"}\n')
-    found = texts_or_pairs(folder / "pairs.jsonl", folder, None, longest=3)
-    assert (found.queries, found.documents) == ([[0, 1], [3]], [[2], [4, 5, 7]])
+    data = texts_or_pairs(folder / "pairs.jsonl", folder, None, longest=3)
+    assert (data.queries, data.documents) == ([[0, 1], [3]], [[2], [4, 5, 7]])
     (folder / "texts.jsonl").write_text('{"text": "a b"}\n"c"\n')
-    found = texts_or_pairs(folder / "texts.jsonl", folder, 1, longest=9)
-    assert (found.queries, found.documents) == ([[0, 1]], None)
+    data = texts_or_pairs(folder / "texts.jsonl", folder, 1, longest=9)
+    assert (data.queries, data.documents) == ([[0, 1]], None)
 
 
 @pytest.mark.parametrize(
@@ -201,36 +211,34 @@ def test_invalid_data_is_refused(folder: Path, name: str, text: str | None, fact
 
 
 def test_jsonl_lines_end_only_at_newlines(folder: Path) -> None:
-    """U+2028 and U+0085 end lines in prose, not in JSON; a byte order mark is no text."""
+    """U+2028 and U+0085 do not end lines of JSON, and a byte order mark is not part of the text."""
     line = json.dumps({"text": "a\u2028b\u0085c"}, ensure_ascii=False)
     (folder / "a.jsonl").write_text(f"\ufeff{line}\r\n{line}\n", encoding="utf-8")
     assert windows(folder / "a.jsonl", folder, 3, None) == [[0, 1, 2], [0, 1, 2]]
     pair = json.dumps({"query": "a\u2028b", "text": "c"}, ensure_ascii=False)
     (folder / "p.jsonl").write_text(f'\ufeff{pair}\n{{"query": "", "text": "d"}}\n', encoding="utf-8")
-    # half a pair is left out
+    # an incomplete pair is left out
     assert texts_or_pairs(folder / "p.jsonl", folder, None, longest=9).queries == [[0, 1]]
     (folder / "a.txt").write_bytes("\ufeffa b é".encode("latin-1", "ignore"))
     with pytest.raises(SlideSparseError, match=r"a\.txt is not text in UTF-8"):
         windows(folder / "a.txt", folder, 3, None)
 
 
-@pytest.mark.parametrize("wrong", [26, -1])
+@pytest.mark.parametrize("token", [26, -1])
 def test_token_ids_beyond_the_vocabulary_are_refused(
-    folder: Path, without_engine: list[Any], wrong: int
+    folder: Path, without_engine: list[Any], token: int
 ) -> None:
-    """vLLM's engine would die of ids that the model lacks, or the one that it is compared with, so it is not
-    started.
-    """
-    np.save(folder / "ids.npy", np.array([[0, 25, 1], [2, wrong, 3]]))
+    """The engine is not started, as ids outside the vocabulary of either model would crash it."""
+    np.save(folder / "ids.npy", np.array([[0, 25, 1], [2, token, 3]]))
     (folder / "other" / "config.json").write_text("{}")
     data = ("--data", folder / "ids.npy", "--seqlen", 3)
     for models in ((folder,), (folder / "other", "--against", folder)):
-        done = Done("eval", "perplexity", *models, *data)
-        assert (done.code, without_engine) == (2, [])
+        process = Done("eval", "perplexity", *models, *data)
+        assert (process.code, without_engine) == (2, [])
         assert (
-            f"--data holds token ids from {min(wrong, 0)} to {max(wrong, 25)}, but the vocabulary of {folder} has "
+            f"--data holds token ids from {min(token, 0)} to {max(token, 25)}, but the vocabulary of {folder} has "
             "26 tokens, 0 to 25; use ids from its own tokenizer"
-        ) in done.err
+        ) in process.err
 
 
 def test_top_beyond_the_vocabulary_is_refused(folder: Path, without_engine: list[Any]) -> None:
@@ -290,12 +298,12 @@ def fake_engine_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_engine_runs_in_a_process_and_returns_arrays_and_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # which would hide the plugin's line
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # would hide the plugin's line
     log = tmp_path / "log"
-    found = Engine(log=log).score(Path("model"), "embedding", [[1, 2, 3], [4]])
-    assert found.arrays["embeddings"].tolist() == [[3, 3], [3, 3]]  # its max_model_len
+    result = Engine(log=log).score(Path("model"), "embedding", [[1, 2, 3], [4]])
+    assert result.arrays["embeddings"].tolist() == [[3, 3], [3, 3]]  # max_model_len
     assert Engine().score(Path("model"), "perplexity", [[1, 2, 3]]).arrays["embeddings"][0, 0] == 4
-    assert found.served_by == "6:8 (2 of every 8 pruned): 8 layers sparse, 0 dense; x"
+    assert result.served_by == "6:8 (2 of every 8 pruned): 8 layers sparse, 0 dense; x"
     assert Engine(log=log).score(Path("model"), "embedding", [[1]], stock=True).served_by == ""
     with pytest.raises(SlideSparseError, match="broken:\nERROR ValueError: no such architecture"):
         Engine({"max_model_len": 9}, log).score(Path("broken"), "embedding", [[1]])
@@ -311,9 +319,9 @@ def test_engine_runs_in_a_process_and_returns_arrays_and_log(
 def test_missing_vllm_is_reported(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None)
     (folder / "a.txt").write_text("a b c d")
-    done = Done("eval", "perplexity", folder, "--data", folder / "a.txt", "--seqlen", 4)
-    assert done.code == 3
-    assert "vLLM is not installed" in done.err
+    process = Done("eval", "perplexity", folder, "--data", folder / "a.txt", "--seqlen", 4)
+    assert process.code == 3
+    assert "vLLM is not installed" in process.err
 
 
 # The command
@@ -321,11 +329,11 @@ def test_missing_vllm_is_reported(monkeypatch: pytest.MonkeyPatch, folder: Path)
 
 @pytest.fixture
 def without_engine(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Engines that answer from the name of the model."""
-    seen: list[Any] = []
+    """Replace engines by fakes whose results depend on the name of the model."""
+    requests: list[Any] = []
 
     def score(self: Engine, model: Path, task: str, ids: Any, top: int = 0, stock: bool = False) -> Scored:
-        seen.append((self.options, model.name, task, top))
+        requests.append((self.options, model.name, task, top))
         if task == "embedding":
             shift = 0.1 * (model.name == "other")
             base = np.asarray([[math.cos(sum(text) + shift), math.sin(sum(text) + shift)] for text in ids])
@@ -334,50 +342,50 @@ def without_engine(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return scored(np.full(count, -2.0 - 0.1 * (model.name == "other")), distributions(count, 0), top)
 
     monkeypatch.setattr(Engine, "score", score)
-    return seen
+    return requests
 
 
 def test_eval_perplexity(folder: Path, without_engine: list[Any]) -> None:
     (folder / "a.txt").write_text(" ".join("abcdefghijkl"))
     command = ("eval", "perplexity", folder, "--data", folder / "a.txt", "--seqlen", 4, "--top", 2)
-    done = Done(*command, "--against", folder / "other", "--option", "dtype=float32", "--option", "seed=3")
-    assert done.code == 0, done.err
+    process = Done(*command, "--against", folder / "other", "--option", "dtype=float32", "--option", "seed=3")
+    assert process.code == 0, process.err
     assert without_engine[0] == ({"dtype": "float32", "seed": 3}, folder.name, "perplexity", 2)
-    shown = {line[:17].strip(): line[17:].split()[:1] for line in done.out.splitlines()[1:]}
+    shown = {line[:17].strip(): line[17:].split()[:1] for line in process.out.splitlines()[1:]}
     figures = {"data": "3", "perplexity": "7.3891", "its perplexity": "8.1662", "difference": "-9.516%"}
     assert {name: shown[name] for name in figures} == {name: [value] for name, value in figures.items()}
     assert shown["same top token"] == ["1.0000"]
     assert "KL, at least" in shown
-    found = json.loads(Done(*command, "--json").out)
-    assert found["perplexity"]["value"] == pytest.approx(math.exp(2), rel=1e-6)
-    assert "delta_pct" not in found
+    result = json.loads(Done(*command, "--json").out)
+    assert result["perplexity"]["value"] == pytest.approx(math.exp(2), rel=1e-6)
+    assert "delta_pct" not in result
 
 
 def test_eval_embedding(folder: Path, without_engine: list[Any]) -> None:
     (folder / "pairs.jsonl").write_text('{"query": "a b", "text": "b a"}\n{"query": "d", "text": "d"}\n')
     command = ("eval", "embedding", folder, "--data", folder / "pairs.jsonl", "--against", folder / "other")
-    done = Done(*command)
-    assert done.code == 0, done.err
+    process = Done(*command)
+    assert process.code == 0, process.err
     assert without_engine[1][1:3] == ("other", "embedding")
-    found = json.loads(Done(*command, "--json").out)
-    assert found["cosine_mean"]["value"] == pytest.approx(math.cos(0.1))
-    assert found["mrr"]["value"] == 1.0
-    names = [line[:17].strip() for line in done.out.splitlines()]
+    result = json.loads(Done(*command, "--json").out)
+    assert result["cosine_mean"]["value"] == pytest.approx(math.cos(0.1))
+    assert result["mrr"]["value"] == 1.0
+    names = [line[:17].strip() for line in process.out.splitlines()]
     assert names[3:] == ["cosine, mean", "cosine, 1%", "same nearest 10", "MRR", "its MRR", "MRR lost"]
 
 
 def test_served_by_is_reported(folder: Path, without_engine: list[Any]) -> None:
-    """A checkpoint of SlideSparse that vLLM itself served gives a warning; for others that was intended."""
+    """A warning names a SlideSparse checkpoint that vLLM served without the plugin, but no other checkpoint."""
     (folder / "a.txt").write_text("a b c d")
     command = ("eval", "perplexity", folder, "--data", folder / "a.txt", "--seqlen", 4)
     command += ("--against", folder / "other")
     assert Done(*command).err == ""
-    ours = {"vocab_size": 26, "quantization_config": {"slidesparse": {}}}
-    (folder / "config.json").write_text(json.dumps(ours))
-    done = Done(*command)
-    assert done.code == 0
-    assert f"warning: {folder} was served by vLLM itself, without the plugin" in done.err
-    assert f"{folder / 'other'} was" not in done.err
+    config = {"vocab_size": 26, "quantization_config": {"slidesparse": {}}}
+    (folder / "config.json").write_text(json.dumps(config))
+    process = Done(*command)
+    assert process.code == 0
+    assert f"warning: {folder} was served by vLLM itself, without the plugin" in process.err
+    assert f"{folder / 'other'} was" not in process.err
     (folder / "a.jsonl").write_text('"a b"\n')
     short = ("eval", "embedding", folder, "--data", folder / "a.jsonl", "--json")
     assert json.loads(Done(*short).out)["served_by"].startswith("6:8")
@@ -401,6 +409,6 @@ def test_eval_with_invalid_usage_exits_2(
     (folder / "a.txt").write_text("a b c d")
     monkeypatch.chdir(folder)
     length = () if "--seqlen" in options else ("--seqlen", 4)
-    done = Done("eval", "perplexity", folder, *length, *options)
-    assert done.code == 2
-    assert fact in done.err
+    process = Done("eval", "perplexity", folder, *length, *options)
+    assert process.code == 2
+    assert fact in process.err

@@ -1,4 +1,4 @@
-"""Figures of quality through real vLLM, against calibration's own transformer blocks."""
+"""Quality metrics through real vLLM, against the transformer blocks of calibration."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 @torch.inference_mode()
 def exact_logprobs(folder: Path, ids: list[list[int]]) -> np.ndarray:
-    """[tokens] of each token but the first, by our own layers in float32."""
-    model, found = open_model(Checkpoint.open(folder)), []
+    """Return log-probabilities [tokens] of all but the first token, by our own layers in float32."""
+    model, result = open_model(Checkpoint.open(folder)), []
     with model.checkpoint.reader() as reader:
         samples = [torch.tensor(sample) for sample in ids]
         embed = model.embedder(reader, samples, torch.device("cpu"))
@@ -38,13 +38,15 @@ def exact_logprobs(folder: Path, ids: list[list[int]]) -> np.ndarray:
             for block in blocks:
                 x = block.output(x)
             logprobs = (rms_norm(x, norm, model.sizes[0].eps)[0] @ head.t()).log_softmax(-1)
-            found += [float(logprobs[i, after]) for i, (_, after) in enumerate(pairwise(sample.tolist()))]
-    return np.asarray(found)
+            result += [
+                float(logprobs[i, next_token]) for i, (_, next_token) in enumerate(pairwise(sample.tolist()))
+            ]
+    return np.asarray(result)
 
 
 def test_perplexity_by_vllm_equals_own_layers(engines: Engines, tmp_path: Path) -> None:
-    """The original's equals that of our own layers; the pruned one is served by the plugin, with KL over all
-    tokens.
+    """The source's perplexity equals that of our own layers. The plugin serves the pruned model, and the KL is over
+    all tokens.
     """
     source = write_float(LLAMA, tmp_path / "source")
     pruned = converted(source, tmp_path / "pruned", "6:8")
@@ -52,32 +54,35 @@ def test_perplexity_by_vllm_equals_own_layers(engines: Engines, tmp_path: Path) 
 
     def scored(folder: Path, env: dict[str, str]) -> Scored:
         options = {"max_logprobs": -1}
-        answer = engines.ask(Request(str(folder), env, options, task="perplexity", work={"ids": ids}))
-        assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
-        arrays = {**answer.data, "logprobs": answer.logprobs}
-        return Scored({name: np.asarray(values) for name, values in arrays.items()}, answer.summary)
+        response = engines.ask(Request(str(folder), env, options, task="perplexity", work={"ids": ids}))
+        assert not response.error, f"{response.error}\n{response.log[-4000:]}"
+        arrays = {**response.data, "logprobs": response.logprobs}
+        return Scored({name: np.asarray(values) for name, values in arrays.items()}, response.summary)
 
-    ours, theirs = scored(pruned, {}), scored(source, {"DISABLE_SLIDESPARSE": "1"})
-    assert ours.served_by.startswith("6:8 (2 of every 8 pruned): 8 layers sparse, 1 dense (1 lm_head)")
-    assert theirs.served_by == ""
-    found = perplexity.summarize("pruned", "source", ids, ours, theirs).comparison
-    assert found is not None
+    pruned_scores, source_scores = scored(pruned, {}), scored(source, {"DISABLE_SLIDESPARSE": "1"})
+    assert pruned_scores.served_by.startswith(
+        "6:8 (2 of every 8 pruned): 8 layers sparse, 1 dense (1 lm_head)"
+    )
+    assert source_scores.served_by == ""
+    comparison = perplexity.summarize("pruned", "source", ids, pruned_scores, source_scores).comparison
+    assert comparison is not None
     expected = math.exp(-exact_logprobs(source, ids).mean())
-    assert found.perplexity.value == pytest.approx(expected, rel=1e-4)  # float32, summed in another order
-    assert found.exact
-    assert found.kl.value > 0.01
-    assert found.top1.value < 1
+    # sums of float32 in another order
+    assert comparison.perplexity.value == pytest.approx(expected, rel=1e-4)
+    assert comparison.exact
+    assert comparison.kl.value > 0.01
+    assert comparison.top1.value < 1
 
 
 def test_embeddings_by_the_engine_equal_reference(tmp_path: Path) -> None:
-    """MiniLM in the slided layout is served by the process that ``slidesparse eval`` starts."""
+    """The process that ``slidesparse eval`` starts serves MiniLM in the slided layout."""
     source = demo.original()
     for layout in ("dense", "slided"):
         convert(source, tmp_path / layout, layout=layout)
     encode = tokenizer_of(source)
-    how = Engine({"dtype": "float32", "gpu_memory_utilization": 0.2})
+    engine = Engine({"dtype": "float32", "gpu_memory_utilization": 0.2})
     ids = [encode(sentence) for sentence in demo.SENTENCES]
-    found = how.score(tmp_path / "slided", "embedding", ids)
-    assert found.served_by.startswith("6:8 (2 of every 8 pruned): 24 layers sparse, 0 dense; slided layout")
+    scored = engine.score(tmp_path / "slided", "embedding", ids)
+    assert scored.served_by.startswith("6:8 (2 of every 8 pruned): 24 layers sparse, 0 dense; slided layout")
     expected = minilm.embeddings(source, tmp_path / "dense", demo.SENTENCES)
-    minilm.assert_served(found.arrays["embeddings"], expected)
+    minilm.assert_served(scored.arrays["embeddings"], expected)

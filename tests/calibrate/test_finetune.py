@@ -1,4 +1,4 @@
-"""Training the weights of a transformer block after pruning: better as served, zeros kept, the same bits each time."""
+"""Fine-tuning of a pruned transformer block: error as served, kept zeros, determinism."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ DTYPES = [INT8, FP8, None]
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps have few tokens, so that there are many."""
+    """Limit the tokens of a step, so that there are many steps."""
     monkeypatch.setattr(finetuning, "STEP_TOKENS", 120)
     monkeypatch.setitem(finetuning.PIECE_TOKENS, "cpu", 64)
 
 
 class Case:
-    """A block pruned by magnitude, what it reads, and what the dense block gives."""
+    """A block pruned by magnitude, its inputs, and the outputs of the dense block."""
 
     def __init__(
         self,
@@ -63,20 +63,20 @@ class Case:
         return finetune(inputs, self.targets, self.pruned, self.names, dtype, epochs)
 
     def error(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> float:
-        """The error on the samples held out, by a block whose linear layers quantize weights and inputs themselves."""
+        """Return the error on held-out samples of a block whose linear layers quantize weights and inputs."""
         changed = {f"{name}.weight": w for name, w in weights.items()}
         block = QuantizedBlock(self.block.sizes, self.block.weights | changed)
         block.dtype = dtype
-        x, wanted = (
+        x, expected = (
             torch.cat([states[batch] for batch in range(2)])[VALIDATION_INTERVAL - 1 :: VALIDATION_INTERVAL]
             for states in (self.states, self.targets)
         )
-        lost = (block.output(x) - wanted).square().sum(-1) / wanted.square().sum(-1)
+        lost = (block.output(x) - expected).square().sum(-1) / expected.square().sum(-1)
         return float(lost.mean().sqrt())
 
 
 class QuantizedBlock(DecoderBlock):
-    """A decoder layer as it is served: quantized to ``dtype`` if that is given."""
+    """A decoder layer as it is served, quantized to ``dtype`` unless that is None."""
 
     dtype: torch.dtype | None = None
 
@@ -91,21 +91,21 @@ class QuantizedBlock(DecoderBlock):
 def test_fine_tuning_reduces_the_error_as_served(
     source: Path, tmp_path: Path, dtype: torch.dtype | None
 ) -> None:
-    """The samples were not trained on; what was pruned stays zero, and a second run gives the same bits."""
+    """Errors are of held-out samples. Pruned weights stay zero, and a second run gives the same bits."""
     case = Case(source, tmp_path)
-    found, again = case.run(dtype), case.run(dtype)
-    assert (found.error_before, found.error_after) == (again.error_before, again.error_after)
+    tuned, repeated = case.run(dtype), case.run(dtype)
+    assert (tuned.error_before, tuned.error_after) == (repeated.error_before, repeated.error_after)
     for name, w in case.pruned.items():
-        assert torch.equal(found.weights[name], again.weights[name])
-        assert not found.weights[name][w == 0].any()
-        assert not torch.equal(found.weights[name], w)
-        assert found.weights[name].dtype == w.dtype
-        assert not found.weights[name].requires_grad
-    # float32 sums of the same numbers in another order, over errors of some percent
-    assert found.error_before == pytest.approx(case.error(case.pruned, dtype), rel=1e-4)
-    assert found.error_after == pytest.approx(case.error(found.weights, dtype), rel=1e-4)
-    assert found.error_after < 0.97 * found.error_before
-    assert found.error_after < case.run(dtype, epochs=1).error_after
+        assert torch.equal(tuned.weights[name], repeated.weights[name])
+        assert not tuned.weights[name][w == 0].any()
+        assert not torch.equal(tuned.weights[name], w)
+        assert tuned.weights[name].dtype == w.dtype
+        assert not tuned.weights[name].requires_grad
+    # float32 sums of the same numbers in another order, where errors are a few percent
+    assert tuned.error_before == pytest.approx(case.error(case.pruned, dtype), rel=1e-4)
+    assert tuned.error_after == pytest.approx(case.error(tuned.weights, dtype), rel=1e-4)
+    assert tuned.error_after < 0.97 * tuned.error_before
+    assert tuned.error_after < case.run(dtype, epochs=1).error_after
 
 
 @pytest.mark.gpu
@@ -113,40 +113,40 @@ def test_fine_tuning_reduces_the_error_as_served(
 def test_fine_tuning_on_a_gpu_is_deterministic(
     source: Path, tmp_path: Path, dtype: torch.dtype | None
 ) -> None:
-    """The samples are so long that the gradients of attention are sums over several of its blocks."""
+    """Samples are long enough for gradients of attention to be sums over several of its blocks."""
     case = Case(source, tmp_path, samples=24, tokens=1000, device=torch.device("cuda", 0))
-    found, again = case.run(dtype), case.run(dtype)
-    assert found.error_after == again.error_after < 0.97 * found.error_before
+    tuned, repeated = case.run(dtype), case.run(dtype)
+    assert tuned.error_after == repeated.error_after < 0.97 * tuned.error_before
     for name, w in case.pruned.items():
-        assert torch.equal(found.weights[name], again.weights[name])
-        assert not found.weights[name][w == 0].any()
+        assert torch.equal(tuned.weights[name], repeated.weights[name])
+        assert not tuned.weights[name][w == 0].any()
 
 
-@pytest.mark.parametrize("how", [Scores(0.3), Scores(0.3, causal=False), Scores(0.3, window=4)])
-def test_recomputed_attention_has_the_same_gradients(how: Scores) -> None:
+@pytest.mark.parametrize("scores", [Scores(0.3), Scores(0.3, causal=False), Scores(0.3, window=4)])
+def test_recomputed_attention_has_the_same_gradients(scores: Scores) -> None:
     leaves = [torch.randn(2, 3, 7, 8, requires_grad=True) for _ in range(3)]
-    wanted = torch.autograd.grad(attention(*leaves, how).square().sum(), leaves)
-    found = torch.autograd.grad(finetuning._Attention.apply(*leaves, how).square().sum(), leaves)
+    expected = torch.autograd.grad(attention(*leaves, scores).square().sum(), leaves)
+    actual = torch.autograd.grad(finetuning._Attention.apply(*leaves, scores).square().sum(), leaves)
     assert not torch.are_deterministic_algorithms_enabled()
-    for ours, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for gradient, reference in zip(actual, expected, strict=True):
+        torch.testing.assert_close(gradient, reference)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("how", [Scores(0.1), Scores(0.1, window=300), Scores(0.1, cap=2.0)])
-def test_attention_on_a_gpu_has_the_same_gradients(how: Scores) -> None:
-    """They agree up to the rounding of BF16, and have the same bits twice."""
+@pytest.mark.parametrize("scores", [Scores(0.1), Scores(0.1, window=300), Scores(0.1, cap=2.0)])
+def test_attention_on_a_gpu_has_the_same_gradients(scores: Scores) -> None:
+    """Gradients agree up to rounding to BF16, and a second run gives the same bits."""
     leaves = [torch.randn(2, 3, 999, 64, requires_grad=True) for _ in range(3)]
-    wanted = torch.autograd.grad(attention(*leaves, how).square().sum(), leaves)
+    expected = torch.autograd.grad(attention(*leaves, scores).square().sum(), leaves)
     moved = [leaf.detach().cuda().requires_grad_() for leaf in leaves]
     with sdpa_kernel(finetuning.ATTENTION["cuda"]):
-        found, again = (
-            torch.autograd.grad(finetuning.attend(*moved, how).float().square().sum(), moved)
+        actual, repeated = (
+            torch.autograd.grad(finetuning.attend(*moved, scores).float().square().sum(), moved)
             for _ in range(2)
         )
-    for ours, twice, theirs in zip(found, again, wanted, strict=True):
-        assert torch.equal(ours, twice)
-        assert float((ours.cpu() - theirs).norm()) < 0.05 * float(theirs.norm())
+    for gradient, repeat, reference in zip(actual, repeated, expected, strict=True):
+        assert torch.equal(gradient, repeat)
+        assert float((gradient.cpu() - reference).norm()) < 0.05 * float(reference.norm())
 
 
 def test_fine_tuning_leaves_the_block_unchanged(source: Path, tmp_path: Path) -> None:
@@ -163,32 +163,32 @@ def test_fine_tuning_without_improvement_is_discarded(
 ) -> None:
     monkeypatch.setattr(finetuning, "RATE", 100.0)
     case = Case(source, tmp_path)
-    found = case.run(INT8)
-    assert found.error_after == found.error_before
-    assert all(torch.equal(found.weights[name], w) for name, w in case.pruned.items())
+    tuned = case.run(INT8)
+    assert tuned.error_after == tuned.error_before
+    assert all(torch.equal(tuned.weights[name], w) for name, w in case.pruned.items())
 
 
 def test_layer_of_zeros_stays_zero(source: Path, tmp_path: Path) -> None:
     case = Case(source, tmp_path)
     case.pruned["mlp.up_proj"].zero_()
-    found = case.run(INT8)
-    assert not found.weights["mlp.up_proj"].any()
-    assert found.error_after < found.error_before
+    tuned = case.run(INT8)
+    assert not tuned.weights["mlp.up_proj"].any()
+    assert tuned.error_after < tuned.error_before
 
 
-@pytest.mark.parametrize("most", [1, 40, 64, 10**6])
-def test_each_sample_is_in_one_split(most: int) -> None:
-    """One of eight is held out, counted over all batches; pieces have at least a sample, and at most so many tokens."""
+@pytest.mark.parametrize("max_tokens", [1, 40, 64, 10**6])
+def test_each_sample_is_in_one_split(max_tokens: int) -> None:
+    """One of eight samples is held out, over all batches. A piece has at least one sample and at most max_tokens."""
     shapes = [torch.Size((samples, 16, 4)) for samples in (3, 9, 1, 20)]
-    trained, judged = finetuning._pieces(shapes, most)
-    first = [0, 3, 12, 13]
+    trained, judged = finetuning._pieces(shapes, max_tokens)
+    offsets = [0, 3, 12, 13]
     numbers = [
-        [first[batch] + i for batch, part in pieces for i in range(part.start, part.stop)]
+        [offsets[batch] + i for batch, part in pieces for i in range(part.start, part.stop)]
         for pieces in (trained, judged)
     ]
     assert numbers[1] == [7, 15, 23, 31]
     assert sorted(numbers[0] + numbers[1]) == list(range(33))
-    assert all((part.stop - part.start) * 16 <= max(most, 16) for _, part in trained)
+    assert all((part.stop - part.start) * 16 <= max(max_tokens, 16) for _, part in trained)
 
 
 def test_step_size_gives_32_steps_within_token_limits(
@@ -207,8 +207,8 @@ def test_few_samples_serve_for_training_and_validation(source: Path, tmp_path: P
     shapes = [torch.Size((VALIDATION_INTERVAL - 1, 16, 4))]
     trained, judged = finetuning._pieces(shapes, 10**6)
     assert trained == judged == [(0, slice(0, VALIDATION_INTERVAL - 1))]
-    found = Case(source, tmp_path, samples=VALIDATION_INTERVAL - 1).run(INT8)
-    assert found.error_after < found.error_before
+    tuned = Case(source, tmp_path, samples=VALIDATION_INTERVAL - 1).run(INT8)
+    assert tuned.error_after < tuned.error_before
 
 
 def test_too_little_memory_is_explained(
@@ -222,10 +222,10 @@ def test_too_little_memory_is_explained(
         Case(source, tmp_path).run(INT8)
 
 
-# In a conversion
+# Conversions
 
 
-MANY = 200  # samples; fewer do not show that training helps
+MANY = 200  # samples; with fewer, training does not help reliably
 
 
 @pytest.fixture(scope="module")
@@ -236,22 +236,22 @@ def ids(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_fine_tuned_model_is_nearer_to_the_dense_one(
     source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The report says how near, block by block; the zeros are where they were.
+    """The report has errors of each block, and pruned weights stay zero.
 
-    The second block's training starts from the first one's output with its trained codes.
+    The second block is trained on the output of the first with its trained codes.
     """
-    read: list[torch.Tensor] = []
-    plain = pipeline.finetune
+    states: list[torch.Tensor] = []
+    original = pipeline.finetune
 
-    def record(inputs: BlockInputs, *rest: Any) -> Finetuned:
-        read.append(inputs.states[0].clone())
-        return plain(inputs, *rest)
+    def record(inputs: BlockInputs, *arguments: Any) -> Finetuned:
+        states.append(inputs.states[0].clone())
+        return original(inputs, *arguments)
 
     monkeypatch.setattr(pipeline, "finetune", record)
-    found = {}
+    by_epochs = {}
     for epochs in (0, 4):
         rows = calibrated(source, tmp_path / str(epochs), ids, samples=MANY, finetune=epochs).layers
-        found[epochs] = tensors_of(tmp_path / str(epochs))
+        by_epochs[epochs] = tensors_of(tmp_path / str(epochs))
         errors = {
             (row["name"].split(".")[2], row["block_error"], row["block_error_finetuned"]) for row in rows
         }
@@ -261,26 +261,26 @@ def test_fine_tuned_model_is_nearer_to_the_dense_one(
         else:
             assert all(error[1:] == (None, None) for error in errors)
         assert all(row["violations"] == 0 for row in rows)
-    first = [f"{name}.weight" for name in LLAMA.linears() if ".0." in name]
-    assert all(not found[4][name][found[0][name] == 0].any() for name in first)
-    assert any(not torch.equal(found[4][name], found[0][name]) for name in first)
+    names = [f"{name}.weight" for name in LLAMA.linears() if ".0." in name]
+    assert all(not by_epochs[4][name][by_epochs[0][name] == 0].any() for name in names)
+    assert any(not torch.equal(by_epochs[4][name], by_epochs[0][name]) for name in names)
     checkpoint = Checkpoint.open(source)
     with checkpoint.reader() as reader:
         block = open_model(checkpoint).load(reader, 0, CPU)
     for name in (name for stage in block.stages for name in stage):
         full = f"model.layers.0.{name}.weight"
-        block.weights[f"{name}.weight"] = dequantize_rows(found[4][full], found[4][f"{full}_scale"])
-    # the same float32 sums, in another order where a batch is another
-    torch.testing.assert_close(read[1], block.output(read[0]), rtol=0, atol=1e-4)
+        block.weights[f"{name}.weight"] = dequantize_rows(by_epochs[4][full], by_epochs[4][f"{full}_scale"])
+    # float32 sums in another order where batches differ
+    torch.testing.assert_close(states[1], block.output(states[0]), rtol=0, atol=1e-4)
 
 
 def test_unpruned_layers_are_not_trained(source: Path, tmp_path: Path, ids: str) -> None:
     down = "model.layers.1.mlp.down_proj.weight"
     codes, scale = quantize_rows(tensors_of(source)[down].float(), INT8)
     calibrated(source, tmp_path / "out", ids, samples=60, finetune=1, layer=["down_proj=2_inf"])
-    found = tensors_of(tmp_path / "out")
-    assert torch.equal(found[down], codes)
-    assert torch.equal(found[f"{down}_scale"], scale)
+    converted = tensors_of(tmp_path / "out")
+    assert torch.equal(converted[down], codes)
+    assert torch.equal(converted[f"{down}_scale"], scale)
 
 
 def test_wanda_weights_are_not_fine_tuned(source: Path, tmp_path: Path, ids: str) -> None:

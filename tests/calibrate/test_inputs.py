@@ -1,4 +1,4 @@
-"""Samples of texts and ids, hidden states, and the inputs of stages."""
+"""Samples of texts and token ids, hidden states, and inputs of stages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def decoder(tmp_path: Path) -> LayeredModel:
-    """A decoder with a tokenizer of the words a b c d, which ends texts with token 9."""
+    """A decoder whose tokenizer knows the words a, b, c and d, and ends texts with token 9."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     folder = llama(tmp_path / "model")
@@ -40,7 +40,7 @@ def decoder(tmp_path: Path) -> LayeredModel:
 
 
 def encoder(decoder: LayeredModel) -> LayeredModel:
-    """The same, taken for an encoder."""
+    """Return the same model as an encoder."""
     return replace(decoder, kind="Bert")
 
 
@@ -55,26 +55,32 @@ def rows(samples: Samples) -> list[list[int]]:
 
 
 def test_decoder_samples_are_cut_from_one_token_stream(decoder: LayeredModel, tmp_path: Path) -> None:
-    """The tokenizer's own truncation, to 3 tokens, is not obeyed."""
+    """The tokenizer's own truncation to 3 tokens is ignored."""
     path = texts(tmp_path, {"text": "a b c a b c a"}, "b", {"text": "  "}, {"text": "c c", "source": "x"})
-    found = load_samples(path, decoder, 10, 4)
-    stream = [token for row in rows(found) for token in row]
-    assert [len(row) for row in rows(found)] == [4, 4, 4]
-    one, two, three = [1, 2, 3, 1, 2, 3, 1, 9], [2, 9], [3, 3, 9]
-    orders = [one + two + three, two + one + three, two + three + one, three + one + two, three + two + one]
-    assert stream in [order[:12] for order in [*orders, one + three + two]]
-    assert found.note == "calib.jsonl gives 3 samples of at most 4 tokens, 10 were requested"
+    samples = load_samples(path, decoder, 10, 4)
+    stream = [token for row in rows(samples) for token in row]
+    assert [len(row) for row in rows(samples)] == [4, 4, 4]
+    text_a, text_b, text_c = [1, 2, 3, 1, 2, 3, 1, 9], [2, 9], [3, 3, 9]
+    orders = [
+        text_a + text_b + text_c,
+        text_b + text_a + text_c,
+        text_b + text_c + text_a,
+        text_c + text_a + text_b,
+        text_c + text_b + text_a,
+    ]
+    assert stream in [order[:12] for order in [*orders, text_a + text_c + text_b]]
+    assert samples.note == "calib.jsonl gives 3 samples of at most 4 tokens, 10 were requested"
     fewer = load_samples(path, decoder, 2, 4)
-    assert rows(fewer) == rows(found)[:2]
+    assert rows(fewer) == rows(samples)[:2]
     assert fewer.note == ""
-    assert fewer.digest != found.digest
+    assert fewer.digest != samples.digest
 
 
 def test_encoder_samples_are_single_texts_with_end_token(decoder: LayeredModel, tmp_path: Path) -> None:
     path = texts(tmp_path, "a b c a b c a", "b", "c c")
-    found = load_samples(path, encoder(decoder), 3, 5)
-    assert sorted(rows(found)) == [[1, 2, 3, 1, 9], [2, 9], [3, 3, 9]]
-    assert rows(load_samples(path, encoder(decoder), 3, 5)) == rows(found)
+    samples = load_samples(path, encoder(decoder), 3, 5)
+    assert sorted(rows(samples)) == [[1, 2, 3, 1, 9], [2, 9], [3, 3, 9]]
+    assert rows(load_samples(path, encoder(decoder), 3, 5)) == rows(samples)
 
 
 def test_samples_of_an_id_file(decoder: LayeredModel, tmp_path: Path) -> None:
@@ -89,11 +95,11 @@ def test_samples_of_an_id_file(decoder: LayeredModel, tmp_path: Path) -> None:
 
 
 def test_random_tokens_come_with_a_note(decoder: LayeredModel) -> None:
-    found = load_samples("random", decoder, 3, 7)
-    assert [len(row) for row in rows(found)] == [7, 7, 7]
-    assert "only to try things out" in found.note
+    samples = load_samples("random", decoder, 3, 7)
+    assert [len(row) for row in rows(samples)] == [7, 7, 7]
+    assert "only to try things out" in samples.note
     assert (
-        found.digest
+        samples.digest
         == load_samples("random", decoder, 3, 7).digest
         != load_samples("random", decoder, 3, 7, 1).digest
     )
@@ -152,9 +158,9 @@ def test_texts_without_a_tokenizer_are_refused(
 
 
 def test_texts_without_tokens_are_left_out() -> None:
-    """An encoder's samples are texts; one whose characters the tokenizer drops has no token."""
-    found = _sample_each_text(iter([[1, 2], [], [3]]), 5, 8)
-    assert [sample.tolist() for sample in found] == [[1, 2], [3]]
+    """A text has no tokens if the tokenizer drops all of its characters."""
+    samples = _sample_each_text(iter([[1, 2], [], [3]]), 5, 8)
+    assert [sample.tolist() for sample in samples] == [[1, 2], [3]]
 
 
 def test_ids_of_another_tokenizer_are_refused(decoder: LayeredModel) -> None:
@@ -169,28 +175,28 @@ def test_ids_of_another_tokenizer_are_refused(decoder: LayeredModel) -> None:
 # Hidden states
 
 
-@pytest.mark.parametrize(("limit", "where"), [(10**9, "memory"), (0, "disk")])
+@pytest.mark.parametrize(("limit", "place"), [(10**9, "memory"), (0, "disk")])
 def test_hidden_states_are_preserved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, where: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, place: str
 ) -> None:
     monkeypatch.setattr(inputs, "MEMORY_BYTES", limit)
     shapes = [(2, 3, 8), (1, 5, 8)]
     states = HiddenStates(shapes, CPU, tmp_path)
-    assert states.where == where
-    kept = [torch.randn(shape) for shape in shapes]
+    assert states.where == place
+    expected = [torch.randn(shape) for shape in shapes]
     for _ in range(2):
-        for i, value in enumerate(kept):
+        for i, value in enumerate(expected):
             states[i] = value
-        kept = [kept[0], kept[1] + 1]
-    states[1] = kept[1].transpose(1, 2).contiguous().transpose(1, 2)
-    assert all(torch.equal(states[i], value) for i, value in enumerate(kept))
+        expected = [expected[0], expected[1] + 1]
+    states[1] = expected[1].transpose(1, 2).contiguous().transpose(1, 2)
+    assert all(torch.equal(states[i], value) for i, value in enumerate(expected))
     assert len(states) == 2
-    assert list(tmp_path.iterdir()) == []  # a file without a name: a killed run leaves nothing
+    assert list(tmp_path.iterdir()) == []  # an unlinked file: a killed run leaves nothing
     states.close()
 
 
 class Doubling(Block):
-    """Three stages that count how often they are run; each multiplies by its weight."""
+    """Three stages that multiply by their weights and count their runs."""
 
     stages = (("a",), ("b",), ("c",))
     runs = 0
@@ -205,7 +211,7 @@ class Doubling(Block):
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_stage_inputs_reflect_replaced_weights(tmp_path: Path, keep: bool) -> None:
-    """The input of stage b is never asked for, as when none of its layers is pruned."""
+    """The input of stage b is never read, as when none of its layers is pruned."""
     states = HiddenStates([(1, 1, 2), (1, 1, 2)], CPU, tmp_path)
     states[0], states[1] = torch.full((1, 1, 2), 1.0), torch.full((1, 1, 2), 10.0)
     block = Doubling(BlockSizes(1, 1, 2, 0.0, torch.relu), dict.fromkeys("abc", torch.tensor(2.0)))
@@ -233,7 +239,7 @@ def test_stage_inputs_restart_with_changed_weights(tmp_path: Path) -> None:
 
 
 def test_may_keep_inputs_that_fit_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With hidden states of 8 columns, what waits has 8 + 24 columns: five times as much, for each stream."""
+    """With hidden states of 8 columns, suspended inputs have 8 + 24: five times as much for each stream."""
     for streams in (1, 2):
         states = HiddenStates([(2, 3, 8), (1, 5, 8)], CPU, tmp_path, streams=streams)
         for spare, fits in ((0, True), (-1, False)):
@@ -250,7 +256,7 @@ def test_host_memory_respects_container_limits(tmp_path: Path, monkeypatch: pyte
     machine = host_memory()
     limits[0].write_text("max\n")
     assert host_memory() == machine
-    limits[1].write_text("9223372036854771712\n")  # no limit, as control groups 1 say it
+    limits[1].write_text("9223372036854771712\n")  # no limit in the format of cgroups v1
     assert host_memory() == machine
     limits[0].write_text("1000000\n")
     assert host_memory() == 10**6

@@ -1,4 +1,4 @@
-"""The pruning methods that need data, against brute force in float64 that tries every choice."""
+"""Pruning methods that need calibration data, against brute force over all choices in float64."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PATTERNS = [SlidePattern.parse(name) for name in NAMED if name != "2_inf"]
 
 
 def inputs(tokens: int, k: int, seed: int = 0) -> Tensor:
-    """Correlated inputs of uneven sizes, as activations are: [tokens, k] float64."""
+    """Correlated inputs [tokens, k] in float64 whose columns differ in size, as those of activations do."""
     generator = torch.Generator().manual_seed(seed)
     mixing = torch.randn(k, k, generator=generator, dtype=torch.float64) * 0.5 / k**0.5
     sizes = torch.rand(k, generator=generator, dtype=torch.float64) + 0.1
@@ -56,22 +56,20 @@ def hessian_of(x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def best_row(w0: Tensor, h: Tensor, fixed: Tensor) -> Tensor:
-    """The row nearest to ``w0`` in the norm of ``h`` whose entries are ``fixed`` where that is not NaN: solved exactly.
+    """Return the row nearest to ``w0`` in the norm of ``h`` that equals ``fixed`` where that is not NaN.
 
     With F the free columns and D the others, the gradient in F vanishes: H_FF (w - w0)_F = -H_FD (w - w0)_D.
     """
     free = fixed.isnan()
     row = torch.where(free, 0.0, fixed)
     if bool(free.any()):
-        right = -h[free][:, ~free] @ (row - w0)[~free]
-        row[free] = w0[free] + torch.linalg.solve(h[free][:, free], right)
+        rhs = -h[free][:, ~free] @ (row - w0)[~free]
+        row[free] = w0[free] + torch.linalg.solve(h[free][:, free], rhs)
     return row
 
 
 def prune_by_brute_force(w0: Tensor, h: Tensor, pattern: SlidePattern) -> Tensor:
-    """Try, block by block, every choice of zeros with all that is behind fixed; keep the best and fix the
-    block.
-    """
+    """Prune block by block: try every choice of zeros with earlier blocks fixed, then fix the best."""
     assert pattern.length
     fixed = torch.full_like(w0, torch.nan)
     row = w0.clone()
@@ -81,9 +79,9 @@ def prune_by_brute_force(w0: Tensor, h: Tensor, pattern: SlidePattern) -> Tensor
         for zeros in combinations(range(block.start, block.stop), surplus):
             trial = fixed.clone()
             trial[list(zeros)] = 0.0
-            found = best_row(w0, h, trial)
-            cost = float((found - w0) @ h @ (found - w0))
-            tried.append((cost, zeros, found))
+            candidate = best_row(w0, h, trial)
+            cost = float((candidate - w0) @ h @ (candidate - w0))
+            tried.append((cost, zeros, candidate))
         _, zeros, row = min(tried, key=lambda entry: entry[0])
         fixed[block] = row[block]
         fixed[list(zeros)] = 0.0
@@ -96,28 +94,28 @@ def test_sparsegpt_row_equals_exact_optimal_brain_surgeon(pattern: SlidePattern,
     assert pattern.length
     k = 3 * pattern.length + tail
     w, h = weights(1, k), damped(hessian_of(inputs(300, k)))
-    found = sparsegpt(w, factor(h, 0.0, torch.float64), pattern)
+    actual = sparsegpt(w, factor(h, 0.0, torch.float64), pattern)
     expected = prune_by_brute_force(w[0], h, pattern)
-    assert torch.equal(found[0] == 0, expected == 0)
-    # both solve systems of the condition of H, here below 1e4: float64 leaves 1e-12 of the largest weight
-    assert float((found[0] - expected).abs().max()) < 1e-11 * float(w.abs().max())
+    assert torch.equal(actual[0] == 0, expected == 0)
+    # both solve systems with H's condition number, here below 1e4: errors are 1e-12 of the largest weight
+    assert float((actual[0] - expected).abs().max()) < 1e-11 * float(w.abs().max())
 
 
 def test_sparsegpt_rows_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slidesparse.methods.sparsegpt.CHOICE_ELEMENTS", 28 * 3)  # three rows at a time
+    monkeypatch.setattr("slidesparse.methods.sparsegpt.CHOICE_ELEMENTS", 28 * 3)  # three rows in a batch
     w, pattern = weights(7, 29), PATTERNS[2]
     upper = factor(hessian_of(inputs(300, 29)), dtype=torch.float64)
     together = sparsegpt(w, upper, pattern)
     for row in range(len(w)):
-        alone = sparsegpt(w[row : row + 1], upper, pattern)
-        assert torch.equal(alone == 0, together[row : row + 1] == 0)
-        assert float((alone - together[row : row + 1]).abs().max()) < 1e-12
+        single = sparsegpt(w[row : row + 1], upper, pattern)
+        assert torch.equal(single == 0, together[row : row + 1] == 0)
+        assert float((single - together[row : row + 1]).abs().max()) < 1e-12
 
 
 def test_sparsegpt_memory_of_long_blocks_is_bounded() -> None:
-    """At the longest block, 4096, a byte for each choice and column would be 34 GB."""
-    found = module._choices(512, 2, torch.device("cpu"))
-    assert sum(part.nbytes for part in found) <= 32 * math.comb(512, 2)
+    """With the longest block, 4096, a byte for each choice and column would take 34 GB."""
+    choices = module._choices(512, 2, torch.device("cpu"))
+    assert sum(part.nbytes for part in choices) <= 32 * math.comb(512, 2)
 
 
 def test_sparsegpt_does_not_depend_on_column_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,14 +127,14 @@ def test_sparsegpt_does_not_depend_on_column_batches(monkeypatch: pytest.MonkeyP
     by_one = sparsegpt(w, upper, pattern)
     assert torch.equal(by_one == 0, in_batches == 0)
     assert float((by_one - in_batches).abs().max()) < 1e-11
-    again = refine(w, by_one, h, pattern, 2)
-    assert torch.equal(again == 0, refined == 0)
-    assert float((again - refined).abs().max()) < 1e-11
+    batched = refine(w, by_one, h, pattern, 2)
+    assert torch.equal(batched == 0, refined == 0)
+    assert float((batched - refined).abs().max()) < 1e-11
 
 
-def cost(w: Tensor, found: Tensor, h: Tensor) -> Tensor:
-    """The cost that refinement lessens, row by row."""
-    return (((found - w) @ h) * (found - w)).sum(-1)
+def cost(w: Tensor, pruned: Tensor, h: Tensor) -> Tensor:
+    """Return the cost of each row, which refinement reduces."""
+    return (((pruned - w) @ h) * (pruned - w)).sum(-1)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS[:4], ids=str)
@@ -160,12 +158,12 @@ def test_refine_never_increases_cost_and_reaches_local_optimum(
                 trial = settled[row].clone()
                 trial[block] = torch.nan
                 trial[list(zeros)] = 0.0
-                other = best_row(w[row], h, trial)
+                alternative = best_row(w[row], h, trial)
                 better = float(cost(w[row], settled[row], h)) * (1 - 1e-6)
-                assert float(cost(w[row], other, h)) > better
+                assert float(cost(w[row], alternative, h)) > better
 
 
-# Every pattern, whatever the number of columns
+# All patterns and numbers of columns
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
@@ -173,7 +171,7 @@ def test_refine_never_increases_cost_and_reaches_local_optimum(
 def test_pruned_codes_obey_pattern_with_minimal_zeros_in_tail(
     pattern: SlidePattern, dtype: torch.dtype
 ) -> None:
-    """K modulo L takes each value."""
+    """K modulo L takes every value."""
     assert pattern.length
     for k in range(64, 64 + pattern.length):
         w, h = weights(16, k).float(), hessian_of(inputs(200, k), torch.float32)
@@ -193,7 +191,7 @@ def test_nothing_is_pruned_at_2_inf() -> None:
     assert torch.equal(wanda(w, h, dense), w)
 
 
-# Which method is better, and inputs that are odd
+# Ranking of methods, and unusual inputs
 
 
 @pytest.mark.parametrize("ratio", ["6:8", "4:6", "2:4"])
@@ -202,10 +200,10 @@ def test_methods_rank_as_expected_on_held_out_tokens(ratio: str) -> None:
     x = inputs(6000, k)
     calibration, held_out = hessian_of(x[:3000]), hessian_of(x[3000:])
     w = weights(64, k)
-    alone = sparsegpt(w, factor(calibration, dtype=torch.float64), pattern)
-    refined = refine(w, alone, calibration, pattern, 4)
-    found = (refined, alone, wanda(w, calibration, pattern), prune(w, pattern))
-    errors = [output_error(w, pruned, held_out) for pruned in found]
+    unrefined = sparsegpt(w, factor(calibration, dtype=torch.float64), pattern)
+    refined = refine(w, unrefined, calibration, pattern, 4)
+    results = (refined, unrefined, wanda(w, calibration, pattern), prune(w, pattern))
+    errors = [output_error(w, pruned, held_out) for pruned in results]
     assert errors == sorted(errors), errors
     assert errors[0] < 0.95 * errors[1] < 0.85 * errors[2], errors
 
@@ -217,7 +215,7 @@ def test_wanda_uses_input_norms() -> None:
 
 
 def test_sparsegpt_removes_weights_of_dead_inputs_first() -> None:
-    """Input 3 of each block of 8 is dead: its weight goes, as that costs nothing; in a tail of three it stays."""
+    """Pruning the weight of a dead input, 3 of each block of 8, costs nothing; a tail of three keeps its weights."""
     pattern, k = SlidePattern(8), 19
     x = inputs(400, k)
     x[:, [3, 11, 18]] = 0
@@ -242,14 +240,14 @@ def test_hessian_of_fewer_tokens_than_inputs_can_be_factored() -> None:
 
 
 def test_few_tokens_are_damped_more() -> None:
-    """The damping by `damping_for` has smaller errors on other tokens than the usual one."""
+    """The damping of `damping_for` gives smaller errors on other tokens than the usual damping."""
     k, pattern, w = 96, SlidePattern(8), weights(32, 96)
     x = inputs(4000, k)
     few, held_out = hessian_of(x[:120]), hessian_of(x[1000:])
 
     def error(damping: float) -> float:
-        first = sparsegpt(w, factor(few, damping, torch.float64), pattern)
-        return output_error(w, refine(w, first, few, pattern, 4, damping), held_out)
+        pruned = sparsegpt(w, factor(few, damping, torch.float64), pattern)
+        return output_error(w, refine(w, pruned, few, pattern, 4, damping), held_out)
 
     assert damping_for(k, 120) == pytest.approx(0.16)
     assert error(damping_for(k, 120)) < 0.97 * error(DAMPING)
@@ -260,11 +258,11 @@ def test_few_tokens_are_damped_more() -> None:
 def test_hessian_is_symmetric_and_exact(monkeypatch: pytest.MonkeyPatch, band: int) -> None:
     monkeypatch.setattr("slidesparse.calibrate.inputs.BAND_COLUMNS", band)
     x, hessian = inputs(60, 17), Hessian(17, dtype=torch.float64)
-    for part in x.split(20):  # read in between, and gone on with
+    for part in x.split(20):  # read between two updates
         hessian.add(part)
-        seen = x[: hessian.tokens]
+        added = x[: hessian.tokens]
         assert torch.equal(hessian.matrix[band:, :band], hessian.matrix[:band, band:].t())
-        assert float((hessian.matrix - seen.t() @ seen).abs().max()) < 1e-12 * float(seen.square().sum())
+        assert float((hessian.matrix - added.t() @ added).abs().max()) < 1e-12 * float(added.square().sum())
 
 
 def test_output_error_is_the_error_of_the_output() -> None:
@@ -275,15 +273,15 @@ def test_output_error_is_the_error_of_the_output() -> None:
     nothing = torch.zeros_like(w)
     assert output_error(nothing, nothing, hessian_of(x)) == 0.0
     assert output_error(nothing, w, hessian_of(x)) == float("inf")
-    assert math.isnan(output_error(w, pruned, hessian_of(x * torch.nan)))  # which is no small error
+    assert math.isnan(output_error(w, pruned, hessian_of(x * torch.nan)))  # must not pass as a small error
 
 
-# Towards what the dense model gives
+# Outputs of the dense model as target
 
 
 @pytest.mark.parametrize("rows", [(4, 4), (12, 8)])
 def test_compensated_target_solves_least_squares(rows: tuple[int, int]) -> None:
-    """It solves the normal equations, of few rows and of many, and is nearer to w d than w is, as a tells of d here."""
+    """The target solves the normal equations, and approximates w d better than w does, as a and d correlate."""
     w = {name: weights(n, 24, seed=n) for name, n in zip("xy", rows, strict=True)}
     a = weights(400, 24, seed=2)
     d = a + 0.3 * a @ weights(24, 24, seed=3) + 0.1 * weights(400, 24, seed=4)
@@ -293,12 +291,12 @@ def test_compensated_target_solves_least_squares(rows: tuple[int, int]) -> None:
         drift.add(a[part::2], d[part::2])
     errors = drift.errors()
     for name, weight in w.items():
-        found = compensated_target(weight, errors[name], factor(hessian.matrix, dtype=torch.float64))
-        wanted = weight @ (d - a).t() @ a
+        target = compensated_target(weight, errors[name], factor(hessian.matrix, dtype=torch.float64))
+        expected = weight @ (d - a).t() @ a
         # float64 sums of 400 products, none above 1e3: rounding is below 1e-10
-        torch.testing.assert_close((found - weight) @ damped(hessian.matrix), wanted, rtol=0, atol=1e-9)
-        wanted = d @ weight.t()
-        assert float((a @ found.t() - wanted).norm()) < 0.2 * float((a @ weight.t() - wanted).norm())
+        torch.testing.assert_close((target - weight) @ damped(hessian.matrix), expected, rtol=0, atol=1e-9)
+        expected = d @ weight.t()
+        assert float((a @ target.t() - expected).norm()) < 0.2 * float((a @ weight.t() - expected).norm())
 
 
 def test_compensated_target_without_drift_is_the_weight() -> None:
@@ -315,20 +313,20 @@ def test_compensated_target_without_drift_is_the_weight() -> None:
 
 
 @pytest.mark.parametrize("ratio", ["6:8", "2:4"])
-@pytest.mark.parametrize("k", [64, 62])  # a tail too
+@pytest.mark.parametrize("k", [64, 62])  # with a tail
 def test_pruned_ternary_rows_stay_on_their_grid(ratio: str, k: int) -> None:
     pattern, x = SlidePattern.parse(ratio), inputs(400, k)
-    x += weights(400, k // 4) @ weights(k // 4, k, seed=2)  # inputs that can stand in for each other
+    x += weights(400, k // 4) @ weights(k // 4, k, seed=2)  # correlated inputs
     h, steps = hessian_of(x), weights(128, 1, seed=3).abs() + 0.5
     w = steps * weights(128, k).mul(1.5).round().clamp(-1, 1)
-    first = sparsegpt(w, factor(h, dtype=torch.float64), pattern, grid=steps)
-    second = refine(w, first, h, pattern, 3, grid=steps)
-    for found in (first, second):
-        assert violations(found, pattern) is None
-        assert torch.equal(found, steps * (found / steps).round().clamp(-1, 1))
-    errors = [output_error(w, found, damped(h)) for found in (wanda(w, h, pattern), first, second)]
+    pruned = sparsegpt(w, factor(h, dtype=torch.float64), pattern, grid=steps)
+    refined = refine(w, pruned, h, pattern, 3, grid=steps)
+    for result in (pruned, refined):
+        assert violations(result, pattern) is None
+        assert torch.equal(result, steps * (result / steps).round().clamp(-1, 1))
+    errors = [output_error(w, result, damped(h)) for result in (wanda(w, h, pattern), pruned, refined)]
     assert errors[0] > errors[1] > errors[2]
-    rows = [((found - w) @ damped(h) * (found - w)).sum(1) for found in (first, second)]
-    assert bool((rows[1] <= rows[0] * (1 + 1e-9)).all())  # no row is worse for a sweep
-    again = sparsegpt(second, factor(h, dtype=torch.float64), pattern, grid=steps)
-    assert torch.equal(again, second)  # what obeys already is kept
+    rows = [((result - w) @ damped(h) * (result - w)).sum(1) for result in (pruned, refined)]
+    assert bool((rows[1] <= rows[0] * (1 + 1e-9)).all())  # a sweep makes no row worse
+    repeated = sparsegpt(refined, factor(h, dtype=torch.float64), pattern, grid=steps)
+    assert torch.equal(repeated, refined)  # weights that obey the pattern are kept

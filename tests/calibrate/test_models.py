@@ -1,4 +1,4 @@
-"""Our transformer blocks against transformers', and the models that cannot be run."""
+"""Our transformer blocks against those of transformers, and unsupported models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
 LONGROPE |= {"short_factor": [1.0, 1.25, 1.5, 2.0, 2.5, 3.0], "long_factor": [4.0] * 6}
-# 32 of the tested 50 tokens are within the original length; all kinds of channels, stretched, kept and between
+# 32 of the 50 tokens are within the original length; channels are stretched, kept, and in between
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 YARN |= {"beta_fast": 4.0}
 YARN_MORE = {**YARN, "truncate": False, "mscale": 0.8, "mscale_all_dim": 0.5, "beta_slow": 0.5}
@@ -86,7 +86,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def save_random_model(name: str, folder: Path) -> Any:
-    """A random model of transformers, written to ``folder``; norms and biases differ from their defaults."""
+    """Save a random model of transformers whose norms and biases differ from their defaults."""
     model_class, config_class, settings = MODELS[name]
     torch.manual_seed(0)
     model = getattr(transformers, model_class)(getattr(transformers, config_class)(**settings)).float().eval()
@@ -99,9 +99,9 @@ def save_random_model(name: str, folder: Path) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
 def test_block_outputs_equal_transformers(name: str, tmp_path: Path) -> None:
-    theirs = save_random_model(name, tmp_path)
+    reference = save_random_model(name, tmp_path)
     ids = torch.randint(3, 100, (2, 50), generator=torch.Generator().manual_seed(1))
-    expected = theirs(ids, output_hidden_states=True).hidden_states
+    expected = reference(ids, output_hidden_states=True).hidden_states
     model = open_model(Checkpoint.open(tmp_path))
     with model.checkpoint.reader() as reader:
         x = model.embedder(reader, [ids], CPU)(ids)
@@ -117,15 +117,15 @@ def test_block_outputs_equal_transformers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "phi3", "granite", "olmo2"])
 def test_calibrated_conversion_of_other_architectures(name: str, tmp_path: Path) -> None:
-    theirs = save_random_model(name, tmp_path / "source")
+    reference = save_random_model(name, tmp_path / "source")
     ids = write_ids(tmp_path / "ids.npy")
     report = calibrated(tmp_path / "source", tmp_path / "out", ids, finetune=1)
-    linears = [n for n, module in theirs.model.named_modules() if isinstance(module, torch.nn.Linear)]
+    linears = [n for n, module in reference.model.named_modules() if isinstance(module, torch.nn.Linear)]
     assert {row["name"] for row in report.layers} == {f"model.{n}" for n in linears}
     assert all(0 < row["block_error_finetuned"] <= row["block_error"] < 1 for row in report.layers)
-    found = inspect(tmp_path / "out")
-    assert found.violations == 0
-    assert {layer.name: layer.pattern for layer in found.layers} == dict.fromkeys(report.pruned, "6:8")
+    inspection = inspect(tmp_path / "out")
+    assert inspection.violations == 0
+    assert {layer.name: layer.pattern for layer in inspection.layers} == dict.fromkeys(report.pruned, "6:8")
 
 
 def test_readme_lists_supported_architectures() -> None:
@@ -134,14 +134,14 @@ def test_readme_lists_supported_architectures() -> None:
     assert row == f"| with `--calib` | {CALIBRATED_METHODS} |"
 
 
-def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal up to float32 rounding of sums of some hundred terms: 2^-24 * 100 of the largest value."""
-    assert found.shape == expected.shape
-    assert float((found - expected).abs().max()) <= 100 * 2**-24 * float(expected.abs().max())
+def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Assert equality up to rounding of float32 sums of about 100 terms: 100 * 2^-24 of the largest value."""
+    assert actual.shape == expected.shape
+    assert float((actual - expected).abs().max()) <= 100 * 2**-24 * float(expected.abs().max())
 
 
 def in_older_format(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The config as releases of transformers before 5 wrote it: no rope_parameters, no layer_types."""
+    """Return the config as transformers before 5 wrote it, without rope_parameters and layer_types."""
     ropes = config.pop("rope_parameters")
     config.pop("layer_types", None)
     if name.startswith("gemma3"):
@@ -167,66 +167,66 @@ def test_configs_of_older_transformers_are_equivalent(name: str, tmp_path: Path)
 @pytest.mark.parametrize("kind", DECODERS)
 def test_missing_keys_have_the_defaults_of_transformers(kind: str, tmp_path: Path) -> None:
     source = llama(tmp_path / "source")
-    given = {**DECODER, "num_hidden_layers": 12, "architectures": [f"{kind}ForCausalLM"]}
+    explicit = {**DECODER, "num_hidden_layers": 12, "architectures": [f"{kind}ForCausalLM"]}
     config_class = getattr(transformers, f"{kind}{'Text' * (kind == 'Gemma3')}Config")
-    found = []
-    for config in given, json.loads(config_class(**given).to_json_string(use_diff=False)):
+    opened = []
+    for config in explicit, json.loads(config_class(**explicit).to_json_string(use_diff=False)):
         (source / "config.json").write_text(json.dumps(config))
-        found.append(open_model(Checkpoint.open(source)))
-    same_sizes(*found)
+        opened.append(open_model(Checkpoint.open(source)))
+    same_sizes(*opened)
 
 
-def same_sizes(left: LayeredModel, right: LayeredModel) -> None:
-    for one, other in zip(left.sizes, right.sizes, strict=True):
-        assert one.rotary is not None
-        assert other.rotary is not None
-        assert torch.equal(one.rotary.frequencies, other.rotary.frequencies)
-        assert one.rotary.factor == other.rotary.factor
-        assert replace(one, rotary=None) == replace(other, rotary=None)
+def same_sizes(actual: LayeredModel, expected: LayeredModel) -> None:
+    for sizes, expected_sizes in zip(actual.sizes, expected.sizes, strict=True):
+        assert sizes.rotary is not None
+        assert expected_sizes.rotary is not None
+        assert torch.equal(sizes.rotary.frequencies, expected_sizes.rotary.frequencies)
+        assert sizes.rotary.factor == expected_sizes.rotary.factor
+        assert replace(sizes, rotary=None) == replace(expected_sizes, rotary=None)
 
 
 def test_stage_inputs_equal_layer_inputs_of_transformers(tmp_path: Path) -> None:
-    """The reference is what a hook on each linear layer of transformers' model sees."""
-    theirs = save_random_model("qwen3", tmp_path)
+    """A hook on each linear layer of transformers' model records the reference."""
+    reference = save_random_model("qwen3", tmp_path)
     ids = torch.randint(3, 100, (1, 20))
-    seen: dict[str, torch.Tensor] = {}
-    for name, module in theirs.model.layers[0].named_modules():
+    inputs: dict[str, torch.Tensor] = {}
+    for name, module in reference.model.layers[0].named_modules():
         if isinstance(module, torch.nn.Linear):
-            module.register_forward_hook(lambda _, x, __, name=name: seen.update({name: x[0]}))
+            module.register_forward_hook(lambda _, x, __, name=name: inputs.update({name: x[0]}))
     model = open_model(Checkpoint.open(tmp_path))
     with torch.inference_mode(), model.checkpoint.reader() as reader:
-        theirs(ids)
+        reference(ids)
         x = model.embedder(reader, [ids], CPU)(ids)
         block: Block = model.load(reader, 0, CPU)
         for stage, names in enumerate(block.stages):
             for name in names:
-                assert_near(block.input(stage, x), seen[name])
-    assert {name for stage in block.stages for name in stage} == set(seen)
+                assert_near(block.input(stage, x), inputs[name])
+    assert {name for stage in block.stages for name in stage} == set(inputs)
 
 
-# Models that are not run
+# Unsupported models
 
 
 @pytest.mark.parametrize("name", ["qwen2", "phi3"])
 @torch.inference_mode()
 def test_suspended_block_keeps_no_other_activations(name: str, tmp_path: Path) -> None:
-    """All batches of a calibration wait at once: three activations of an MLP's width in each filled a GPU of 141 GB."""
+    """All batches are suspended at once; with three activations of MLP width each, they filled a GPU of 141 GB."""
     save_random_model(name, tmp_path)
     model = open_model(Checkpoint.open(tmp_path))
     with model.checkpoint.reader() as reader:
         block = model.load(reader, 0, CPU)
-    written: list[weakref.ref[torch.Tensor]] = []
+    outputs: list[weakref.ref[torch.Tensor]] = []
 
     def note(_: str, out: torch.Tensor) -> torch.Tensor:
-        written.append(weakref.ref(out))
+        outputs.append(weakref.ref(out))
         return out
 
     block.wrote = note
     steps = block.steps(torch.randn(2, 8, model.hidden))
     for _ in range(4):
         waiting = next(steps)
-        assert not [one for ref in written if (one := ref()) is not None and one is not waiting]
-    assert len(written) >= 3
+        assert not [output for ref in outputs if (output := ref()) is not None and output is not waiting]
+    assert len(outputs) >= 3
 
 
 @pytest.mark.parametrize(
@@ -280,22 +280,24 @@ ROPE_KINDS = (
 
 @pytest.mark.parametrize("kind", ["Llama", "Gemma3", "Qwen2", "Granite", "Roberta"])
 def test_invalid_config_values_raise_only_own_errors(kind: str, tmp_path: Path) -> None:
-    """Other exceptions are not caught, so they would be defects."""
+    """Callers catch no other exceptions."""
     source = llama(tmp_path / "source")
     checkpoint = Checkpoint.open(source)
-    known = {
+    values = {
         **DECODERS.get(kind, DECODERS["Llama"]).defaults,
         **GRANITE,
         **checkpoint.config,
         "layer_types": None,
     }
-    known |= {"attn_logit_softcapping": 1.0, "pad_token_id": 0, "layer_norm_eps": 1e-5}
-    known |= {"architectures": [f"{kind}ForCausalLM" if kind in DECODERS else f"{kind}Model"]}
+    values |= {"attn_logit_softcapping": 1.0, "pad_token_id": 0, "layer_norm_eps": 1e-5}
+    values |= {"architectures": [f"{kind}ForCausalLM" if kind in DECODERS else f"{kind}Model"]}
     for rope in ROPE_KINDS:
-        whole = {**known, "rope_scaling": rope}
-        changed = [{**whole, key: value} for key in known for value in BAD_VALUES]
+        full_config = {**values, "rope_scaling": rope}
+        changed = [{**full_config, key: value} for key in values for value in BAD_VALUES]
         changed += [
-            {**whole, "rope_scaling": {**rope, key: value}} for key in rope for value in (*BAD_VALUES, None)
+            {**full_config, "rope_scaling": {**rope, key: value}}
+            for key in rope
+            for value in (*BAD_VALUES, None)
         ]
         for config in changed:
             with contextlib.suppress(SlideSparseError):

@@ -1,4 +1,4 @@
-"""Channels whose order is chosen so that pruning costs less give what they gave before."""
+"""Permutation of channels to reduce the cost of pruning, which keeps the model's outputs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def unrotated(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Options that permute a Llama without rotating or smoothing it."""
+    """Disable rotation and smoothing; return the options with which a Llama is permuted."""
     monkeypatch.setattr(stream, "rotation_obstacle", lambda _: "not in this test")
     monkeypatch.setattr(Task, "smooths", False)
     return {"rotate": "auto"}
@@ -67,7 +67,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def order_of(block: Block, stage: int, length: int) -> torch.Tensor:
-    """The order by the source's weights, as if inputs did not depend on each other."""
+    """Return the order for the source's weights with uncorrelated inputs."""
     w = block.weights[f"{block.stages[stage][0]}.weight"]
     return find_order(block, stage, w, torch.eye(w.shape[1]), length)
 
@@ -77,59 +77,63 @@ def order_of(block: Block, stage: int, length: int) -> torch.Tensor:
 def test_permutation_keeps_model_outputs(name: str, tmp_path: Path) -> None:
     kind, config, settings = MODELS[name]
     torch.manual_seed(0)
-    theirs = getattr(transformers, kind)(getattr(transformers, config)(**COMMON, **settings)).float().eval()
-    for parameter in theirs.parameters():
+    reference = (
+        getattr(transformers, kind)(getattr(transformers, config)(**COMMON, **settings)).float().eval()
+    )
+    for parameter in reference.parameters():
         parameter.data.normal_(0.0, 0.3) if parameter.dim() > 1 else parameter.data.uniform_(0.3, 1.5)
-    theirs.save_pretrained(tmp_path / "source")
+    reference.save_pretrained(tmp_path / "source")
     model, work = open_model(Checkpoint.open(tmp_path / "source")), WorkFolder(tmp_path)
     with model.checkpoint.reader() as reader:
         for number in range(model.blocks):
-            block, found = model.load(reader, number, CPU), dict[str, torch.Tensor]()
+            block, block_orders = model.load(reader, number, CPU), dict[str, torch.Tensor]()
             for stage in (1, 3):
                 order = order_of(block, stage, 8)
                 assert not torch.equal(order, torch.arange(len(order)))
-                made = layer_orders(block, stage, order)
-                found |= {model.prefix(number) + each: indices for each, indices in made.items()}
-            work.save(number, found, [])
-        with work.tensors().reader() as kept:
-            ordered = OrderedReader(reader, kept)
-            tensors = {each: ordered.whole(each).contiguous() for each in model.checkpoint.tensors}
+                orders = layer_orders(block, stage, order)
+                block_orders |= {model.prefix(number) + key: channels for key, channels in orders.items()}
+            work.save(number, block_orders, [])
+        with work.tensors().reader() as permutations:
+            ordered = OrderedReader(reader, permutations)
+            tensors = {key: ordered.whole(key).contiguous() for key in model.checkpoint.tensors}
     (tmp_path / "out").mkdir()
     save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "out" / "config.json").write_text(json.dumps(model.checkpoint.config))
-    again = getattr(transformers, kind).from_pretrained(tmp_path / "out", dtype=torch.float32)
+    reloaded = getattr(transformers, kind).from_pretrained(tmp_path / "out", dtype=torch.float32)
     ids = torch.randint(3, 100, (2, 50), generator=torch.Generator().manual_seed(1))
-    expected, found_states = (m(ids, output_hidden_states=True).hidden_states for m in (theirs, again))
-    for before, after in zip(expected, found_states, strict=True):
-        assert float((before - after).abs().max()) <= 200 * 2**-24 * float(before.abs().max())
+    expected, actual = (m(ids, output_hidden_states=True).hidden_states for m in (reference, reloaded))
+    for reference_state, state in zip(expected, actual, strict=True):
+        assert float((reference_state - state).abs().max()) <= 200 * 2**-24 * float(
+            reference_state.abs().max()
+        )
 
 
 def test_reader_reads_permuted_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does so whatever is read between chunks of a weight, and by whichever of two layers."""
+    """Each weight is read once, whatever other reads come between its chunks."""
     model, work = open_model(Checkpoint.open(llama(tmp_path / "source"))), WorkFolder(tmp_path)
     with model.checkpoint.reader() as reader:
-        made = layer_orders(block := model.load(reader, 0, CPU), 3, order_of(block, 3, 8))
-        work.save(0, {model.prefix(0) + each: indices for each, indices in made.items()}, [])
-        with work.tensors().reader() as kept:
-            ordered = OrderedReader(reader, kept)
+        orders = layer_orders(block := model.load(reader, 0, CPU), 3, order_of(block, 3, 8))
+        work.save(0, {model.prefix(0) + key: channels for key, channels in orders.items()}, [])
+        with work.tensors().reader() as permutations:
+            ordered = OrderedReader(reader, permutations)
             gate, up, norm = (
-                model.prefix(0) + f"{each}.weight"
-                for each in ("mlp.gate_proj", "mlp.up_proj", "input_layernorm")
+                model.prefix(0) + f"{key}.weight"
+                for key in ("mlp.gate_proj", "mlp.up_proj", "input_layernorm")
             )
             expected = {name: ordered.rows(name, slice(0, 88)) for name in (gate, up)}
-            ordered, seen = OrderedReader(reader, kept), list[str]()
+            ordered, reads = OrderedReader(reader, permutations), list[str]()
             rows = reader.rows
-            monkeypatch.setattr(reader, "rows", lambda name, part: (seen.append(name), rows(name, part))[1])
+            monkeypatch.setattr(reader, "rows", lambda name, part: (reads.append(name), rows(name, part))[1])
             for start in range(0, 88, 8):
                 for name in (gate, norm, up):
                     part = slice(start, start + 8)
-                    found = ordered.rows(name, part if name != norm else slice(0, 1))
-                    assert name == norm or torch.equal(found, expected[name][part])
-    assert (seen.count(gate), seen.count(up)) == (1, 1)
+                    chunk = ordered.rows(name, part if name != norm else slice(0, 1))
+                    assert name == norm or torch.equal(chunk, expected[name][part])
+    assert (reads.count(gate), reads.count(up)) == (1, 1)
 
 
 def test_may_permute_refuses_unsafe_orders(tmp_path: Path) -> None:
-    """These are a norm over the channels, and blocks at another offset in each head that shares an order."""
+    """Unsafe orders are of channels that a norm spans, or of heads whose blocks start at different offsets."""
     model = open_model(Checkpoint.open(llama(tmp_path / "source")))
     with model.checkpoint.reader() as reader:
         block = model.load(reader, 0, CPU)
@@ -169,24 +173,24 @@ def test_arrange_columns_reduces_the_cost(columns: int, length: int, region: int
 def test_permuted_codes_are_written_in_the_pruned_order(
     tmp_path: Path, unrotated: dict[str, Any], quant: str
 ) -> None:
-    """Only down is pruned, so its order shows in gate's codes, and its codes can be made anew by that order."""
+    """Only down is pruned: gate's codes reveal the order, by which down's codes can be recomputed."""
     source, ids = llama(tmp_path / "source"), write_ids(tmp_path / "ids.npy")
-    how = {"skip": [r"(q|k|v|o|gate|up)_proj"], "finetune": 0, "target": "own", **unrotated}
-    calibrated(source, tmp_path / "out", ids, quant=quant, **how)
-    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    options = {"skip": [r"(q|k|v|o|gate|up)_proj"], "finetune": 0, "target": "own", **unrotated}
+    calibrated(source, tmp_path / "out", ids, quant=quant, **options)
+    original, converted = tensors_of(source), tensors_of(tmp_path / "out")
     layer = "model.layers.0.mlp."
-    made = {
-        name: quantize_rows(before[f"{layer}{name}.weight"], NAMES[quant], "cuda")
+    quantized = {
+        name: quantize_rows(original[f"{layer}{name}.weight"], NAMES[quant], "cuda")
         for name in ("gate_proj", "up_proj")
     }
-    codes = after[f"{layer}gate_proj.weight"].float()
-    same = (made["gate_proj"][0].float()[None] == codes[:, None]).all(-1)
-    assert torch.equal(same.sum(1), torch.ones(88))
-    order = same.int().argmax(1)
+    codes = converted[f"{layer}gate_proj.weight"].float()
+    is_equal = (quantized["gate_proj"][0].float()[None] == codes[:, None]).all(-1)
+    assert torch.equal(is_equal.sum(1), torch.ones(88))
+    order = is_equal.int().argmax(1)
     assert not torch.equal(order, torch.arange(88))
-    for name, (weight, scale) in made.items():
-        assert torch.equal(after[f"{layer}{name}.weight"].float(), weight.float()[order])
-        assert torch.equal(after[f"{layer}{name}.weight_scale"], scale[order])
+    for name, (weight, scale) in quantized.items():
+        assert torch.equal(converted[f"{layer}{name}.weight"].float(), weight.float()[order])
+        assert torch.equal(converted[f"{layer}{name}.weight_scale"], scale[order])
     model = open_model(Checkpoint.open(source))
     tokens = torch.from_numpy(np.load(ids))
     with model.checkpoint.reader() as reader, torch.inference_mode():
@@ -205,16 +209,16 @@ def test_permuted_codes_are_written_in_the_pruned_order(
         pruner = get("sparsegpt").calibrated(hessian.matrix, hessian.tokens, 4)
         down = pruner(block.weights["mlp.down_proj.weight"][:, order], SlidePattern(8), None)
     expected, scale = quantize_rows(down, NAMES[quant], "cuda")
-    found = after[f"{layer}down_proj.weight"].float() * after[f"{layer}down_proj.weight_scale"]
-    # sums of H in another order may turn a close choice
-    assert float((found - expected.float() * scale).norm() / found.norm()) < 0.02
+    weight_down = converted[f"{layer}down_proj.weight"].float() * converted[f"{layer}down_proj.weight_scale"]
+    # another order of summation in H may change a close choice
+    assert float((weight_down - expected.float() * scale).norm() / weight_down.norm()) < 0.02
     assert inspect(tmp_path / "out").violations == 0
 
 
 def test_permutation_reduces_errors(
     tmp_path: Path, unrotated: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Columns differ in size, as those of trained models do."""
+    """Columns differ in magnitude, as in trained models."""
     source, ids = llama(tmp_path / "source"), write_ids(tmp_path / "ids.npy", 60)
     tensors = tensors_of(source)
     torch.manual_seed(0)
@@ -224,21 +228,21 @@ def test_permutation_reduces_errors(
     with_order = calibrated(source, tmp_path / "with", ids, finetune=0, samples=60, **unrotated)
     monkeypatch.setattr(permutation, "ROUNDS", 0)
     without = calibrated(source, tmp_path / "without", ids, finetune=0, samples=60, **unrotated)
-    left = calibrated(source, tmp_path / "off", ids, finetune=0, samples=60, rotate="off")
-    assert [row["error_pruned"] for row in left.layers] == [row["error_pruned"] for row in without.layers]
-    found, expected = ({row["name"]: row["error_pruned"] for row in r.layers} for r in (with_order, without))
-    assert found[DOWN] < 0.97 * expected[DOWN]
+    skipped = calibrated(source, tmp_path / "off", ids, finetune=0, samples=60, rotate="off")
+    assert [row["error_pruned"] for row in skipped.layers] == [row["error_pruned"] for row in without.layers]
+    actual, expected = ({row["name"]: row["error_pruned"] for row in r.layers} for r in (with_order, without))
+    assert actual[DOWN] < 0.97 * expected[DOWN]
 
 
 def test_permutation_of_an_encoder_is_consistent(tmp_path: Path) -> None:
-    """Codes, scales and biases of the layer that writes channels agree on their order."""
+    """Codes, scales and biases of the layer that writes the channels have the same order."""
     source, calib = bert(tmp_path / "source"), tmp_path / "calib.jsonl"
     texts = [" ".join(f"w{(i * j) % 50}" for j in range(2, 4 + i % 12)) for i in range(40)]
     calib.write_text("\n".join(json.dumps({"text": text}) for text in texts))
     calibrated(source, tmp_path / "out", str(calib), seqlen=None, samples=30, rotate="auto")
-    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    original, converted = tensors_of(source), tensors_of(tmp_path / "out")
     for name in (f"encoder.layer.{i}.intermediate.dense.bias" for i in range(2)):
-        assert not torch.equal(before[name], after[name])
-        assert torch.equal(before[name].sort().values, after[name].sort().values)
-    assert not any(name.endswith((ROWS, COLUMNS)) for name in after)
+        assert not torch.equal(original[name], converted[name])
+        assert torch.equal(original[name].sort().values, converted[name].sort().values)
+    assert not any(name.endswith((ROWS, COLUMNS)) for name in converted)
     assert inspect(tmp_path / "out").violations == 0

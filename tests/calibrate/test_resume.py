@@ -27,19 +27,19 @@ def source(tmp_path: Path) -> Path:
 
 
 class Killed(BaseException):
-    """Stands for a kill in this process."""
+    """Stand-in for a kill of this process."""
 
 
 @contextmanager
 def dying_at_rename(monkeypatch: pytest.MonkeyPatch, call: int) -> Iterator[None]:
-    """os.rename dies when it is called so often, before it does anything."""
-    plain, calls = os.rename, [0]
+    """Make the given call of os.rename raise Killed before it renames."""
+    rename, calls = os.rename, [0]
 
     def die(*arguments: Any) -> None:
         calls[0] += 1
         if calls[0] == call:
             raise Killed
-        plain(*arguments)
+        rename(*arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(resume.os, "rename", die)
@@ -50,15 +50,15 @@ def dying_at_rename(monkeypatch: pytest.MonkeyPatch, call: int) -> Iterator[None
 def test_killed_while_saving_a_block_resumes(
     source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
-    """It dies before each rename: of the state, of the report's rows and tensors of both blocks."""
-    how = {"finetune": 1}
-    calibrated(source, tmp_path / "whole", ids, **how)
+    """The run is killed before each rename: of the state, and of the rows and tensors of both blocks."""
+    options = {"finetune": 1}
+    calibrated(source, tmp_path / "whole", ids, **options)
     with dying_at_rename(monkeypatch, call), pytest.raises(Killed):
-        calibrated(source, tmp_path / "out", ids, **how)
+        calibrated(source, tmp_path / "out", ids, **options)
     assert not (tmp_path / "out").exists()
     if call > 3:  # a block is finished
         with pytest.raises(CalibrationError, match="--resume"):
-            calibrated(source, tmp_path / "out", ids, **how)
+            calibrated(source, tmp_path / "out", ids, **options)
     pruned: list[int] = []
     prune_block = pipeline._prune_block
 
@@ -68,7 +68,7 @@ def test_killed_while_saving_a_block_resumes(
 
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "_prune_block", counted)
-        report = calibrated(source, tmp_path / "out", ids, resume=True, **how)
+        report = calibrated(source, tmp_path / "out", ids, resume=True, **options)
     finished = 0 if call < 4 else 1
     assert pruned == list(range(finished, 2))
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
@@ -102,11 +102,20 @@ convert(source, out, ConvertOptions(SlidePattern(8), calibration=calibration))
 
 @DEVICES
 def test_killed_by_a_signal_resumes(source: Path, tmp_path: Path, ids: str, device: str) -> None:
-    """It dies among the first block's 14 tensors, then among the output's, after the second block's."""
-    for most in (10, 14 + 14 + 9):
-        command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out"), ids, str(most), device]
-        done = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=120, check=False)
-        assert done.returncode == -signal.SIGKILL
+    """The run is killed within the first block's 14 tensors, then within those of the output."""
+    for limit in (10, 14 + 14 + 9):
+        command = [
+            sys.executable,
+            "-c",
+            KILLED,
+            str(source),
+            str(tmp_path / "out"),
+            ids,
+            str(limit),
+            device,
+        ]
+        process = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=120, check=False)
+        assert process.returncode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
     threads = torch.get_num_threads()
     try:
@@ -135,7 +144,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
 def test_resuming_another_run_is_refused(
     source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error names what differs; another source counts, too."""
+    """The error names the option that differs, or the source."""
     with dying_at_rename(monkeypatch, 4), pytest.raises(Killed):
         calibrated(source, tmp_path / "out", ids)
     for change, fact in CHANGES:
@@ -148,13 +157,13 @@ def test_resuming_another_run_is_refused(
 
 
 def test_concurrent_calibration_is_refused(source: Path, tmp_path: Path, ids: str) -> None:
-    seen: list[str] = []
+    messages: list[str] = []
 
     def interfere(phase: str, done: int, total: int) -> None:
-        if phase == "pruning" and not seen:
+        if phase == "pruning" and not messages:
             with pytest.raises(CalibrationError, match="another calibration is writing") as error:
                 calibrated(source, tmp_path / "out", ids, finetune=0, resume=True)
-            seen.append(str(error.value))
+            messages.append(str(error.value))
 
     calibrated(source, tmp_path / "out", ids, finetune=0, progress=interfere)
-    assert len(seen) == 1
+    assert len(messages) == 1

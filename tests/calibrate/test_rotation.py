@@ -1,4 +1,4 @@
-"""Models whose residual stream is rotated give what they gave before."""
+"""Rotation of the residual stream, which keeps the model's outputs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def orthogonal(*shape: int) -> torch.Tensor:
 
 
 def write_rotated_model(source: Path, out: Path, rotation: Rotation) -> Any:
-    """The rotated model, in float32, as transformers reads it."""
+    """Write the rotated model in float32 and load it by transformers."""
     checkpoint = untie_head(Checkpoint.open(source))
     with checkpoint.reader() as reader:
         rotated = RotatedReader(reader, open_model(checkpoint), CPU, rotation)
@@ -74,26 +74,26 @@ def test_rotation_keeps_model_outputs(name: str, tmp_path: Path) -> None:
     rotated = write_rotated_model(tmp_path / "source", tmp_path / "out", rotation)
     assert rotated.config.tie_word_embeddings is False
     ids = torch.randint(3, 100, (2, 50), generator=torch.Generator().manual_seed(1))
-    expected, found = model(ids).logits, rotated(ids).logits
-    assert float((found - expected).abs().max()) <= 200 * 2**-24 * float(expected.abs().max())
+    expected, actual = model(ids).logits, rotated(ids).logits
+    assert float((actual - expected).abs().max()) <= 200 * 2**-24 * float(expected.abs().max())
     assert not torch.allclose(
         rotated.model.layers[0].mlp.down_proj.weight, model.model.layers[0].mlp.down_proj.weight
     )
 
 
 def test_untie_head_ignores_stored_head_of_a_tied_model(tmp_path: Path) -> None:
-    """Transformers and vLLM ignore it, too."""
+    """Transformers and vLLM ignore that head, too."""
     source = llama(tmp_path / "source")
     edit_json(source / "config.json", tie_word_embeddings=True)
-    found = untie_head(Checkpoint.open(source))
-    assert found.config["tie_word_embeddings"] is False
-    with found.reader() as reader:
+    untied = untie_head(Checkpoint.open(source))
+    assert untied.config["tie_word_embeddings"] is False
+    with untied.reader() as reader:
         head, embedding = (reader.whole(f"{name}.weight") for name in ("lm_head", "model.embed_tokens"))
         assert torch.equal(head, embedding)
         assert not torch.equal(head, tensors_of(source)["lm_head.weight"])
         x = torch.randn(3, embedding.shape[1])
         tied = open_model(Checkpoint.open(source)).logits(reader, CPU)(x)
-        assert torch.equal(tied, open_model(found).logits(reader, CPU)(x))
+        assert torch.equal(tied, open_model(untied).logits(reader, CPU)(x))
 
 
 def test_hadamard_is_orthogonal_and_has_no_zeros() -> None:
@@ -103,8 +103,8 @@ def test_hadamard_is_orthogonal_and_has_no_zeros() -> None:
         assert (start != 0).all()
 
 
-def assert_near(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-12) -> None:
-    assert float((found - expected).abs().max()) <= tolerance * float(expected.abs().max())
+def assert_near(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-12) -> None:
+    assert float((actual - expected).abs().max()) <= tolerance * float(expected.abs().max())
 
 
 # Learning
@@ -132,59 +132,63 @@ def identity_like(rotation: Rotation) -> Rotation:
 
 @pytest.mark.parametrize("name", ["llama biased", "qwen3"])
 def test_rotation_costs_equal_those_of_the_rotated_model(name: str, tmp_path: Path) -> None:
-    """They are exact: each block's equal those that are found in the model after rotating it."""
+    """The costs of each block for a rotation equal those measured in the rotated model."""
     save_random_model(name, tmp_path)
     task = task_of(tmp_path)
     rotation = some_rotation(task.model)
     with torch.no_grad(), task.model.checkpoint.reader() as reader:
-        before = _layer_costs(task, RotatedReader(reader, task.model, CPU), tmp_path, None)
-        after = _layer_costs(task, RotatedReader(reader, task.model, CPU, rotation), tmp_path, None)
+        costs = _layer_costs(task, RotatedReader(reader, task.model, CPU), tmp_path, None)
+        rotated_costs = _layer_costs(task, RotatedReader(reader, task.model, CPU, rotation), tmp_path, None)
     q, r = rotation.q.float(), rotation.r.float()
-    plain, changes = identity_like(rotation), []
+    identity, changes = identity_like(rotation), []
     for number in range(task.model.blocks):
-        assert len(before[number]) == len(after[number]) == 7
-        for ours, theirs in zip(before[number], after[number], strict=True):
-            expected = float(theirs(plain.q.float(), plain.r[number].float()))
-            assert float(ours(q, r[number])) == pytest.approx(expected, rel=1e-3)
-            changes.append(abs(float(ours(plain.q.float(), plain.r[number].float())) / expected - 1))
+        assert len(costs[number]) == len(rotated_costs[number]) == 7
+        for cost, rotated_cost in zip(costs[number], rotated_costs[number], strict=True):
+            expected = float(rotated_cost(identity.q.float(), identity.r[number].float()))
+            assert float(cost(q, r[number])) == pytest.approx(expected, rel=1e-3)
+            changes.append(abs(float(cost(identity.q.float(), identity.r[number].float())) / expected - 1))
     assert max(changes) > 0.02
 
 
 def test_layer_costs_use_gradients_of_the_loss(tmp_path: Path) -> None:
-    """Costs are proportional to the mean squared gradient that transformers' own loss gives."""
+    """Costs are proportional to the mean squared gradients of transformers' own loss."""
     model = save_random_model("llama", tmp_path)
     task = task_of(tmp_path)
     ids = torch.stack(task.samples.ids)
-    seen: dict[str, torch.Tensor] = {}
+    outputs: dict[str, torch.Tensor] = {}
 
     def keep(name: str, out: torch.Tensor) -> None:
         out.retain_grad()
-        seen[name] = out
+        outputs[name] = out
 
     for name, module in model.model.layers[0].named_modules():
         if isinstance(module, torch.nn.Linear):
             module.register_forward_hook(lambda _, __, out, name=name: keep(name, out))
     logits = model(ids).logits[:, :-1]
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").backward()
-    found: dict[str, torch.Tensor] = {}
+    block_gradients: dict[str, torch.Tensor] = {}
 
     def look(task: Task, number: int, block: Block, gradients: dict[str, torch.Tensor], *_: Any) -> list[Any]:
-        found.update(gradients)  # of block 0 in the end
+        block_gradients.update(gradients)  # block 0 comes last
         return []
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad(), task.model.checkpoint.reader() as reader:
         patch.setattr(learning, "_block_costs", look)
         _layer_costs(task, RotatedReader(reader, task.model, CPU), tmp_path, None)
-    for name, out in seen.items():
+    for name, out in outputs.items():
         g = out.grad.flatten(0, 1)  # type: ignore[union-attr]
-        diagonal = found[name].diagonal(dim1=-2, dim2=-1).flatten() if found[name].dim() > 1 else found[name]
+        diagonal = (
+            block_gradients[name].diagonal(dim1=-2, dim2=-1).flatten()
+            if block_gradients[name].dim() > 1
+            else block_gradients[name]
+        )
         assert_near(diagonal, g.square().mean(0), 1e-4)
 
 
 def test_layer_costs_with_bf16_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_random_model("llama", tmp_path)
     task = task_of(tmp_path)
-    monkeypatch.setattr(learning, "attend", lambda *how: attention(*how).bfloat16())
+    monkeypatch.setattr(learning, "attend", lambda *arguments: attention(*arguments).bfloat16())
     with torch.no_grad(), task.model.checkpoint.reader() as reader:
         costs = _layer_costs(task, RotatedReader(reader, task.model, CPU), tmp_path, None)
     assert [len(of_block) for of_block in costs] == [7, 7]
@@ -219,12 +223,12 @@ def test_learning_reduces_the_cost_and_is_deterministic(
 @pytest.mark.parametrize("name", ["llama tied", "qwen2"])
 @torch.inference_mode()
 def test_rotated_conversion_at_2_inf_keeps_model_outputs(name: str, tmp_path: Path) -> None:
-    """Only weights are rounded to INT8: pruned layers, skipped and ignored ones are all rotated."""
+    """Only rounding to INT8 changes weights; pruned, skipped and ignored layers are all rotated."""
     model = save_random_model(name, tmp_path / "source")
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 100, (2, 20)))
-    how = {"skip": [r"1\.self_attn\.o_proj"], "ignore": [r"0\.self_attn\.o_proj", r"1\.mlp\.down"]}
+    options = {"skip": [r"1\.self_attn\.o_proj"], "ignore": [r"0\.self_attn\.o_proj", r"1\.mlp\.down"]}
     ids = str(tmp_path / "ids.npy")
-    report = calibrated(tmp_path / "source", tmp_path / "out", ids, pattern="2_inf", rotate="on", **how)
+    report = calibrated(tmp_path / "source", tmp_path / "out", ids, pattern="2_inf", rotate="on", **options)
     assert report.rotation
     config = config_of(tmp_path / "out")
     assert config.pop("tie_word_embeddings") is False
@@ -235,8 +239,8 @@ def test_rotated_conversion_at_2_inf_keeps_model_outputs(name: str, tmp_path: Pa
     write(tmp_path / "floats", {**config, "tie_word_embeddings": False}, tensors)
     rotated = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "floats", dtype=torch.float32)
     tokens = torch.randint(3, 100, (2, 50), generator=torch.Generator().manual_seed(1))
-    expected, found = model(tokens).logits, rotated(tokens).logits
-    assert float((found - expected).norm()) <= 0.05 * float(expected.norm())
+    expected, actual = model(tokens).logits, rotated(tokens).logits
+    assert float((actual - expected).norm()) <= 0.05 * float(expected.norm())
     weight = model.model.layers[0].self_attn.o_proj.weight
     assert not torch.allclose(tensors["model.layers.0.self_attn.o_proj.weight"], weight, rtol=0.1)
 
@@ -247,12 +251,12 @@ def test_rotation_reduces_errors_and_resumes(
 ) -> None:
     monkeypatch.setattr(learning, "STEPS", 15)
     source, ids = llama(tmp_path / "source", shards=2), write_ids(tmp_path / "ids.npy")
-    how: dict[str, Any] = {"finetune": 0, "layer": ["down_proj=4:6"], "quant": "fp8", "layout": "slided"}
-    how["device"] = device
-    plain = calibrated(source, tmp_path / "plain", ids, **how)
-    whole = calibrated(source, tmp_path / "whole", ids, rotate="on", **how)
-    assert plain.rotation == ""
-    errors = [sum(row["error_quantized"] for row in report.layers) for report in (plain, whole)]
+    options: dict[str, Any] = {"finetune": 0, "layer": ["down_proj=4:6"], "quant": "fp8", "layout": "slided"}
+    options["device"] = device
+    unrotated = calibrated(source, tmp_path / "plain", ids, **options)
+    rotated = calibrated(source, tmp_path / "whole", ids, rotate="on", **options)
+    assert unrotated.rotation == ""
+    errors = [sum(row["error_quantized"] for row in report.layers) for report in (unrotated, rotated)]
     assert errors[1] < 0.9 * errors[0]
     assert inspect(tmp_path / "whole").violations == 0
 
@@ -262,15 +266,15 @@ def test_rotation_reduces_errors_and_resumes(
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "_prune_block", die)
         with pytest.raises(KeyboardInterrupt):
-            calibrated(source, tmp_path / "out", ids, rotate="on", **how)
+            calibrated(source, tmp_path / "out", ids, rotate="on", **options)
     with pytest.raises(CalibrationError, match="with --resume"):
-        calibrated(source, tmp_path / "out", ids, rotate="on", **how)
+        calibrated(source, tmp_path / "out", ids, rotate="on", **options)
     with pytest.raises(CalibrationError, match="rotate was True, is False"):
-        calibrated(source, tmp_path / "out", ids, resume=True, **how)
-    monkeypatch.setattr(learning, "learn_rotation", die)  # not again
-    report = calibrated(source, tmp_path / "out", ids, rotate="on", resume=True, **how)
+        calibrated(source, tmp_path / "out", ids, resume=True, **options)
+    monkeypatch.setattr(learning, "learn_rotation", die)  # must not run again
+    report = calibrated(source, tmp_path / "out", ids, rotate="on", resume=True, **options)
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
-    assert report.rotation == whole.rotation
+    assert report.rotation == rotated.rotation
 
 
 def test_sparse_model_is_not_rotated(tmp_path: Path) -> None:
@@ -281,18 +285,18 @@ def test_sparse_model_is_not_rotated(tmp_path: Path) -> None:
         config_of(source),
         {n: prune(t, pattern) if n == f"{DOWN}.weight" else t for n, t in tensors.items()},
     )
-    how: dict[str, Any] = {"samples": 2, "seqlen": 8, "dry_run": True}
+    options: dict[str, Any] = {"samples": 2, "seqlen": 8, "dry_run": True}
     with pytest.raises(CalibrationError, match=f"--rotate on: {DOWN}.weight already obeys 6:8"):
-        calibrated(source, tmp_path / "out", "random", rotate="on", **how)
-    assert calibrated(source, tmp_path / "out", "random", rotate="on", pattern="2:4", **how).rotation
+        calibrated(source, tmp_path / "out", "random", rotate="on", **options)
+    assert calibrated(source, tmp_path / "out", "random", rotate="on", pattern="2:4", **options).rotation
 
 
 def test_encoders_are_not_rotated(tmp_path: Path) -> None:
     source = bert(tmp_path / "source")
-    how: dict[str, Any] = {"samples": 2, "seqlen": 8, "dry_run": True}
+    options: dict[str, Any] = {"samples": 2, "seqlen": 8, "dry_run": True}
     with pytest.raises(CalibrationError, match="--rotate on: BertModel is not one of LlamaForCausalLM, "):
-        calibrated(source, tmp_path / "out", "random", rotate="on", **how)
-    report = calibrated(source, tmp_path / "out", "random", rotate="auto", **how)
+        calibrated(source, tmp_path / "out", "random", rotate="on", **options)
+    report = calibrated(source, tmp_path / "out", "random", rotate="auto", **options)
     assert report.rotation.startswith("none: BertModel is not one of LlamaForCausalLM, ")
 
 
@@ -310,8 +314,8 @@ def test_models_are_rotated_by_default(
 ) -> None:
     monkeypatch.setattr(learning, "STEPS", 1)
     source, ids = llama(tmp_path / "source"), write_ids(tmp_path / "ids.npy")
-    more = {} if options.get("method") else {"finetune": 0}
-    report = calibrated(source, tmp_path / "out", ids, rotate="auto", **more, **options)
+    training_options = {} if options.get("method") else {"finetune": 0}
+    report = calibrated(source, tmp_path / "out", ids, rotate="auto", **training_options, **options)
     assert report.rotation.startswith("the residual stream") == rotated
     assert ("lm_head.weight" in tensors_of(tmp_path / "out")) or not rotated
 

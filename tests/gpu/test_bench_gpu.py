@@ -1,4 +1,4 @@
-"""The measuring commands on a real GPU, with the real libraries, at small sizes."""
+"""The measuring commands on a GPU, with the real libraries, at small sizes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_graph_timing_agrees_with_event_timing() -> None:
-    """Adding to 2 GB takes about a millisecond, beside which gaps vanish; clocks may move by some percent."""
+    """Adding to 2 GB takes about a millisecond, so that gaps are negligible; clocks may vary by a few percent."""
     gpu = require_gpu()
     with CudaClock(gpu.device) as clock:
         numbers = torch.zeros(2**28, dtype=torch.float32, device=gpu.device)
@@ -46,7 +46,7 @@ def test_clock_uses_every_copy_in_turn() -> None:
     with CudaClock(gpu.device) as clock:
         counts = torch.zeros(5, dtype=torch.int64, device=gpu.device)
         clock.prepare(lambda i: counts[i].add_(1), 5, 1.0, 20.0).samples(3)
-    # replays: one to warm up and three samples, of 20 launches each
+    # replays: one for warm-up and three samples, of 20 launches each
     assert counts.tolist() == [16] * 5
 
 
@@ -55,7 +55,7 @@ def test_clock_falls_back_to_events_if_capture_fails() -> None:
     x = torch.ones(1024, device=gpu.device)
     with CudaClock(gpu.device) as clock:
         assert not time_exactly(clock, lambda i: x.sum().item(), 1).graphed
-        torch.cuda.empty_cache()  # refuses while the allocator believes that it is capturing
+        torch.cuda.empty_cache()  # refuses while the allocator assumes a capture
         assert time_exactly(clock, lambda i: x.sum(), 1).graphed
 
         def refuse(i: int) -> None:
@@ -69,10 +69,10 @@ def test_clock_falls_back_to_events_if_capture_fails() -> None:
 @pytest.mark.parametrize("name", ["cublaslt", "cusparselt", "hopper"])
 def test_search_finds_an_algorithm_with_a_correct_result(name: str, dtype: str) -> None:
     """The result is compared with float64. FP8 tensor cores keep about 14 bits of a sum: 2^-9 of the norm is
-    far above their error, and the last rounding, to BF16, brings another 2^-9.
+    far above their error, and rounding to BF16 adds another 2^-9.
     """
     gpu = require_gpu()
-    library = next((one for one in usable_libraries(gpu)[0] if one.name == name), None)
+    library = next((candidate for candidate in usable_libraries(gpu)[0] if candidate.name == name), None)
     if library is None:
         pytest.skip(f"{name} is not for {gpu.name}")
     for out in library.output_types(dtype)[:2]:
@@ -83,10 +83,10 @@ def test_search_finds_an_algorithm_with_a_correct_result(name: str, dtype: str) 
             inputs = Inputs(gpu.device, gpu.l2_bytes)
             weight = inputs.weight(dtype, 256, 512, library.sparse)
             operands = inputs.operands(problem, [library.operand(weight)])
-            found = search(library, problem, operands, clock, gpu.device)
-            operands.launch(library.plan(problem, gpu.device, found.algorithm))(0)
-        assert found.tried > found.refused + found.wrong
-        assert found.timing.graphed
+            result = search(library, problem, operands, clock, gpu.device)
+            operands.launch(library.plan(problem, gpu.device, result.algorithm))(0)
+        assert result.tried > result.refused + result.wrong
+        assert result.timing.graphed
         exact_sums = operands.activations[0].double() @ weight.double().t()
         if problem.scale == "both":
             assert operands.scale_w is not None
@@ -101,24 +101,24 @@ def test_tune_and_benchmark_commands_fill_their_tables(tmp_path: Path) -> None:
 
     def run(*command: str) -> dict[str, object]:
         program = app if command[0] == "tune" else benchmarks
-        done = CliRunner().invoke(program, [*command, "--json"], catch_exceptions=False)
-        assert done.exit_code == 0, done.stderr
-        found = json.loads(done.stdout)
-        assert (found["finished"], found["skipped"]) == (True, [])
-        return dict(found)
+        result = CliRunner().invoke(program, [*command, "--json"], catch_exceptions=False)
+        assert result.exit_code == 0, result.stderr
+        summary = json.loads(result.stdout)
+        assert (summary["finished"], summary["skipped"]) == (True, [])
+        return dict(summary)
 
     tune = ["tune", *common, "--library", "cublaslt,cusparselt,triton"]
-    first, again = run(*tune), run(*tune)
-    assert first["known"] == again["tuned"] == 0
+    first, second = run(*tune), run(*tune)
+    assert first["known"] == second["tuned"] == 0
     gemms = 3 + 2 * 2 + 2  # cuBLASLt, FP8 twice; cuSPARSELt, its INT32
-    steps = 2 * 2 + 2  # two quantizers a type; INT32 and BF16 sums
-    assert first["tuned"] == again["known"] == 2 * 2 * (gemms + steps)
+    steps = 2 * 2 + 2  # two quantizers per type; INT32 and BF16 sums
+    assert first["tuned"] == second["known"] == 2 * 2 * (gemms + steps)
     bench = [*common, "--no-stock", "--library", "cublaslt,cusparselt", "--out", str(tmp_path / "out")]
     run("kernel", *bench)
     run("linear", *bench)
     with (tmp_path / "out" / "kernel.csv").open() as file:
         kernels = list(csv.DictReader(file))
-    assert len(kernels) == 2 * 2 * (4 + 3)  # layers and M; int8 has two dense outputs
+    assert len(kernels) == 2 * 2 * (4 + 3)  # layers and M; INT8 has two dense outputs
     assert all(0 < float(row["p20_us"]) <= float(row["p50_us"]) <= float(row["p80_us"]) for row in kernels)
     with (tmp_path / "out" / "linear.csv").open() as file:
         assert len(list(csv.DictReader(file))) == (2 + 1) * 2 * 2 * 3

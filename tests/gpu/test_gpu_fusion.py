@@ -1,4 +1,4 @@
-"""Norms and activations fused with quantization in a compiled model on a GPU, beside the same model without."""
+"""Norms and activations fused with quantization in compiled models on a GPU, against unfused models."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow]
 def gpu_engines(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[GpuEngines]:
-    made = GpuEngines(tmp_path_factory.mktemp("models"), {})
+    started = GpuEngines(tmp_path_factory.mktemp("models"), {})
     for engine in needed(request):
-        made.start(engine)
-    yield made
-    made.close()
+        started.start(engine)
+    yield started
+    started.close()
 
 
 def engines(quant: str) -> list[Engine]:
-    """Stock eager and compiled, ours eager, compiled, and compiled with fusion."""
-    ours = Engine(quant, "6:8", "bfloat16")
-    return [*compiled_beside_stock(ours), replace(ours, mode="compiled", fuse=True)]
+    """Return stock engines, eager and compiled, and ours: eager, compiled, and compiled with fusion."""
+    engine = Engine(quant, "6:8", "bfloat16")
+    return [*compiled_beside_stock(engine), replace(engine, mode="compiled", fuse=True)]
 
 
 @needs(engines)
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
 def test_fused_models_match_compiled_ones(gpu_engines: GpuEngines, quant: str) -> None:
-    """The bound is that for models compiled without fusion, which may move the same roundings, and no others."""
+    """The bound is that of models compiled without fusion, as fusion may change only the same roundings."""
     stock, stock_compiled, eager, compiled, fused = gpu_engines.answers(engines(quant))
-    same = same_share(teacher_forced(fused), teacher_forced(compiled))
+    share = same_share(teacher_forced(fused), teacher_forced(compiled))
     of_stock = same_share(teacher_forced(stock), teacher_forced(stock_compiled))
     print(
-        f"{quant}: {same:.2%} of the top-1 tokens are those without fusion, "
+        f"{quant}: {share:.2%} of the top-1 tokens are those without fusion, "
         f"stock's compiled are its eager ones in {of_stock:.2%}"
     )
     require_only_rounding(stock, stock_compiled, eager, fused)
@@ -55,16 +55,16 @@ def test_fused_models_match_compiled_ones(gpu_engines: GpuEngines, quant: str) -
 @needs(engines)
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
 def test_all_layers_but_o_proj_are_fused(gpu_engines: GpuEngines, quant: str) -> None:
-    """vLLM cuts a model at its attentions; of each piece only what quantizes for o_proj stays as it is."""
+    """vLLM splits a model at its attention layers; in each piece, only the operator of o_proj is unfused."""
     *_, compiled, fused = gpu_engines.answers(engines(quant))
     assert fused.summary.endswith("; norms and activations fused")
     assert "SlideSparse fusion" not in compiled.log
     graphs = re.findall("SlideSparse fusion in a graph: (.*)", fused.log)
     print(graphs)
-    found = [{name: int(count) for count, name in re.findall(r"(\d+) (\w+)", graph)} for graph in graphs]
-    alone = "linear" if "backend hopper" in fused.summary else "quant_slide"
-    fused_names = [f"{before}_{alone}" for before in ("rms_norm", "add_rms_norm", "silu_mul")]
-    assert {name for graph in found for name in graph} == {*fused_names, alone}
-    for graph in found:
-        assert graph.get(alone, 0) == graph.get(f"silu_mul_{alone}", 0)
-        assert sum(graph.values()) > graph.get(alone, 0)
+    counts = [{name: int(count) for count, name in re.findall(r"(\d+) (\w+)", graph)} for graph in graphs]
+    unfused = "linear" if "backend hopper" in fused.summary else "quant_slide"
+    fused_names = [f"{producer}_{unfused}" for producer in ("rms_norm", "add_rms_norm", "silu_mul")]
+    assert {name for graph in counts for name in graph} == {*fused_names, unfused}
+    for graph in counts:
+        assert graph.get(unfused, 0) == graph.get(f"silu_mul_{unfused}", 0)
+        assert sum(graph.values()) > graph.get(unfused, 0)

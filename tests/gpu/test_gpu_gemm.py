@@ -1,4 +1,4 @@
-"""The GEMM libraries, called through our extensions, agree bit for bit where sums are exact, else within a bound."""
+"""The GEMM libraries called through our extensions: bitwise equal where sums are exact, else within a bound."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 
 PATTERNS = ["2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16", "2_inf"]
 TOKENS = [1, 3, 16, 17, 64, 100, 2048, 16384]
-# N and K are no multiples of anything.  A sum of K products of at most 2^14 stays below 2^24, so float32 holds it.
+# N and K are odd.  A sum of K products of at most 2^14 is below 2^24, so it is exact in float32.
 N, K = 1001, 1003
 UNIT = 2.0**-8  # half an ulp of BF16, 8 significant bits, relative
 EXACT_FLOAT32 = 2**24
@@ -40,10 +40,10 @@ def fp8_layer(request: pytest.FixtureRequest) -> Layer:
     return layer("cusparselt", request.param, FP8, N, K)
 
 
-def accumulate(made: Layer, q: Tensor, out: torch.dtype) -> Tensor:
-    """Codes [M, K] -> sums [M, N] of the sparse layer."""
-    found: Tensor = gemm.get("cusparselt").accumulate(made.lifted(q), made.packed, N, out)  # type: ignore[attr-defined]
-    return found
+def accumulate(packed_layer: Layer, q: Tensor, out: torch.dtype) -> Tensor:
+    """Return sums [M, N] of the sparse layer for codes [M, K]."""
+    sums: Tensor = gemm.get("cusparselt").accumulate(packed_layer.lifted(q), packed_layer.packed, N, out)  # type: ignore[attr-defined]
+    return sums
 
 
 @pytest.mark.parametrize("m", TOKENS)
@@ -56,7 +56,7 @@ def test_int8_sums_are_exact(int8_layer: Layer, m: int) -> None:
 
 @pytest.mark.parametrize("m", TOKENS)
 def test_int8_to_bfloat16_rounds_the_exact_sum_once(int8_layer: Layer, m: int) -> None:
-    """float32 holds the sums, so by way of float32 they are rounded once, to nearest even."""
+    """Sums are exact in float32, so BF16 outputs are rounded once, to nearest even."""
     q = codes(m, K, seed=m)
     expected = exact(q, int8_layer.weight).float().to(torch.bfloat16)
     assert_same_bits(accumulate(int8_layer, q, torch.bfloat16), expected)
@@ -69,24 +69,24 @@ def dense_layer() -> Layer:
 
 @pytest.mark.parametrize("m", TOKENS)
 def test_cublaslt_backend_is_exact_in_int8(dense_layer: Layer, m: int) -> None:
-    """Scales of 1 and a float32 output leave the sums as they are."""
+    """Scales of 1 and a float32 output leave the sums unchanged."""
     q, ones = codes(m, K, seed=m), torch.ones(max(m, N), 1, device=gpu())
     provider = gemm.get("cublaslt")
-    found = provider.scaled_matmul(q, ones[:m], dense_layer.packed, ones[:N], None, torch.float32)
-    assert_same_bits(found, exact(q, dense_layer.weight).float())
+    output = provider.scaled_matmul(q, ones[:m], dense_layer.packed, ones[:N], None, torch.float32)
+    assert_same_bits(output, exact(q, dense_layer.weight).float())
 
 
 @pytest.mark.parametrize("backend", LIBRARIES)
 def test_int8_sums_above_2_24_are_rounded_at_most_once(backend: str) -> None:
-    """Sums between 2^24 and 2^25, half of them odd, which float32 cannot hold there.
+    """Sums are between 2^24 and 2^25, where float32 cannot represent the odd half.
 
-    cuBLASLt's INT32 is exact.  cuSPARSELt multiplies by a float32 alpha, so its INT32 is the sum rounded to float32; as
-    that is the first thing scaling does with it, layers come out the same.
+    cuBLASLt's INT32 is exact. cuSPARSELt multiplies by a float32 alpha, so its INT32 is the sum rounded to float32.
+    Scaling rounds to float32 first in any case, so outputs of layers are equal.
     """
     m, n, k = 17, 64, 4096
-    made = layer(backend, "2:4", INT8, n, k)
-    weight = torch.where(made.weight == 0, 0, made.weight.clamp(100, 127))
-    weight = torch.where(made.weight == 0, 0, weight | codes(n, k, 3) & 3).to(INT8)
+    packed_layer = layer(backend, "2:4", INT8, n, k)
+    weight = torch.where(packed_layer.weight == 0, 0, packed_layer.weight.clamp(100, 127))
+    weight = torch.where(packed_layer.weight == 0, 0, weight | codes(n, k, 3) & 3).to(INT8)
     q = codes(m, k, seed=m).clamp(100, 127) | codes(m, k, 4) & 3
     expected = exact(q, weight)
     assert int(expected.min()) > EXACT_FLOAT32
@@ -97,9 +97,9 @@ def test_int8_sums_above_2_24_are_rounded_at_most_once(backend: str) -> None:
     provider = gemm.get(backend)
     spec = LayerSpec(n, k, TWO_FOUR, 0, INT8, torch.bfloat16)
     packed = provider.pack(spec, weight)
-    found = provider.accumulate(q, packed, n, torch.int32)  # type: ignore[attr-defined]
-    assert torch.equal(found.double(), expected.float().double())
-    # on its way to BF16 the sum is rounded to float32: half an ulp of each
+    actual = provider.accumulate(q, packed, n, torch.int32)  # type: ignore[attr-defined]
+    assert torch.equal(actual.double(), expected.float().double())
+    # the sum is rounded to float32 and then to BF16: half an ulp of each
     rounded = provider.accumulate(q, packed, n, torch.bfloat16).double()  # type: ignore[attr-defined]
     assert bool(((rounded - expected).abs() <= (UNIT + 2.0**-24) * expected).all())
 
@@ -108,22 +108,22 @@ def test_int8_sums_above_2_24_are_rounded_at_most_once(backend: str) -> None:
 @pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
 @pytest.mark.parametrize("backend", ["cusparselt", "hopper"])
 def test_pack_throughput_and_memory(backend: str, dtype: torch.dtype) -> None:
-    """Sliding and compressing reach the paper's 10 GB/s of the weight's bytes; beside weight and result, less
-    than half a weight of memory is used.
+    """Sliding and compressing reach the paper's 10 GB/s of weight bytes. Besides weight and result, they use less
+    memory than half a weight.
     """
     n, k = 37888, 3584
     numbers = codes(n, k, 1) if dtype == INT8 else normal(n, k, 1)
     weight = prune(numbers, SlidePattern(8)).to(dtype)
     spec, seconds = LayerSpec(n, k, SlidePattern(8), 0, dtype, torch.bfloat16), []
-    gemm.get(backend).pack(spec, weight)  # libraries allocate what they keep at first use
+    gemm.get(backend).pack(spec, weight)  # libraries allocate persistent memory at first use
     for _ in range(4):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before, start = torch.cuda.memory_allocated(), time.perf_counter()
+        allocated, start = torch.cuda.memory_allocated(), time.perf_counter()
         packed = gemm.get(backend).pack(spec, weight)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-        extra = torch.cuda.max_memory_allocated() - before - packed.numel()
+        extra = torch.cuda.max_memory_allocated() - allocated - packed.numel()
         assert extra < weight.numel() / 2, f"{extra / weight.numel():.2f} weights"
         del packed
     rate = weight.numel() / min(seconds) / 1e9
@@ -137,32 +137,32 @@ def test_pack_throughput_and_memory(backend: str, dtype: torch.dtype) -> None:
     ("name", "out"), [("cusparselt", "int32"), ("cusparselt", "bf16"), ("cublaslt", "int32")]
 )
 def test_every_algorithm_gives_equal_sums(name: str, out: str) -> None:
-    """INT32 is equal bit for bit, BF16 where K is not split: there partial sums may be rounded, too
-    (`bench.search.agree`).
+    """INT32 is bitwise equal, and so is BF16 unless K is split, which may round partial sums
+    (`outputs_agree`).
 
-    At 2:4 half of the K products are zero, so float32 holds all sums.
+    At 2:4, half of the K products are zero, so all sums are exact in float32.
     """
     library, m, n, k = LIBRARIES[name], 48, 992, 1536
     assert k // 2 * 128 * 128 < EXACT_FLOAT32
-    made = layer(name, "2:4", INT8, n, k)
+    packed_layer = layer(name, "2:4", INT8, n, k)
     q = codes(m, k, seed=5)
-    expected = exact(q, made.weight).float().to(DTYPES[out])
+    expected = exact(q, packed_layer.weight).float().to(DTYPES[out])
     problem = Problem("int8", out, n, k, m)
     names = library.algorithms(problem, gpu())
     refused: dict[str, str] = {}
-    found = torch.empty(m, n, dtype=DTYPES[out], device=gpu())
+    actual = torch.empty(m, n, dtype=DTYPES[out], device=gpu())
     for algorithm in (None, *names):
-        found.fill_(-1)
+        actual.fill_(-1)
         try:
-            library.plan(problem, gpu(), algorithm).run(q, made.packed, found)
-        except RuntimeError as error:  # some refuse when they are planned, others when they run
+            library.plan(problem, gpu(), algorithm).run(q, packed_layer.packed, actual)
+        except RuntimeError as error:  # some are refused when planned, others when run
             refused[str(algorithm)] = str(error)
             continue
         torch.cuda.synchronize()
         if out == "bf16" and "/" in (algorithm or ""):
-            assert outputs_agree(found, expected, problem), algorithm
+            assert outputs_agree(actual, expected, problem), algorithm
         else:
-            assert torch.equal(found, expected), algorithm
+            assert torch.equal(actual, expected), algorithm
     print(f"{name} {out}: {len(names)} algorithms, {len(refused)} refused")
     assert len(refused) < len(names), refused
     assert "None" not in refused, "the library refuses its own choice"
@@ -172,7 +172,7 @@ def test_every_algorithm_gives_equal_sums(name: str, out: str) -> None:
 def test_fp8_error_is_at_most_twice_that_of_the_dense_kernel(fp8_layer: Layer, m: int) -> None:
     """Tensor cores keep about 14 bits of an FP8 sum, sparse or dense; both are compared with float64.
 
-    A BF16 result r is further than that from its sum by up to UNIT / (1 - UNIT) * |r|.
+    Rounding adds up to UNIT / (1 - UNIT) * |r| to the error of a BF16 result r.
     """
     q = normal(m, K, seed=m, dtype=torch.float32).mul_(100).clamp_(-448, 448).to(FP8)
     expected = exact(q, fp8_layer.weight)
@@ -188,9 +188,9 @@ def test_fp8_error_is_at_most_twice_that_of_the_dense_kernel(fp8_layer: Layer, m
 LAYERS = [(backend, dtype, n) for backend in BACKENDS for dtype in ("int8", "fp8") for n in (1001, 1008)]
 
 
-@pytest.fixture(scope="module", params=LAYERS, ids=lambda one: "-".join(map(str, one)))
+@pytest.fixture(scope="module", params=LAYERS, ids=lambda param: "-".join(map(str, param)))
 def any_layer(request: pytest.FixtureRequest) -> Layer:
-    """At N = 1008 cuBLASLt scales FP8 and adds the bias in its epilogue, at 1001 our kernel does."""
+    """At N = 1008, cuBLASLt's epilogue scales FP8 and adds the bias; at 1001, our kernel does."""
     backend, dtype, n = request.param
     return layer(backend, "6:8", DTYPES[dtype], n, K)
 
@@ -198,13 +198,13 @@ def any_layer(request: pytest.FixtureRequest) -> Layer:
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("m", [1, 17, 2048])
 def test_bfloat16_layer_is_within_its_error_bound(any_layer: Layer, m: int, with_bias: bool) -> None:
-    """y = v + bias with v = acc * s_w * s_x is compared with float64. The sum is off by ``of_sum``, to which
-    three roundings come:
+    """y = v + bias with v = acc * s_w * s_x is compared with float64. The sum errs by ``of_sum``, and three
+    roundings follow:
 
-    acc * s_w and (that) * s_x + bias to float32, 2^-24 each of something not above |v| and |y| by more than
-    UNIT, and the result to BF16, UNIT of what the others left. cuSPARSELt rounds the sum itself to BF16, UNIT
-    of it, and so does cuBLASLt in FP8 where it does not scale; INT8 sums are exact otherwise, FP8 ones off by
-    up to twice what the dense kernel's are.
+    acc * s_w and (acc * s_w) * s_x + bias are rounded to float32, by 2^-24 of values that exceed |v| and |y| by at
+    most UNIT, and the result is rounded to BF16, by UNIT. cuSPARSELt rounds the sum itself to BF16, by UNIT of it,
+    and so does cuBLASLt in FP8 where it does not scale. Otherwise INT8 sums are exact, and FP8 sums err by up to
+    twice the error of the dense kernel.
     """
     x = normal(m, K, seed=m)
     bias = normal(1, len(any_layer.weight), seed=1)[0] if with_bias else None
@@ -214,19 +214,19 @@ def test_bfloat16_layer_is_within_its_error_bound(any_layer: Layer, m: int, with
     of_sum = torch.zeros_like(sums)
     if any_layer.dtype == FP8:
         of_sum += 2 * (dense_sums(codes_of_x, any_layer.weight).double() - sums).abs().max()
-    plain = (
+    is_unscaled = (
         any_layer.backend == "cublaslt"
         and any_layer.dtype == FP8
         and (m <= MAX_UNSCALED_TOKENS or len(any_layer.weight) % 16 > 0)
     )
-    if plain or any_layer.backend == "cusparselt":
+    if is_unscaled or any_layer.backend == "cusparselt":
         of_sum += UNIT * (sums.abs() + of_sum)
     scales = any_layer.scale.double().t() * scale_x.double()
     y = sums * scales + (0 if bias is None else bias.double())
     apart = of_sum * scales + 2.0**-22 * ((sums * scales).abs() + y.abs())
-    found = any_layer.product(q, scale_x, bias, torch.bfloat16)
-    assert (found.dtype, found.shape, found.is_contiguous()) == (torch.bfloat16, y.shape, True)
-    error = (found.double() - y).abs()
+    output = any_layer.product(q, scale_x, bias, torch.bfloat16)
+    assert (output.dtype, output.shape, output.is_contiguous()) == (torch.bfloat16, y.shape, True)
+    error = (output.double() - y).abs()
     bound = apart + UNIT * (y.abs() + apart)
     assert bool((error <= bound).all()), f"{float((error / bound).max()):.3f} of the bound"
 
@@ -234,7 +234,7 @@ def test_bfloat16_layer_is_within_its_error_bound(any_layer: Layer, m: int, with
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_layer_with_more_than_2_31_outputs(backend: str) -> None:
-    """The last rows lie beyond 2^31 elements, of the sums and of the output."""
+    """The last rows are beyond 2^31 elements in both the sums and the output."""
     m, n, k = 2**15 + 16, 2**16, 64
     rows = 2**15 + 2**11  # the next bucket
     assert m * n > 2**31
@@ -243,14 +243,14 @@ def test_layer_with_more_than_2_31_outputs(backend: str) -> None:
     free = torch.cuda.mem_get_info()[0]
     if free < needed:
         pytest.skip(f"needs {needed >> 20} MiB of GPU memory, {free >> 20} MiB are free")
-    made = layer(backend, "2:4", INT8, n, k)
+    packed_layer = layer(backend, "2:4", INT8, n, k)
     x = normal(m, k, seed=0)
-    found = made.linear(x)
+    output = packed_layer.linear(x)
     for part in (slice(0, 48), slice(m - 48, m)):
-        q, scale_x = (one.cuda() for one in quantize_rows(x[part].cpu(), INT8))
-        sums = exact(q, made.weight).float()
+        q, scale_x = (tensor.cuda() for tensor in quantize_rows(x[part].cpu(), INT8))
+        sums = exact(q, packed_layer.weight).float()
         sums = sums.to(torch.bfloat16) if backend == "cusparselt" else sums.to(torch.int32)
-        expected = reference.dequant_bias(sums, scale_x, made.scale, None, torch.bfloat16)
-        assert_same_bits(found[part], expected)
-    del found
+        expected = reference.dequant_bias(sums, scale_x, packed_layer.scale, None, torch.bfloat16)
+        assert_same_bits(output[part], expected)
+    del output
     torch.cuda.empty_cache()

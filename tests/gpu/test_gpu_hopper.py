@@ -1,4 +1,4 @@
-"""The Hopper kernels on a GPU: INT8 bit for bit, FP8 within a bound, in every configuration, behind any kernel."""
+"""The Hopper kernels on a GPU, after any kernel and in every configuration: INT8 bitwise, FP8 within a bound."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ pytestmark = pytest.mark.gpu
 
 PATTERNS = ["2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16", "2_inf"]
 TOKENS = [1, 3, 8, 9, 16, 17, 64, 100, 129, 300, 2048, 16384]
-N, K = 1001, 1003  # no multiples of anything
+N, K = 1001, 1003  # both odd
 OUTPUTS = (torch.bfloat16, torch.float16)
 UNITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half an ulp, relative
-MAX_CONFIGURATIONS = 4096  # more configurations than there are
+MAX_CONFIGURATIONS = 4096  # more than the number of configurations
 BACKEND = cast("Hopper", gemm.get("hopper"))
 
 
@@ -38,14 +38,16 @@ def on_hopper() -> None:
 
 
 def scales(count: int, seed: int) -> Tensor:
-    """[count, 1] of about what INT8 weights and activations have."""
+    """Return scales [count, 1] of the typical size for INT8 weights and activations."""
     generator = torch.Generator("cuda").manual_seed(seed)
     return torch.rand(count, 1, generator=generator, device=gpu()) * 0.01 + 0.001
 
 
-def scaled(sums: Tensor, made: Layer, scale_x: Tensor, bias: Tensor | None, out: torch.dtype) -> Tensor:
-    """The epilogue's result for exact sums."""
-    return reference.dequant_bias(sums.to(torch.int32), scale_x, made.scale, bias, out, "cuda")
+def scaled(
+    sums: Tensor, packed_layer: Layer, scale_x: Tensor, bias: Tensor | None, out: torch.dtype
+) -> Tensor:
+    """Return the epilogue's result for exact sums."""
+    return reference.dequant_bias(sums.to(torch.int32), scale_x, packed_layer.scale, bias, out, "cuda")
 
 
 @pytest.fixture(scope="module", params=PATTERNS)
@@ -55,72 +57,74 @@ def int8_layer(request: pytest.FixtureRequest) -> Layer:
 
 @pytest.mark.parametrize("m", TOKENS)
 def test_int8_products_are_exact(int8_layer: Layer, m: int) -> None:
-    """Sums and their scaling are exact for both outputs, and without a bias or with one of each type."""
+    """Sums and their scaling are exact for both outputs, without a bias and with one of each type."""
     q, scale_x = codes(m, K, seed=m), scales(m, m)
     lifted, sums = int8_layer.lifted(q), exact(q, int8_layer.weight)
     for out in OUTPUTS:
         for bias in (None, normal(1, N, 1)[0].to(out), normal(1, N, 2, torch.float32)[0]):
-            found = int8_layer.product(lifted, scale_x, bias, out)
-            assert_same_bits(found, scaled(sums, int8_layer, scale_x, bias, out))
-    assert_same_bits(int8_layer.product(lifted, scale_x, bias, out), found)  # and the same again
+            output = int8_layer.product(lifted, scale_x, bias, out)
+            assert_same_bits(output, scaled(sums, int8_layer, scale_x, bias, out))
+    assert_same_bits(int8_layer.product(lifted, scale_x, bias, out), output)  # deterministic
 
 
 def test_int8_sums_above_2_24_are_rounded_once() -> None:
-    """Sums between 2^24 and 2^25 are rounded once, to float32, as everywhere else."""
+    """Sums between 2^24 and 2^25 are rounded once, to float32, as by the other backends."""
     m, n, k = 17, 64, 4096
-    made = layer("hopper", "2:4", INT8, n, k)
-    weight = torch.where(made.weight == 0, 0, made.weight.clamp(100, 127) | codes(n, k, 3) & 3).to(INT8)
+    packed_layer = layer("hopper", "2:4", INT8, n, k)
+    weight = torch.where(
+        packed_layer.weight == 0, 0, packed_layer.weight.clamp(100, 127) | codes(n, k, 3) & 3
+    ).to(INT8)
     q, ones = codes(m, k, seed=m).clamp(100, 127) | codes(m, k, 4) & 3, torch.ones(64, 1, device=gpu())
     sums = exact(q, weight)
     assert int(sums.min()) > 2**24
-    small = ones * 2.0**-12  # so that FP16 holds the result
+    small = ones * 2.0**-12  # keeps the result in the range of FP16
     packed = BACKEND.pack(LayerSpec(n, k, TWO_FOUR, 0, INT8, torch.float16), weight)
-    found = BACKEND.scaled_matmul(q, ones[:m], packed, small, None, torch.float16)
+    output = BACKEND.scaled_matmul(q, ones[:m], packed, small, None, torch.float16)
     expected = reference.dequant_bias(sums.to(torch.int32), ones[:m], small, None, torch.float16, "cuda")
-    assert_same_bits(found, expected)
+    assert_same_bits(output, expected)
 
 
 @pytest.mark.parametrize("m", [1, 17, 100, 2048])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_fp8_error_is_at_most_twice_that_of_the_dense_kernel(pattern: str, m: int) -> None:
-    """With scales of 1, so what is left beside the sum's own error is one rounding: a result r is further from its sum
-    by up to UNIT / (1 - UNIT) * |r|.  Sums are made small for FP16 by scale_w, a power of two, which rounds nothing.
+    """With scales of 1, one rounding adds to the sum's own error: up to UNIT / (1 - UNIT) * |r| for a result r. For
+    FP16, scale_w is a power of two that makes sums small without rounding.
     """
-    made = layer("hopper", pattern, FP8, N, K)
+    packed_layer = layer("hopper", pattern, FP8, N, K)
     q = normal(m, K, seed=m, dtype=torch.float32).mul_(100).clamp_(-448, 448).to(FP8)
-    sums = exact(q, made.weight)
-    of_dense = (dense_sums(q, made.weight).double() - sums).abs().max()
+    sums = exact(q, packed_layer.weight)
+    of_dense = (dense_sums(q, packed_layer.weight).double() - sums).abs().max()
     shrink = torch.full((N, 1), 2.0**-10, device=gpu())
     ones = torch.ones(m, 1, device=gpu())
     for out in OUTPUTS:
-        found = BACKEND.scaled_matmul(made.lifted(q), ones, made.packed, shrink, None, out)
-        found = found.double() * 2.0**10
+        output = BACKEND.scaled_matmul(packed_layer.lifted(q), ones, packed_layer.packed, shrink, None, out)
+        output = output.double() * 2.0**10
         tiny = 2.0**-25 * 2.0**10 if out == torch.float16 else 0.0  # half of FP16's subnormal step
-        beyond = (found - sums).abs() - found.abs() * (UNITS[out] / (1 - UNITS[out])) - tiny
+        beyond = (output - sums).abs() - output.abs() * (UNITS[out] / (1 - UNITS[out])) - tiny
         assert beyond.max() <= 2 * of_dense
 
 
 def configurations(n: int, columns: int, m: int) -> list[str]:
-    """All that have a kernel, find room, and are worth trying; INT8 and FP8 hardly differ."""
+    """Return all configurations that have a kernel and fit; INT8 and FP8 hardly differ."""
     return [text for text, _ in native.candidates(n, columns, m, INT8, MAX_CONFIGURATIONS)]
 
 
 def test_configurations_fit_as_many_ctas_as_named() -> None:
-    """As many CTAs as their name says, whole SMs of them without clusters; the widest tiles keep their ring.
+    """Configurations have as many resident CTAs as their text names, and fill SMs if they have no clusters.
 
-    With 256 tokens stream-K gives one of five stages for staging its outputs; split-K sums go into the ring, so that it
-    has all five.
+    With 256 tokens, stream-K uses one of five pipeline stages to stage outputs, while split-K has all five, as it
+    stages its sums in the ring of stages.
     """
     sms = torch.cuda.get_device_properties(gpu()).multi_processor_count
-    found = {text for m in (1, 16, 32, 64, 128, 1024) for text in configurations(37888, 5376, m)}
+    texts = {text for m in (1, 16, 32, 64, 128, 1024) for text in configurations(37888, 5376, m)}
     by_cluster: dict[int, set[int]] = {}
-    assert found
-    for text in found:
+    assert texts
+    for text in texts:
         configuration, fit = Configuration.parse(text), native.fit(text, INT8)
         assert str(configuration) == text
         assert native.fit(text, FP8).stages == fit.stages >= 3, text
-        held = fit.clusters * configuration.cluster
-        assert sms * (configuration.resident - 1) < held <= 4 * sms, text
+        resident_ctas = fit.clusters * configuration.cluster
+        assert sms * (configuration.resident - 1) < resident_ctas <= 4 * sms, text
         if configuration.cluster == 1:
             assert fit.clusters % sms == 0, text
         elif configuration.resident == 1:
@@ -132,12 +136,12 @@ def test_configurations_fit_as_many_ctas_as_named() -> None:
 
 
 def test_candidates_are_sorted_by_predicted_time() -> None:
-    found = native.candidates(37888, 5376, 64, INT8, 48)
-    assert len(found) == 48
-    assert [us for _, us in found] == sorted(us for _, us in found)
-    assert {text.partition(":")[0] for text, _ in found} == {"split", "stream"}
+    candidates = native.candidates(37888, 5376, 64, INT8, 48)
+    assert len(candidates) == 48
+    assert [us for _, us in candidates] == sorted(us for _, us in candidates)
+    assert {text.partition(":")[0] for text, _ in candidates} == {"split", "stream"}
     assert [text for text, _ in native.candidates(37888, 5376, 64, INT8, 5)] == [
-        text for text, _ in found[:5]
+        text for text, _ in candidates[:5]
     ]
 
 
@@ -146,20 +150,22 @@ def test_candidates_are_sorted_by_predicted_time() -> None:
     [(1, 333, 1000), (7, 4608, 512), (16, 65, 8192), (40, 640, 64), (100, 201, 777), (300, 513, 1536)],
 )
 def test_every_configuration_gives_equal_products(m: int, n: int, k: int) -> None:
-    """They are equal bit for bit, also where parts of K are summed elsewhere; and none is refused."""
-    made = layer("hopper", "2:4", INT8, n, k)
+    """Products are bitwise equal, also where K is split, and no configuration is refused."""
+    packed_layer = layer("hopper", "2:4", INT8, n, k)
     q, scale_x, bias = codes(m, k, seed=5), scales(m, 5), normal(1, n, 6)[0]
-    lifted = torch.nn.functional.pad(made.lifted(q), (0, made.columns - made.lifted(q).shape[1]))
-    expected = scaled(exact(q, made.weight), made, scale_x, bias, torch.bfloat16)
-    problem = Problem("int8", "bf16", n, made.columns, m, "both", True)
+    lifted = torch.nn.functional.pad(
+        packed_layer.lifted(q), (0, packed_layer.columns - packed_layer.lifted(q).shape[1])
+    )
+    expected = scaled(exact(q, packed_layer.weight), packed_layer, scale_x, bias, torch.bfloat16)
+    problem = Problem("int8", "bf16", n, packed_layer.columns, m, "both", True)
     out = torch.empty_like(expected)
-    found = configurations(n, k, m)
-    assert {config.partition(":")[0] for config in found} == {"split", "stream"}
-    for config in found:
+    configs = configurations(n, k, m)
+    assert {config.partition(":")[0] for config in configs} == {"split", "stream"}
+    for config in configs:
         plan = BACKEND.plan(problem, gpu(), config)
-        for _ in range(2):  # a workspace must be left as it was found
+        for _ in range(2):  # a workspace must be left unchanged
             out.fill_(torch.nan)
-            plan.run(lifted, made.packed, out, made.scale, scale_x, bias)
+            plan.run(lifted, packed_layer.packed, out, packed_layer.scale, scale_x, bias)
             assert torch.equal(out, expected), config
 
 
@@ -167,41 +173,39 @@ def test_every_configuration_gives_equal_products(m: int, n: int, k: int) -> Non
     ("m", "pattern"), [(1, "6:8"), (64, "6:8"), (64, "2:4"), (3000, "6:8"), (3000, "2:4")]
 )
 def test_product_waits_for_codes_of_the_kernel_before(m: int, pattern: str) -> None:
-    """Tokens change from call to call, in memory that the calls before have used."""
-    made = layer("hopper", pattern, INT8, 1024, 3584)
+    """Tokens change from call to call, in memory that earlier calls have used."""
+    packed_layer = layer("hopper", pattern, INT8, 1024, 3584)
     inputs = [normal(m, 3584, seed) * (seed + 1) for seed in range(4)]
     expected = []
     for x in inputs:
-        q, scale_x = made.quantized(x)
+        q, scale_x = packed_layer.quantized(x)
         torch.cuda.synchronize()
-        expected.append(made.product(q, scale_x, None, torch.bfloat16))
+        expected.append(packed_layer.product(q, scale_x, None, torch.bfloat16))
         torch.cuda.synchronize()
-    wrong = torch.zeros((), dtype=torch.int64, device=gpu())
+    mismatches = torch.zeros((), dtype=torch.int64, device=gpu())
     for i in range(100):
-        wrong += (made.linear(inputs[i % 4]) != expected[i % 4]).sum()
-        q, scale_x = made.quantized(inputs[i % 4])  # the same by Triton's kernel
-        wrong += (made.product(q, scale_x, None, torch.bfloat16) != expected[i % 4]).sum()
-    assert int(wrong) == 0
+        mismatches += (packed_layer.linear(inputs[i % 4]) != expected[i % 4]).sum()
+        q, scale_x = packed_layer.quantized(inputs[i % 4])  # the same by Triton's kernel
+        mismatches += (packed_layer.product(q, scale_x, None, torch.bfloat16) != expected[i % 4]).sum()
+    assert int(mismatches) == 0
 
 
 @pytest.fixture(scope="module")
 def reused_operands() -> tuple[Layer, Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
-    """A layer, memory for its codes and scales, and several of those with their outputs."""
-    made, m = layer("hopper", "2:4", INT8, 256, 16384), 256
+    """Return a layer, memory for codes and scales, and several codes, scales and their outputs."""
+    packed_layer, m = layer("hopper", "2:4", INT8, 256, 16384), 256
     sources = [codes(m, 16384, seed) for seed in range(3)]
     sizes = [scales(m, seed) for seed in range(3)]
     torch.cuda.synchronize()
-    expected = [made.product(q, s, None, torch.bfloat16) for q, s in zip(sources, sizes, strict=True)]
+    expected = [packed_layer.product(q, s, None, torch.bfloat16) for q, s in zip(sources, sizes, strict=True)]
     torch.cuda.synchronize()
-    return made, torch.empty_like(sources[0]), torch.empty_like(sizes[0]), sources, sizes, expected
+    return packed_layer, torch.empty_like(sources[0]), torch.empty_like(sizes[0]), sources, sizes, expected
 
 
 def test_product_waits_for_kernels_of_torch(reused_operands: tuple) -> None:  # type: ignore[type-arg]
-    """An elementwise kernel that writes the codes, long enough to be overtaken, and one that writes the
-    scales.
-    """
-    made, q, scale_x, sources, sizes, expected = reused_operands
-    wrong = torch.zeros((), dtype=torch.int64, device=gpu())
+    """One elementwise kernel writes the codes, long enough to be overtaken, and another writes the scales."""
+    packed_layer, q, scale_x, sources, sizes, expected = reused_operands
+    mismatches = torch.zeros((), dtype=torch.int64, device=gpu())
     for i in range(200):
         j = i % 3
         if i % 2:
@@ -210,104 +214,107 @@ def test_product_waits_for_kernels_of_torch(reused_operands: tuple) -> None:  # 
         else:
             torch.bitwise_or(sources[j], 0, out=q)
             torch.mul(sizes[j], 1, out=scale_x)
-        wrong += (made.product(q, scale_x, None, torch.bfloat16) != expected[j]).sum()
-    assert int(wrong) == 0
+        mismatches += (packed_layer.product(q, scale_x, None, torch.bfloat16) != expected[j]).sum()
+    assert int(mismatches) == 0
 
 
 def test_product_in_a_graph_waits_for_copies_and_joins(reused_operands: tuple) -> None:  # type: ignore[type-arg]
-    """The product is behind a copy, behind a memory set, behind another stream, and the first of all."""
-    made, q, scale_x, sources, sizes, expected = reused_operands
-    stream, other, graph = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    first, zeros = sources[0].clone(), torch.zeros_like(q)
+    """The product follows a copy, a memory set, or another stream, or is the first node of the graph."""
+    packed_layer, q, scale_x, sources, sizes, expected = reused_operands
+    stream, side_stream, graph = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    first_codes, zeros = sources[0].clone(), torch.zeros_like(q)
     torch.cuda.synchronize()
 
     def product(codes_: Tensor, scale: Tensor) -> Tensor:
-        return made.product(codes_, scale, None, torch.bfloat16)
+        return packed_layer.product(codes_, scale, None, torch.bfloat16)
 
     with torch.cuda.stream(stream):
-        product(first, sizes[0])
+        product(first_codes, sizes[0])
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
-        alone = product(first, sizes[0])
+        first_output = product(first_codes, sizes[0])
         scale_x.copy_(sizes[1])
         q.copy_(sources[1])
         copied = product(q, scale_x)
         zeros.zero_()
         nothing = product(zeros, scale_x)
-        other.wait_stream(stream)
-        with torch.cuda.stream(other):
+        side_stream.wait_stream(stream)
+        with torch.cuda.stream(side_stream):
             torch.bitwise_or(sources[2], 0, out=q)
             torch.mul(sizes[2], 1, out=scale_x)
-        stream.wait_stream(other)
+        stream.wait_stream(side_stream)
         joined = product(q, scale_x)
     for _ in range(50):
         graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(alone, expected[0])
+    assert torch.equal(first_output, expected[0])
     assert torch.equal(copied, expected[1])
     assert not bool(nothing.any())
     assert torch.equal(joined, expected[2])
 
 
 def streamed(n: int, k: int, m: int) -> tuple[Layer, Tensor, Tensor, Tensor, str]:
-    """A layer, codes, scales, their product, and a stream-K configuration for it."""
-    made = layer("hopper", "2:4", INT8, n, k)
+    """Return a layer, codes, scales, their product, and a stream-K configuration."""
+    packed_layer = layer("hopper", "2:4", INT8, n, k)
     q, scale_x = codes(m, k, 1), scales(m, 1)
-    expected = scaled(exact(q, made.weight), made, scale_x, None, torch.bfloat16)
+    expected = scaled(exact(q, packed_layer.weight), packed_layer, scale_x, None, torch.bfloat16)
     name = next(text for text in configurations(n, k, m) if text.startswith("stream:"))
-    return made, q, scale_x, expected, name
+    return packed_layer, q, scale_x, expected, name
 
 
 def test_capture_on_new_streams_makes_zeroed_workspaces() -> None:
-    """A stream gets its workspace while it is captured, however many there are, and replays leave it zero."""
-    made, q, scale_x, expected, name = streamed(512, 4096, 64)
+    """Any number of streams get workspaces during capture, and replays leave them zero."""
+    packed_layer, q, scale_x, expected, name = streamed(512, 4096, 64)
     plan = BACKEND.plan(Problem("int8", "bf16", 512, 4096, 64, "both"), gpu(), name)
     out = torch.empty_like(expected)
     for _ in range(3):
         torch.cuda.synchronize()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         with torch.cuda.graph(graph, stream=stream):
-            plan.run(q, made.packed, out, made.scale, scale_x)
+            plan.run(q, packed_layer.packed, out, packed_layer.scale, scale_x)
         for _ in range(3):
             out.zero_()
             graph.replay()
             assert torch.equal(out, expected)
-        with torch.cuda.stream(stream):  # and outside of graphs in the same one
+        with torch.cuda.stream(stream):  # the same workspace outside of graphs
             out.zero_()
-            plan.run(q, made.packed, out, made.scale, scale_x)
+            plan.run(q, packed_layer.packed, out, packed_layer.scale, scale_x)
         stream.synchronize()
         assert torch.equal(out, expected)
 
 
 def test_workspaces_are_not_allocated_in_memory_pools() -> None:
-    """vLLM discards the contents of its pool in sleep level 2; a workspace must stay zero."""
-    made, q, scale_x, expected, name = streamed(512, 4096, 64)
+    """vLLM discards the contents of its pool in sleep level 2, but a workspace must stay zero."""
+    packed_layer, q, scale_x, expected, name = streamed(512, 4096, 64)
     plan = BACKEND.plan(Problem("int8", "bf16", 512, 4096, 64, "both"), gpu(), name)
     out, pool, stream = torch.empty_like(expected), torch.cuda.MemPool(), torch.cuda.Stream(priority=-1)
-    torch.cuda.synchronize()  # the stream is one that no other test has used
+    torch.cuda.synchronize()  # a stream that no other test has used
     free = torch.cuda.mem_get_info()[0]
     with torch.cuda.use_mem_pool(pool), torch.cuda.stream(stream):
         weight = torch.zeros(1 << 22, dtype=torch.uint8, device=gpu())
-        plan.run(q, made.packed, out, made.scale, scale_x)
+        plan.run(q, packed_layer.packed, out, packed_layer.scale, scale_x)
     stream.synchronize()
     assert torch.equal(out, expected)
-    taken, pooled = free - torch.cuda.mem_get_info()[0], sum(one["total_size"] for one in pool.snapshot())
-    assert weight.numel() <= pooled < 48 << 20 <= taken
+    allocated, pooled = (
+        free - torch.cuda.mem_get_info()[0],
+        sum(segment["total_size"] for segment in pool.snapshot()),
+    )
+    assert weight.numel() <= pooled < 48 << 20 <= allocated
 
 
 def test_plan_serves_any_token_count_during_capture() -> None:
-    """A missing plan is refused in words then, which leaves the capture and the layer usable."""
-    made, other = layer("hopper", "6:8", INT8, 256, 256), layer("hopper", "4:6", INT8, 320, 256)
-    made.linear(normal(16, 256, 0))
+    """A missing plan raises an error during capture, which leaves the capture and the layer usable."""
+    planned, unplanned = layer("hopper", "6:8", INT8, 256, 256), layer("hopper", "4:6", INT8, 320, 256)
+    planned.linear(normal(16, 256, 0))
     inputs = [normal(m, 256, m) for m in (1, 17, 777, 3000)]
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
-        found = [made.linear(x) for x in inputs]
+        outputs = [planned.linear(x) for x in inputs]
     graph.replay()
     torch.cuda.synchronize()
-    for x, y in zip(inputs, found, strict=True):
-        assert_same_bits(y, made.linear(x))
+    for x, y in zip(inputs, outputs, strict=True):
+        assert_same_bits(y, planned.linear(x))
     forget_plans()
     x, ones = normal(5, 256, 1), torch.zeros(8, device=gpu())
     torch.cuda.synchronize()
@@ -315,10 +322,10 @@ def test_plan_serves_any_token_count_during_capture() -> None:
     with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
         ones.add_(1)
         with pytest.raises(RuntimeError, match="while a CUDA graph is being captured; run the layer once"):
-            other.linear(x)
+            unplanned.linear(x)
     graph.replay()
     assert ones.tolist() == [1.0] * 8
-    assert bool(other.linear(x).any())
+    assert bool(unplanned.linear(x).any())
 
 
 def test_second_gpu_gives_equal_outputs() -> None:
@@ -360,7 +367,7 @@ def test_product_host_time(small: Layer) -> None:
 
 
 def test_launch_refusals_raise_library_error(small: Layer) -> None:
-    """Such refusals are of codes that TMA cannot read, and of shapes with too few tiles."""
+    """Refused are codes that TMA cannot read, and shapes with too few tiles."""
     problem, name = Problem("int8", "bf16", 64, 64, 8, "both"), "split:1x8/1x1/1"
     plan = BACKEND.plan(problem, gpu(), name)
     q, scale_x = small.quantized(normal(8, 64, 0))

@@ -1,4 +1,4 @@
-"""Layers of the Hopper kernels with the norm or activation before them, on a GPU: as exact as Triton's kernels."""
+"""Hopper layers fused with the norm or activation before them, on a GPU: as exact as Triton's kernels."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def on_hopper() -> None:
     require_hopper()
 
 
-def wide_of(x: Tensor, first: int) -> Tensor:
-    """x in rows with gaps of NaN, which begin ``first`` elements behind a multiple of 16 bytes."""
+def wide_of(x: Tensor, start: int) -> Tensor:
+    """Return x in rows with gaps of NaN, which begin ``start`` elements after a multiple of 16 bytes."""
     wide = torch.full((x.shape[0], x.shape[1] + 24), NAN, dtype=x.dtype, device=x.device)
-    found = wide[:, first : first + x.shape[1]]
-    found.copy_(x)
-    return found
+    view = wide[:, start : start + x.shape[1]]
+    view.copy_(x)
+    return view
 
 
 @pytest.mark.parametrize(("source", "dtype"), TYPES)
@@ -47,20 +47,24 @@ def wide_of(x: Tensor, first: int) -> Tensor:
 def test_quantize_with_norms_is_within_rounding(
     m: int, pattern: str, k: int, phase: int, source: torch.dtype, dtype: torch.dtype
 ) -> None:
-    """Each row is that of some factor next to the exact one; the sum has the one rounding that it may have."""
+    """Each row has a factor within rounding of the exact one, and the sum is rounded once."""
     generator = torch.Generator().manual_seed(k)
     x, residual = rows(m, k, source), torch.randn(m, k, generator=generator).to(source)
     weight = torch.randn(k, generator=generator).to(source)
     layout = SlidePattern.parse(pattern).layout(k, phase)
     columns = layout.slided + -layout.slided % BACKEND.alignment
     windows = layout.length, layout.phase, dtype, columns
-    plain, sums = x.float(), x.float() + residual.float()
-    for place in (lambda one: one, lambda one: wide_of(one, 8), lambda one: wide_of(one, 3)):
-        tokens, other = place(x.to(gpu())), place(residual.to(gpu()))
+    exact, sums = x.float(), x.float() + residual.float()
+    for place in (
+        lambda t: t,
+        lambda t: wide_of(t, 8),
+        lambda t: wide_of(t, 3),
+    ):
+        tokens, addend = place(x.to(gpu())), place(residual.to(gpu()))
         total = torch.full((m, k), NAN, dtype=source, device=gpu())
         q, scale = BACKEND.quantize(tokens, *windows, RmsNorm(weight.to(gpu()), EPS))
-        assert_norm_of_some_factor((q[:, : layout.slided], scale), plain, weight, source, layout)
-        q, scale = BACKEND.quantize(tokens, *windows, RmsNorm(weight.to(gpu()), EPS, other, total))
+        assert_norm_of_some_factor((q[:, : layout.slided], scale), exact, weight, source, layout)
+        q, scale = BACKEND.quantize(tokens, *windows, RmsNorm(weight.to(gpu()), EPS, addend, total))
         assert_norm_of_some_factor((q[:, : layout.slided], scale), sums, weight, source, layout)
         finite = sums.isfinite().all(1).to(gpu())
         assert not bool(q[finite, layout.slided :].view(INT8).any())
@@ -74,7 +78,7 @@ def test_quantize_with_norms_is_within_rounding(
 def test_quantize_with_activations_equals_inductor(
     m: int, pattern: str, k: int, phase: int, source: torch.dtype, dtype: torch.dtype
 ) -> None:
-    """Codes equal bit for bit those of what Inductor makes of vLLM's SiluAndMul."""
+    """Codes are bitwise those of vLLM's SiluAndMul compiled by Inductor."""
     x = torch.cat([rows(m, k, source), rows(m, k, source).flip(1)], 1).to(gpu())
     layout = SlidePattern.parse(pattern).layout(k, phase)
     expected = reference.quant_slide(compiled_activation()(x).cpu(), layout, dtype)
@@ -86,23 +90,23 @@ def test_quantize_with_activations_equals_inductor(
 
 
 def test_quantize_with_activations_of_every_bfloat16_gate() -> None:
-    """Every BF16 gate there is is multiplied by values of all sizes."""
+    """Every BF16 gate is multiplied by values of all sizes."""
     gate = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     for size in (1.0, 1e-3, 30.0, INF):
         up = (normal(1, 2**16, 3, torch.float32)[0] * size).to(torch.bfloat16)
         x = torch.stack([gate.to(gpu()), up], 1).reshape(64, 1024, 2).transpose(1, 2).reshape(64, 2048)
         expected = reference.quant_slide(compiled_activation()(x).cpu(), SlidePattern(8).layout(1024), INT8)
-        found = BACKEND.quantize(x, 8, 0, INT8, 1536, SiluMul())
-        assert_same_codes(found, expected)
+        actual = BACKEND.quantize(x, 8, 0, INT8, 1536, SiluMul())
+        assert_same_codes(actual, expected)
 
 
 class Case(NamedTuple):
-    """A layer's input before and what makes it."""
+    """The inputs of a norm or activation before a layer."""
 
     x: Tensor
     residual: Tensor
     norm: Tensor
-    both: Tensor
+    gate_up: Tensor
 
 
 def case(m: int, k: int, source: torch.dtype) -> Case:
@@ -114,75 +118,75 @@ def case(m: int, k: int, source: torch.dtype) -> Case:
     )
 
 
-def arguments(made: Layer, bias: Tensor | None, out: torch.dtype) -> tuple[object, ...]:
-    windows = made.layout.length, made.layout.phase, made.dtype, made.columns
-    return made.packed, made.scale, bias, *windows, out, "hopper"
+def arguments(packed_layer: Layer, bias: Tensor | None, out: torch.dtype) -> tuple[object, ...]:
+    windows = packed_layer.layout.length, packed_layer.layout.phase, packed_layer.dtype, packed_layer.columns
+    return packed_layer.packed, packed_layer.scale, bias, *windows, out, "hopper"
 
 
-def run_fused_operators(given: Case, of_layer: tuple[object, ...]) -> list[Tensor]:
+def run_fused_operators(inputs: Case, of_layer: tuple[object, ...]) -> list[Tensor]:
     return [
-        OURS.rms_norm_linear(given.x, given.norm, EPS, *of_layer),
-        *OURS.add_rms_norm_linear(given.x, given.residual, given.norm, EPS, *of_layer),
-        OURS.silu_mul_linear(given.both, *of_layer),
+        OURS.rms_norm_linear(inputs.x, inputs.norm, EPS, *of_layer),
+        *OURS.add_rms_norm_linear(inputs.x, inputs.residual, inputs.norm, EPS, *of_layer),
+        OURS.silu_mul_linear(inputs.gate_up, *of_layer),
     ]
 
 
 @pytest.mark.parametrize("dtype", [INT8, FP8])
 @pytest.mark.parametrize(("pattern", "k"), [("6:8", 1003), ("4:6", 1024), ("2:4", 2048), ("6:8", 8200)])
 def test_fused_operators_equal_two_calls(pattern: str, k: int, dtype: torch.dtype) -> None:
-    """They are equal bit for bit; when steps are profiled the two are two calls."""
+    """One call is bitwise equal to two; profiling makes two calls."""
     n = 648
-    made = layer("hopper", pattern, dtype, n, k)
-    windows = made.layout.length, made.layout.phase, dtype, made.columns
+    packed_layer = layer("hopper", pattern, dtype, n, k)
+    windows = packed_layer.layout.length, packed_layer.layout.phase, dtype, packed_layer.columns
     for m in (1, 17, 64, 300, 2049):
         for source in (torch.bfloat16, torch.float16):
-            given = case(m, k, source)
+            inputs = case(m, k, source)
             bias = normal(1, n, 1)[0].to(source)
-            total = torch.empty_like(given.x)
+            total = torch.empty_like(inputs.x)
             parts = []
             for x, producer in (
-                (given.x, RmsNorm(given.norm, EPS)),
-                (given.x, RmsNorm(given.norm, EPS, given.residual, total)),
-                (given.both, SiluMul()),
+                (inputs.x, RmsNorm(inputs.norm, EPS)),
+                (inputs.x, RmsNorm(inputs.norm, EPS, inputs.residual, total)),
+                (inputs.gate_up, SiluMul()),
             ):
                 q, scale_x = BACKEND.quantize(x, *windows, producer)
-                parts.append(made.product(q, scale_x, bias, source))
+                parts.append(packed_layer.product(q, scale_x, bias, source))
             expected = [*parts[:2], total, parts[2]]
-            of_layer = arguments(made, bias, source)
-            found = run_fused_operators(given, of_layer)
+            of_layer = arguments(packed_layer, bias, source)
+            actual = run_fused_operators(inputs, of_layer)
             profiling.enable()
             try:
-                apart = run_fused_operators(given, of_layer)
+                profiled = run_fused_operators(inputs, of_layer)
             finally:
                 profiling.disable()
-            for one, other, third in zip(found, expected, apart, strict=True):
-                assert bool(other.any())
-                assert_same_bits(one, other)
-                assert_same_bits(one, third)
+            for output, expected_output, separate in zip(actual, expected, profiled, strict=True):
+                assert bool(expected_output.any())
+                assert_same_bits(output, expected_output)
+                assert_same_bits(output, separate)
 
 
 def test_fused_operators_of_no_tokens() -> None:
-    made = layer("hopper", "6:8", INT8, 64, 64)
-    for found, width in zip(
-        run_fused_operators(case(0, 64, torch.bfloat16), arguments(made, None, torch.bfloat16)),
+    packed_layer = layer("hopper", "6:8", INT8, 64, 64)
+    for output, width in zip(
+        run_fused_operators(case(0, 64, torch.bfloat16), arguments(packed_layer, None, torch.bfloat16)),
         (64,) * 4,
         strict=True,
     ):
-        assert found.shape == (0, width)
+        assert output.shape == (0, width)
 
 
 def test_graph_of_decoder_blocks_equals_eager() -> None:
-    """As in a decoder, the sum of one layer is the residual of the next, each kernel beside the one in front."""
+    """As in a decoder, the sum of one layer is the residual of the next, and kernels overlap."""
     k = 1024
-    first, second = layer("hopper", "6:8", INT8, 2 * k, k), layer("hopper", "4:6", INT8, k, k)
+    up_layer, down_layer = layer("hopper", "6:8", INT8, 2 * k, k), layer("hopper", "4:6", INT8, k, k)
     norm = normal(1, k, 3)[0]
-    up, down = (arguments(one, None, torch.bfloat16) for one in (first, second))
+    up, down = (arguments(packed_layer, None, torch.bfloat16) for packed_layer in (up_layer, down_layer))
 
     def model(tokens: Tensor) -> tuple[Tensor, Tensor]:
         residual = tokens * 0.5
         for _ in range(4):
-            both, residual = OURS.add_rms_norm_linear(tokens, residual, norm, EPS, *up)
-            tokens = OURS.silu_mul_linear(both * 2.0**-9, *down)
+            gate_up, residual = OURS.add_rms_norm_linear(tokens, residual, norm, EPS, *up)
+            tokens = OURS.silu_mul_linear(gate_up * 2.0**-9, *down)
         return tokens, residual
 
     for m in (1, 64, 300):
@@ -195,26 +199,26 @@ def test_graph_of_decoder_blocks_equals_eager() -> None:
         for seed in range(5):
             static.copy_(normal(m, k, seed))
             graph.replay()
-            for found, expected in zip(out, model(normal(m, k, seed)), strict=True):
+            for output, expected in zip(out, model(normal(m, k, seed)), strict=True):
                 assert bool(expected.isfinite().all())
                 assert bool(expected.any())
-                assert_same_bits(found, expected)
+                assert_same_bits(output, expected)
 
 
 def test_fused_operators_refuse_mismatched_arguments() -> None:
-    """The errors have Python's words, which the backend raises as LibraryErrors."""
-    made = layer("hopper", "6:8", INT8, 64, 64)
-    given, of_layer = case(3, 64, torch.bfloat16), arguments(made, None, torch.bfloat16)
-    x, residual, norm, both = given
+    """Errors have Python's messages, which the backend raises as LibraryErrors."""
+    packed_layer = layer("hopper", "6:8", INT8, 64, 64)
+    inputs, of_layer = case(3, 64, torch.bfloat16), arguments(packed_layer, None, torch.bfloat16)
+    x, residual, norm, gate_up = inputs
 
-    def refuses(words: str, operator: Callable[..., Any], *given: Any) -> None:
-        with pytest.raises(RuntimeError, match=words):
-            operator(*given, *of_layer)
+    def refuses(message: str, operator: Callable[..., Any], *operands: Any) -> None:
+        with pytest.raises(RuntimeError, match=message):
+            operator(*operands, *of_layer)
 
     refuses(r"norm's weight .* \(63,\)", OURS.rms_norm_linear, x, norm[:63], EPS)
     refuses(r"norm's weight is torch\.float32", OURS.rms_norm_linear, x, norm.float(), EPS)
     refuses(r"residual is torch\.float16", OURS.add_rms_norm_linear, x, residual.half(), norm, EPS)
     refuses(r"residual .* \(2, 64\)", OURS.add_rms_norm_linear, x, residual[:2], norm, EPS)
-    refuses("x .* 127", OURS.silu_mul_linear, both[:, :127])
+    refuses("x .* 127", OURS.silu_mul_linear, gate_up[:, :127])
     with pytest.raises(LibraryError, match=r"norm's weight is torch\.float32"):
         BACKEND.quantize(x, 8, 0, INT8, 96, RmsNorm(norm.float(), EPS))

@@ -1,4 +1,4 @@
-"""Whole layers of the Hopper kernels on a GPU, in one call: the quantizer bit for bit, the layer against float64."""
+"""Hopper layers in one call on a GPU: the quantizer bitwise, the layer against float64."""
 
 from __future__ import annotations
 
@@ -40,26 +40,24 @@ def on_hopper() -> None:
     require_hopper()
 
 
-def check_codes(x: Tensor, layout: SlideLayout, dtype: torch.dtype, more: int = 0) -> None:
-    """Codes, their padding and scales of x, rows next to each other and rows with gaps, equal the reference's."""
-    columns = layout.slided + -layout.slided % BACKEND.alignment + more
+def check_codes(x: Tensor, layout: SlideLayout, dtype: torch.dtype, padding: int = 0) -> None:
+    """Check codes, padding and scales of x against the reference, for contiguous rows and rows with gaps."""
+    columns = layout.slided + -layout.slided % BACKEND.alignment + padding
     q, scale = reference.quant_slide(x, layout, dtype, "cuda")
     wide = torch.full((x.shape[0], x.shape[1] + 24), torch.nan, dtype=x.dtype, device=gpu())
-    for first in (8, 3):  # a row at a multiple of 16 bytes, and not
+    for start in (8, 3):  # rows at a multiple of 16 bytes, and unaligned rows
         wide.fill_(torch.nan)
-        wide[:, first : first + x.shape[1]] = x.to(gpu())
-        for tokens in (x.to(gpu()), wide[:, first : first + x.shape[1]]):
-            found, found_scale = BACKEND.quantize(tokens, layout.length, layout.phase, dtype, columns)
-            assert_same_codes((found[:, : layout.slided], found_scale), (q, scale))
-            assert not bool(found[:, layout.slided :].view(INT8).any())
+        wide[:, start : start + x.shape[1]] = x.to(gpu())
+        for tokens in (x.to(gpu()), wide[:, start : start + x.shape[1]]):
+            actual, actual_scale = BACKEND.quantize(tokens, layout.length, layout.phase, dtype, columns)
+            assert_same_codes((actual[:, : layout.slided], actual_scale), (q, scale))
+            assert not bool(actual[:, layout.slided :].view(INT8).any())
 
 
 @pytest.mark.parametrize("dtype", [INT8, FP8])
 @pytest.mark.parametrize("source", SOURCES)
 def test_quantized_codes_equal_reference(source: torch.dtype, dtype: torch.dtype) -> None:
-    """There are ties, zeros, -0.0, NaN, Inf and subnormals among the rows; blocks of every kind, at every
-    kind of phase.
-    """
+    """Rows have ties, zeros, -0.0, NaN, Inf and subnormals; blocks and phases are of every kind."""
     for pattern, k, phase in (*GEOMETRIES, *LARGE):
         for m in (1, 12, 150 if k < 1000 else 17):
             check_codes(rows(m, k, source), SlidePattern.parse(pattern).layout(k, phase), dtype, 16 * (m % 2))
@@ -70,7 +68,7 @@ def test_quantized_codes_of_every_16_bit_number(dtype: torch.dtype) -> None:
     for source in OUTPUTS:
         every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(source)
         for top in (448.0 if dtype == FP8 else 127.0, 1.0, 0.37, 3e4, 1e-5):
-            x = every[~(every.float().abs() > top)].reshape(1, -1)  # NaN stays
+            x = every[~(every.float().abs() > top)].reshape(1, -1)  # NaN is kept
             check_codes(x, SlidePattern(4).layout(x.shape[1]), dtype)
 
 
@@ -85,55 +83,57 @@ def test_quantized_codes_at_every_phase(pattern: str) -> None:
 
 def test_quantize_refuses_invalid_arguments() -> None:
     x = normal(2, 64, 0)
-    for arguments, words in (
+    for arguments, message in (
         ((5, 0, INT8, 64), "blocks of 5 columns at phase 0: an even length"),
         ((8, 8, INT8, 96), "blocks of 8 columns at phase 8"),
         ((8, 0, INT8, 80), "rows of 64 columns become 96; codes are asked for in rows of 80"),
         ((8, 0, INT8, 100), "be a multiple of 16"),
     ):
-        with pytest.raises(LibraryError, match=words):
+        with pytest.raises(LibraryError, match=message):
             BACKEND.quantize(x, *arguments)
 
 
 def run_config(
-    made: Layer, config: str, x: Tensor, bias: Tensor | None, out: torch.dtype
+    packed_layer: Layer, config: str, x: Tensor, bias: Tensor | None, out: torch.dtype
 ) -> Callable[[], Tensor]:
-    """A layer in one call by a configuration, into memory of which every byte must be written."""
-    (m, k), n, layout = x.shape, made.scale.shape[0], made.layout
-    key = native.Layer(n, k, layout.length, layout.phase, made.dtype == FP8, made.columns)
+    """Return a function that runs a layer in one call by a configuration, into an output filled with NaN."""
+    (m, k), n, layout = x.shape, packed_layer.scale.shape[0], packed_layer.layout
+    key = native.Layer(n, k, layout.length, layout.phase, packed_layer.dtype == FP8, packed_layer.columns)
     plan = native.Plan(key, config)
 
     def run() -> Tensor:
-        found = torch.full((m, n), torch.nan, dtype=out, device=x.device)
-        run_layer(plan.handle, x, None, made.packed, made.scale, bias, found)
-        return found
+        output = torch.full((m, n), torch.nan, dtype=out, device=x.device)
+        run_layer(plan.handle, x, None, packed_layer.packed, packed_layer.scale, bias, output)
+        return output
 
     return run
 
 
 def expected_of(
-    made: Layer, x: Tensor, bias: Tensor | None, out: torch.dtype, dtype: torch.dtype
+    packed_layer: Layer, x: Tensor, bias: Tensor | None, out: torch.dtype, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what the layer must be, and by how much an FP8 one may differ from it; None: not at all.
+    """Return the layer's expected output, and the bound of an FP8 layer's error or None for an exact one.
 
-    Tensor cores cut FP8 sums to about 14 bits of the largest summand in each step of 32 columns; 2^-9 of the sum of
-    magnitudes is above that for these K, and above rounding float32 sums.  That every product is there, and at its
-    place, is what INT8 shows.
+    Tensor cores truncate FP8 sums to about 14 bits of the largest summand in each step of 32 columns. For these K,
+    2^-9 of the sum of magnitudes is above that and above the rounding of float32 sums. Missing or misplaced products
+    show in INT8.
     """
     q, scale_x = reference.quant_slide(x.cpu(), SlidePattern(4).layout(x.shape[1]), dtype, "cuda")
-    plain, scale_x = q[:, : x.shape[1]].to(gpu()).float().double(), scale_x.to(gpu())
-    wide = made.weight.float().double()
-    sums = plain @ wide.t()
+    quantized, scale_x = q[:, : x.shape[1]].to(gpu()).float().double(), scale_x.to(gpu())
+    weight = packed_layer.weight.float().double()
+    sums = quantized @ weight.t()
     if dtype == INT8:
-        return reference.dequant_bias(sums.to(torch.int32), scale_x, made.scale, bias, out, "cuda"), None
-    both = made.scale.double().t() * scale_x.double()
-    y = sums * both + (0 if bias is None else bias.double())
-    slack = (plain.abs() @ wide.abs().t()) * both * 2.0**-9
+        return reference.dequant_bias(
+            sums.to(torch.int32), scale_x, packed_layer.scale, bias, out, "cuda"
+        ), None
+    scales = packed_layer.scale.double().t() * scale_x.double()
+    y = sums * scales + (0 if bias is None else bias.double())
+    slack = (quantized.abs() @ weight.abs().t()) * scales * 2.0**-9
     return y, slack + UNITS[out] * (y.abs() + slack) + 2.0**-24
 
 
 def random_config(rng: random.Random, dtype: torch.dtype) -> str:
-    """Any that has a kernel and finds room, whether or not it is worth trying for a shape."""
+    """Return any configuration that has a kernel and fits, also ones that are no candidates for the shape."""
     sms = torch.cuda.get_device_properties(gpu()).multi_processor_count
     while True:
         design = rng.choice(("split", "stream"))
@@ -156,7 +156,7 @@ def random_config(rng: random.Random, dtype: torch.dtype) -> str:
 def random_layer(rng: random.Random, index: int, dtype: torch.dtype) -> Layer:
     n, k = rng.randint(1, 900), rng.randint(1, 2000)
     numbers = codes(n, k, index) if dtype == INT8 else normal(n, k, index, torch.float32) * 60
-    if rng.random() < 0.4:  # blocks dense or 2:4, by chance
+    if rng.random() < 0.4:  # random blocks are dense, the others 2:4
         share = rng.choice((0.0, 0.3, 0.7, 0.95))
         spec = LayerSpec(n, k, None, 0, dtype, torch.bfloat16)
         sparse = torch.rand(-(-n // 64), -(-k // 128), device=gpu()) < share
@@ -173,33 +173,33 @@ def random_layer(rng: random.Random, index: int, dtype: torch.dtype) -> Layer:
 
 
 def random_case(rng: random.Random, index: int) -> tuple[str, Tensor]:
-    """A layer of random sizes, types and configuration: what it is, and how many of its outputs are wrong."""
+    """Run a layer of random sizes, types and configuration; return its description and its number of wrong outputs."""
     dtype, source, out = rng.choice((INT8, FP8)), rng.choice(SOURCES), rng.choice(OUTPUTS)
-    made = random_layer(rng, index, dtype)
-    (n, k), m = made.weight.shape, rng.randint(1, rng.choice((16, 130, 600)))
+    packed_layer = random_layer(rng, index, dtype)
+    (n, k), m = packed_layer.weight.shape, rng.randint(1, rng.choice((16, 130, 600)))
     gap = rng.choice((0, 0, 5, 8))
     x = (normal(m, k + gap, index + 1) * rng.choice((0.01, 1.0, 30.0))).to(source)[:, :k]
     bias = rng.choice((None, normal(1, n, 2)[0].to(out), normal(1, n, 2, torch.float32)[0]))
     config = random_config(rng, dtype)
-    found = run_config(made, config, x, bias, out)()
-    expected, bound = expected_of(made, x, bias, out, dtype)
+    actual = run_config(packed_layer, config, x, bias, out)()
+    expected, bound = expected_of(packed_layer, x, bias, out, dtype)
     if bound is None:
-        wrong = (found != expected) | found.isnan()
+        is_wrong = (actual != expected) | actual.isnan()
     else:
-        wrong = ~((found.double() - expected).abs() <= bound)
-        if out == torch.float16:  # beyond its range there is nothing to compare
-            wrong &= expected.abs() < 6e4
-    sparse = f"L {made.layout.length} phase {made.layout.phase}, {made.packed.numel()} bytes"
+        is_wrong = ~((actual.double() - expected).abs() <= bound)
+        if out == torch.float16:  # outputs out of its range are not compared
+            is_wrong &= expected.abs() < 6e4
+    sparse = f"L {packed_layer.layout.length} phase {packed_layer.layout.phase}, {packed_layer.packed.numel()} bytes"
     name = f"{index}: {source} {NAMES[dtype]} m {m} n {n} k {k} gap {gap} {sparse} {config} {out}"
-    return name, wrong.sum()
+    return name, is_wrong.sum()
 
 
 def check_random_cases(count: int, seed: int) -> None:
     rng = random.Random(seed)
-    names, wrong = zip(*(random_case(rng, index) for index in range(count)), strict=True)
-    counts = torch.stack(wrong).tolist()
-    bad = [f"{name}: {number} wrong" for name, number in zip(names, counts, strict=True) if number]
-    assert not bad, f"{len(bad)} of {len(names)}: {bad[:5]}"
+    names, mismatches = zip(*(random_case(rng, index) for index in range(count)), strict=True)
+    counts = torch.stack(mismatches).tolist()
+    failures = [f"{name}: {number} wrong" for name, number in zip(names, counts, strict=True) if number]
+    assert not failures, f"{len(failures)} of {len(names)}: {failures[:5]}"
 
 
 def test_linear_of_200_random_layers() -> None:
@@ -215,23 +215,23 @@ def test_linear_of_10000_random_layers(seed: int) -> None:
 @pytest.mark.parametrize("dtype", [INT8, FP8])
 @pytest.mark.parametrize("pattern", [*PATTERNS, "2_inf"])
 def test_linear_equals_quantize_and_product(pattern: str, dtype: torch.dtype) -> None:
-    """They are equal bit for bit, with Triton's kernel in front of the same configuration."""
-    made = layer("hopper", pattern, dtype, 1001, 1003)
+    """Results are bitwise equal, with Triton's kernel before the product of the same configuration."""
+    packed_layer = layer("hopper", pattern, dtype, 1001, 1003)
     for m in (1, 3, 17, 64, 129, 300, 2048):
         for source in OUTPUTS:
             x = normal(m, 1003, m, source)
             for bias in (None, normal(1, 1001, 1)[0].to(source)):
-                q, scale_x = made.quantized(x)
-                assert_same_bits(made.linear(x, bias), made.product(q, scale_x, bias, source))
+                q, scale_x = packed_layer.quantized(x)
+                assert_same_bits(packed_layer.linear(x, bias), packed_layer.product(q, scale_x, bias, source))
 
 
 def test_linear_with_long_rows_of_many_tokens() -> None:
-    """Clusters share a row, or divide the work in other ways if tokens are few."""
-    made = layer("hopper", "6:8", INT8, 128, 8200)
+    """Clusters share a row, or divide the work differently for few tokens."""
+    packed_layer = layer("hopper", "6:8", INT8, 128, 8200)
     x = normal(2049, 8200, 1)
-    expected, _ = expected_of(made, x, None, torch.bfloat16, INT8)
-    for found in (made.linear(x), torch.cat([made.linear(part) for part in x.split(200)])):
-        assert int((found != expected).sum()) == 0
+    expected, _ = expected_of(packed_layer, x, None, torch.bfloat16, INT8)
+    for actual in (packed_layer.linear(x), torch.cat([packed_layer.linear(part) for part in x.split(200)])):
+        assert int((actual != expected).sum()) == 0
 
 
 @pytest.mark.parametrize(
@@ -239,29 +239,29 @@ def test_linear_with_long_rows_of_many_tokens() -> None:
     [(1, 4608, 3584), (64, 333, 1000), (128, 640, 2048), (1030, 1000, 1000), (5000, 1500, 128)],
 )
 def test_linear_in_every_configuration(m: int, n: int, k: int) -> None:
-    """Both kernels are in flight, call behind call; the workspace is left as it was found."""
-    made = layer("hopper", "6:8", INT8, n, k)
+    """Both kernels of consecutive calls are in flight, and leave the workspace unchanged."""
+    packed_layer = layer("hopper", "6:8", INT8, n, k)
     x, bias = normal(m, k, 5), normal(1, n, 6)[0]
-    expected, _ = expected_of(made, x, bias, torch.bfloat16, INT8)
-    found = [text for text, _ in native.candidates(n, made.columns, m, INT8, 4096)]
-    assert found
-    for config in found:
-        print(config)  # a launch that fails does not say which it was
-        run = run_config(made, config, x, bias, torch.bfloat16)
-        wrong = sum((run() != expected).sum() for _ in range(3))
-        assert int(wrong) == 0, config
+    expected, _ = expected_of(packed_layer, x, bias, torch.bfloat16, INT8)
+    configs = [text for text, _ in native.candidates(n, packed_layer.columns, m, INT8, 4096)]
+    assert configs
+    for config in configs:
+        print(config)  # a failed launch does not name its configuration
+        run = run_config(packed_layer, config, x, bias, torch.bfloat16)
+        mismatches = sum((run() != expected).sum() for _ in range(3))
+        assert int(mismatches) == 0, config
 
 
 def test_graph_of_consecutive_layers_equals_eager() -> None:
-    """Captured as serving captures: scratch memory of one layer is the next one's; replayed on other tokens."""
-    made = layer("hopper", "6:8", INT8, 1024, 1024)
+    """Graphs are captured as in serving, where layers share scratch memory, and replayed on other tokens."""
+    packed_layer = layer("hopper", "6:8", INT8, 1024, 1024)
     for m in (1, 64, 300):
         x = normal(m, 1024, 1)
         static = x.clone()
 
         def model(tokens: Tensor) -> Tensor:
             for _ in range(4):
-                tokens = made.linear(tokens) * 2.0**-6
+                tokens = packed_layer.linear(tokens) * 2.0**-6
             return tokens
 
         model(static)
@@ -276,39 +276,39 @@ def test_graph_of_consecutive_layers_equals_eager() -> None:
 
 
 def test_linear_waits_for_scales_and_biases() -> None:
-    """The kernel in front writes scale_w and the bias, and blocks of the product overtake it."""
-    made, m = layer("hopper", "2:4", INT8, 512, 8192), 256
+    """The kernel before the layer writes scale_w and the bias, and CTAs of the product overtake it."""
+    packed_layer, m = layer("hopper", "2:4", INT8, 512, 8192), 256
     x = normal(m, 8192, 0)
-    sizes = [made.scale * factor for factor in (1.0, 2.0, 3.0)]
+    sizes = [packed_layer.scale * factor for factor in (1.0, 2.0, 3.0)]
     biases = [normal(1, 512, seed)[0] for seed in range(3)]
-    arguments = (4, 0, INT8, made.columns, "hopper")
+    arguments = (4, 0, INT8, packed_layer.columns, "hopper")
     expected = []
     for size, bias in zip(sizes, biases, strict=True):
         torch.cuda.synchronize()
-        expected.append(ops.linear(x, made.packed, size, bias, *arguments))
+        expected.append(ops.linear(x, packed_layer.packed, size, bias, *arguments))
     scale_w, bias = torch.empty_like(sizes[0]), torch.empty_like(biases[0])
-    wrong = torch.zeros((), dtype=torch.int64, device=gpu())
+    mismatches = torch.zeros((), dtype=torch.int64, device=gpu())
     for i in range(200):
         torch.mul(sizes[i % 3], 1, out=scale_w)
         torch.mul(biases[i % 3], 1, out=bias)
-        wrong += (ops.linear(x, made.packed, scale_w, bias, *arguments) != expected[i % 3]).sum()
-    assert int(wrong) == 0
+        mismatches += (ops.linear(x, packed_layer.packed, scale_w, bias, *arguments) != expected[i % 3]).sum()
+    assert int(mismatches) == 0
 
 
 def test_linear_on_concurrent_threads_and_streams() -> None:
-    made = layer("hopper", "6:8", INT8, 2048, 2048)
+    packed_layer = layer("hopper", "6:8", INT8, 2048, 2048)
     inputs = [normal(m, 2048, m) for m in (1, 5, 17, 64, 100, 300)]
-    expected = [made.linear(x) for x in inputs]
+    expected = [packed_layer.linear(x) for x in inputs]
     torch.cuda.synchronize()
 
     def work(number: int) -> int:
         with torch.cuda.stream(torch.cuda.Stream()):
-            wrong = torch.zeros((), dtype=torch.int64, device=gpu())
+            mismatches = torch.zeros((), dtype=torch.int64, device=gpu())
             for i in range(120):
                 j = (i + number) % len(inputs)
-                wrong += (made.linear(inputs[j]) != expected[j]).sum()
+                mismatches += (packed_layer.linear(inputs[j]) != expected[j]).sum()
             torch.cuda.current_stream().synchronize()
-        return int(wrong)
+        return int(mismatches)
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(work, range(4))) == [0] * 4
@@ -317,11 +317,11 @@ def test_linear_on_concurrent_threads_and_streams() -> None:
 def test_linear_with_more_than_2_31_codes() -> None:
     """Offsets of codes and outputs need 64 bits."""
     m, k, n = 2**15 + 70, 2**16, 2**16 + 8
-    made = layer("hopper", "2:4", INT8, n, 256)
+    packed_layer = layer("hopper", "2:4", INT8, n, 256)
     x = normal(m, 256, 0)
-    y = made.linear(x)
+    y = packed_layer.linear(x)
     for part in (slice(0, 64), slice(m - 64, m)):
-        assert_same_bits(y[part], made.linear(x[part].clone()))
+        assert_same_bits(y[part], packed_layer.linear(x[part].clone()))
     del y
     x = normal(m, k, 1)
     q, scale = BACKEND.quantize(x, 4, 0, INT8, k)
@@ -331,16 +331,21 @@ def test_linear_with_more_than_2_31_codes() -> None:
 
 
 def test_packed_layers_run_without_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They do so for every operator from its first call on and any number of tokens, because packing has
-    planned the layer.
-    """
-    made, norm = layer("hopper", "6:8", FP8, 300, 1000), normal(1, 1000, 9)[0]
+    """This holds for every operator from its first call and any number of tokens, as packing plans the layer."""
+    packed_layer, norm = layer("hopper", "6:8", FP8, 300, 1000), normal(1, 1000, 9)[0]
     bias = normal(1, 300, 8)[0]
-    arguments = (made.layout.length, made.layout.phase, FP8, made.columns, torch.bfloat16, "hopper")
-    of_layer = (made.packed, made.scale, bias, *arguments)
+    arguments = (
+        packed_layer.layout.length,
+        packed_layer.layout.phase,
+        FP8,
+        packed_layer.columns,
+        torch.bfloat16,
+        "hopper",
+    )
+    of_layer = (packed_layer.packed, packed_layer.scale, bias, *arguments)
 
     def run(m: int, suffix: str) -> list[Tensor]:
-        x, residual, both = normal(m, 1000, 1), normal(m, 1000, 2), normal(m, 2000, 3)
+        x, residual, gate_up = normal(m, 1000, 1), normal(m, 1000, 2), normal(m, 2000, 3)
         linear, rms_norm, add_rms_norm, silu_mul = (
             getattr(OURS, name + suffix)
             for name in ("linear", "rms_norm_linear", "add_rms_norm_linear", "silu_mul_linear")
@@ -349,7 +354,7 @@ def test_packed_layers_run_without_python(monkeypatch: pytest.MonkeyPatch) -> No
             linear(x, *of_layer),
             rms_norm(x, norm, 1e-6, *of_layer),
             *add_rms_norm(x, residual, norm, 1e-6, *of_layer),
-            silu_mul(both, *of_layer),
+            silu_mul(gate_up, *of_layer),
         ]
 
     counts = (1, 19, 20, 700, 3000)
@@ -360,32 +365,34 @@ def test_packed_layers_run_without_python(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(Hopper, "linear", refuse)
     for m, by_python in zip(counts, expected, strict=True):
-        for one, other in zip(run(m, ""), by_python, strict=True):
-            assert bool(other.any())
-            assert_same_bits(one, other)
+        for output, expected_output in zip(run(m, ""), by_python, strict=True):
+            assert bool(expected_output.any())
+            assert_same_bits(output, expected_output)
 
 
 @pytest.mark.slow
 def test_linear_host_time() -> None:
-    """The operator, by C++, takes at most 15 us, or as long as two and a half additions of torch's on a slow host.
+    """The operator in C++ takes at most 15 us, or as long as 2.5 additions of torch on a slow host.
 
     The call of the library from Python, with two launches and scratch memory, takes at most as long as four additions,
-    what Python checks at most three more.  On fast hosts an addition takes 4 us.
+    and Python's checks at most three more. On fast hosts an addition takes 4 us.
     """
-    made = layer("hopper", "6:8", INT8, 64, 64)
+    packed_layer = layer("hopper", "6:8", INT8, 64, 64)
     x, out = normal(16, 64, 0), torch.empty(16, 64, dtype=torch.bfloat16, device=gpu())
-    layout = made.layout
-    key = native.Layer(64, 64, layout.length, layout.phase, False, made.columns)
+    layout = packed_layer.layout
+    key = native.Layer(64, 64, layout.length, layout.phase, False, packed_layer.columns)
     plan = native.library().slidesparse_hopper_find(gpu().index, *key)
     assert plan
     spec = LayerSpec(64, 64, SlidePattern(8), 0, INT8, torch.bfloat16)
-    arguments = (layout.length, layout.phase, INT8, made.columns, torch.bfloat16, "hopper")
+    arguments = (layout.length, layout.phase, INT8, packed_layer.columns, torch.bfloat16, "hopper")
     addition = host_us(lambda: out.add_(1))
-    of_plan = host_us(lambda: run_layer(plan, x, None, made.packed, made.scale, None, out))
-    of_backend = host_us(lambda: BACKEND.linear(spec, x, made.packed, made.scale, None))
-    of_operator = host_us(lambda: made.linear(x))
-    of_python = host_us(lambda: OURS.linear_by_python(x, made.packed, made.scale, None, *arguments))
-    two = host_us(lambda: made.product(*made.quantized(x), None, torch.bfloat16))
+    of_plan = host_us(lambda: run_layer(plan, x, None, packed_layer.packed, packed_layer.scale, None, out))
+    of_backend = host_us(lambda: BACKEND.linear(spec, x, packed_layer.packed, packed_layer.scale, None))
+    of_operator = host_us(lambda: packed_layer.linear(x))
+    of_python = host_us(
+        lambda: OURS.linear_by_python(x, packed_layer.packed, packed_layer.scale, None, *arguments)
+    )
+    two = host_us(lambda: packed_layer.product(*packed_layer.quantized(x), None, torch.bfloat16))
     print(
         f"host time of a layer: call {of_plan:.1f} us, backend {of_backend:.1f} us, operator {of_operator:.1f} us, "
         f"by Python {of_python:.1f} us; two operators {two:.1f} us, an addition {addition:.1f} us"

@@ -1,7 +1,7 @@
-"""Loading a sparse 7B is compared with stock vLLM loading the dense one: time, and memory of the GPU.
+"""Time and GPU memory of loading a sparse 7B model, against stock vLLM loading the dense one.
 
-Checkpoints of random weights, 28 layers of Qwen2.5-7B's shapes, read from the page cache, a process a load, the two
-in turn.
+Checkpoints have random weights in 28 layers of Qwen2.5-7B's shapes. Each load runs in its own process and reads from
+the page cache; dense and sparse loads alternate.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow, pytest.mark.a
 MODEL = "Qwen2.5-7B"
 ROUNDS = 3
 TIMES = 1.2  # of the dense load, at most
-# Bytes of a packed 6:8 weight beside its dense one, half of 1.5 K values and two bits for each, and how much of what
-# that saves must be seen: torch takes memory in pieces of 2 MiB, which weights of 11 to 122 MiB do not fill.
+# Size of a packed 6:8 weight relative to the dense one (half of 1.5 K values, and two bits for each), and the share of
+# the saving that must be visible: torch allocates blocks of 2 MiB, which weights of 11 to 122 MiB do not fill.
 PACKED, SEEN = 15 / 16, 0.8
 MIB = 1 << 20
 LAYERS = 28
@@ -38,36 +38,36 @@ LAYER_MIB = sum(shape.n * shape.k for shape in find_model(MODEL)[1]) / MIB  # of
 
 def load(folder: Path, stock: bool) -> dict[str, Any]:
     env = {**os.environ, **({DISABLE: "1"} if stock else {})}
-    words = [sys.executable, load_once.__file__, str(folder)]
-    run = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, load_once.__file__, str(folder)]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert not run.returncode, run.stdout[-3000:] + run.stderr[-3000:]
-    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    assert found["sparse"] != stock
-    return found
+    result: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    assert result["sparse"] != stock
+    return result
 
 
 @pytest.mark.parametrize(("quant", "layout"), [("int8", "dense"), ("fp8", "dense"), ("int8", "packed")])
 def test_sparse_7b_loads_in_time_and_memory_of_the_dense_one(tmp_path: Path, quant: str, layout: str) -> None:
-    """The median time is at most 1.2 times stock's, the peak at most one decoder layer above it, and the
-    memory less afterwards.
+    """The median time is at most 1.2 times stock's, the peak at most one decoder layer higher, and less memory is
+    allocated afterwards.
     """
     backend = require_served()
     dense, sparse = tmp_path / "dense", tmp_path / "sparse"
     synth(MODEL, dense, quant=quant)
     synth(MODEL, sparse, quant=quant, pattern=SlidePattern.parse("6:8"), layout=layout)
-    stock, ours = [], []
+    stock_loads, sparse_loads = [], []
     for _ in range(ROUNDS):
-        stock.append(load(dense, stock=True))
-        ours.append(load(sparse, stock=False))
-    seconds = [median(found["seconds"] for found in side) for side in (stock, ours)]
-    peaks = [max(found["peak"] for found in side) / MIB for side in (stock, ours)]
-    kept = [side[0]["after"] / MIB for side in (stock, ours)]
-    spread = [sorted(round(found["seconds"], 2) for found in side) for side in (stock, ours)]
+        stock_loads.append(load(dense, stock=True))
+        sparse_loads.append(load(sparse, stock=False))
+    seconds = [median(result["seconds"] for result in side) for side in (stock_loads, sparse_loads)]
+    peaks = [max(result["peak"] for result in side) / MIB for side in (stock_loads, sparse_loads)]
+    resident = [side[0]["after"] / MIB for side in (stock_loads, sparse_loads)]
+    spread = [sorted(round(result["seconds"], 2) for result in side) for side in (stock_loads, sparse_loads)]
     print(
-        f"{quant} by {backend}: stock {seconds[0]:.2f} s {spread[0]}, peak {peaks[0]:.0f} MiB, then {kept[0]:.0f}; "
-        f"6:8, {layout}, {seconds[1]:.2f} s {spread[1]}, peak {peaks[1]:.0f} MiB, then {kept[1]:.0f}; "
+        f"{quant} by {backend}: stock {seconds[0]:.2f} s {spread[0]}, peak {peaks[0]:.0f} MiB, then {resident[0]:.0f}; "
+        f"6:8, {layout}, {seconds[1]:.2f} s {spread[1]}, peak {peaks[1]:.0f} MiB, then {resident[1]:.0f}; "
         f"a layer {LAYER_MIB:.0f} MiB"
     )
     assert peaks[1] <= peaks[0] + LAYER_MIB
-    assert kept[0] - kept[1] >= SEEN * (1 - PACKED) * LAYERS * LAYER_MIB
+    assert resident[0] - resident[1] >= SEEN * (1 - PACKED) * LAYERS * LAYER_MIB
     assert seconds[1] <= TIMES * seconds[0]

@@ -1,7 +1,7 @@
-"""Two GPUs: tensor and pipeline parallelism beside stock vLLM with the same parallelism.
+"""Tensor and pipeline parallelism on two GPUs, against stock vLLM with the same parallelism.
 
-INT8 in float16 is compared bit for bit, as on one GPU: each rank's layers give stock's bits, and a sum of two ranks has
-one order.  A row-parallel shard of K = 256 or 704 has 128 or 352 columns: whole blocks of 4 and 8, but not of 6 and 10.
+INT8 in float16 is compared bitwise, as on one GPU: each rank's layers give stock's bits, and a sum of two ranks has one
+order. A row-parallel shard of K = 256 or 704 has 128 or 352 columns: full blocks of 4 and 8, but not of 6 and 10.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed"),
 ]
 
-AT_A_TIME = 6  # two processes each, whose all-reduces wait for each other across the time slices of the GPUs
+AT_A_TIME = 6  # two processes each, whose all-reduces wait for one another across time slices of the GPUs
 TP = Engine("int8", "6:8", "float16", parallel="tp")
 PP = Engine("int8", "6:8", "float16", parallel="pp")
 
@@ -40,11 +40,11 @@ PP = Engine("int8", "6:8", "float16", parallel="pp")
 def gpu_engines(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[GpuEngines]:
-    made = GpuEngines(tmp_path_factory.mktemp("models"), {}, AT_A_TIME)
+    started = GpuEngines(tmp_path_factory.mktemp("models"), {}, AT_A_TIME)
     for engine in needed(request):
-        made.start(engine)
-    yield made
-    made.close()
+        started.start(engine)
+    yield started
+    started.close()
 
 
 def beside_stock(engine: Engine) -> list[Engine]:
@@ -67,9 +67,9 @@ def beside_stock(engine: Engine) -> list[Engine]:
     ],
 )
 def test_int8_float16_outputs_equal_stock(gpu_engines: GpuEngines, engine: Engine) -> None:
-    stock, ours = gpu_engines.answers(beside_stock(engine))
-    assert not differences(greedy(ours), greedy(stock))
-    assert not differences(teacher_forced(ours), teacher_forced(stock))
+    stock, sparse = gpu_engines.answers(beside_stock(engine))
+    assert not differences(greedy(sparse), greedy(stock))
+    assert not differences(teacher_forced(sparse), teacher_forced(stock))
 
 
 def fp8() -> list[Engine]:
@@ -82,9 +82,9 @@ def test_fp8_error_is_at_most_twice_that_of_stock(gpu_engines: GpuEngines) -> No
     """See the test of this name in test_gpu_serving.py."""
     stock, exact, sparse, rounded = map(teacher_forced, gpu_engines.answers(fp8()))
     same_arithmetic = rounded if gpu_engines.backend == "cusparselt" else exact
-    ours, of_stock = mean_error(sparse, same_arithmetic), mean_error(stock, exact)
-    print(f"FP8 6:8 TP=2: mean error {ours:.2e}, stock's {of_stock:.2e}")
-    assert ours <= 2 * of_stock
+    sparse_error, stock_error = mean_error(sparse, same_arithmetic), mean_error(stock, exact)
+    print(f"FP8 6:8 TP=2: mean error {sparse_error:.2e}, stock's {stock_error:.2e}")
+    assert sparse_error <= 2 * stock_error
 
 
 @needs(compiled_beside_stock)
@@ -102,9 +102,9 @@ def refused(pattern: str) -> list[Engine]:
 def test_unsplittable_slided_layouts_are_refused_before_loading(
     gpu_engines: GpuEngines, pattern: str
 ) -> None:
-    answer = gpu_engines.start(refused(pattern)[0]).result()
-    message = answer.error + answer.log
-    assert answer.error
+    response = gpu_engines.start(refused(pattern)[0]).result()
+    message = response.error + response.log
+    assert response.error
     assert "self_attn.o_proj: the slided layout of 256 in-features at " + pattern in message
     assert "2 tensor-parallel shards of whole blocks; tensor-parallel sizes that work: 1." in message
     assert "slidesparse convert SRC OUT --layout dense" in message

@@ -34,7 +34,7 @@ KINDS = [(backend, dtype) for backend in BACKENDS for dtype in ("int8", "fp8")]
 
 @pytest.fixture(scope="module", params=KINDS, ids="-".join)
 def square_layer(request: pytest.FixtureRequest) -> Layer:
-    """A small square layer of each library and type."""
+    """Return a small square layer of each library and type."""
     backend, dtype = request.param
     return layer(backend, "6:8", {"int8": INT8, "fp8": FP8}[dtype], SIDE, SIDE)
 
@@ -46,12 +46,12 @@ def int8(request: pytest.FixtureRequest) -> Layer:
 
 @pytest.fixture(scope="module", params=LIBRARIES)
 def cached(request: pytest.FixtureRequest) -> Layer:
-    """A layer of a backend whose plans are for one number of tokens, cached by thread."""
+    """Return a layer of a backend whose plans serve one number of tokens and are cached per thread."""
     return layer(request.param, "6:8", INT8, SIDE, SIDE)
 
 
 def at_once(jobs: Sequence[Callable[[], Tensor]]) -> list[int]:
-    """How many elements each job counted as wrong, each in a thread and on a stream of its own."""
+    """Run each job in its own thread and stream; return the number of wrong elements of each."""
     torch.cuda.synchronize()
     streams, start = [torch.cuda.Stream() for _ in jobs], threading.Barrier(len(jobs))
     assert len({stream.cuda_stream for stream in streams}) == len(jobs)
@@ -63,29 +63,30 @@ def at_once(jobs: Sequence[Callable[[], Tensor]]) -> list[int]:
 
     with ThreadPoolExecutor(len(jobs)) as pool:
         return [
-            one.result() for one in [pool.submit(work, *pair) for pair in zip(streams, jobs, strict=True)]
+            future.result()
+            for future in [pool.submit(work, *pair) for pair in zip(streams, jobs, strict=True)]
         ]
 
 
 def test_threads_on_separate_streams_are_independent(square_layer: Layer) -> None:
-    """Numbers of tokens change, in two orders; products are compared with those of one thread."""
+    """Numbers of tokens change in two orders; products are compared with those of one thread."""
     tokens = (1, 16, 17, 40, 64, 100, 300)
     inputs = {m: square_layer.quantized(normal(m, SIDE, m)) for m in tokens}
     expected = {m: square_layer.product(*inputs[m], None, torch.bfloat16) for m in tokens}
 
     def job(order: Sequence[int]) -> Tensor:
-        wrong = torch.zeros((), dtype=torch.int64, device=gpu())
+        mismatches = torch.zeros((), dtype=torch.int64, device=gpu())
         for _ in range(30):
             for m in order:
-                wrong += (square_layer.product(*inputs[m], None, torch.bfloat16) != expected[m]).sum()
-        return wrong
+                mismatches += (square_layer.product(*inputs[m], None, torch.bfloat16) != expected[m]).sum()
+        return mismatches
 
     assert at_once([lambda: job(tokens), lambda: job(tokens[::-1])]) == [0, 0]
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_each_stream_has_its_own_workspace(name: str) -> None:
-    """Algorithms keep partial sums in it, on two streams at once, with operands of their own."""
+    """Algorithms keep partial sums in workspaces of two concurrent streams with different operands."""
     library, m, n, k = LIBRARIES[name], 16, 256, 8192
     packed, problem = layer(name, "2:4", INT8, n, k).packed, Problem("int8", "int32", n, k, m)
     inputs = [codes(m, k, seed) for seed in (1, 2)]
@@ -95,14 +96,14 @@ def test_each_stream_has_its_own_workspace(name: str) -> None:
     expected = [_run(library, problem, algorithm, q, packed) for q in inputs]
     addresses = []
 
-    def job(which: int) -> Tensor:
-        wrong = torch.zeros((), dtype=torch.int64, device=gpu())
-        plan, out = library.plan(problem, gpu(), algorithm), torch.empty_like(expected[which])
+    def job(index: int) -> Tensor:
+        mismatches = torch.zeros((), dtype=torch.int64, device=gpu())
+        plan, out = library.plan(problem, gpu(), algorithm), torch.empty_like(expected[index])
         for _ in range(300):
-            plan.run(inputs[which], packed, out)
-            wrong += (out != expected[which]).sum()
+            plan.run(inputs[index], packed, out)
+            mismatches += (out != expected[index]).sum()
         addresses.append(plans.workspace(gpu().index, torch.cuda.current_stream().cuda_stream))
-        return wrong
+        return mismatches
 
     assert at_once([lambda: job(0), lambda: job(1)]) == [0, 0]
     assert len(set(addresses)) == 2
@@ -115,13 +116,13 @@ def _run(library: Tunable, problem: Problem, algorithm: str, q: Tensor, packed: 
 
 
 def _with_workspace(library: Tunable, problem: Problem, q: Tensor, packed: Tensor) -> str | None:
-    """The first algorithm that wants one and runs."""
+    """Return the first algorithm that needs a workspace and runs."""
     for algorithm in library.algorithms(problem, gpu()):
         try:
             if library.plan(problem, gpu(), algorithm).workspace:
                 _run(library, problem, algorithm, q, packed)
                 return algorithm
-        except RuntimeError:  # refused, when planned or when run
+        except RuntimeError:  # refused when planned or run
             continue
     return None
 
@@ -138,10 +139,10 @@ def test_thousand_token_counts_make_48_plans(cached: Layer) -> None:
 
 
 def test_evicted_plans_leak_no_memory(cached: Layer) -> None:
-    """A cache of 8 makes all 48 plans of 1..1000 tokens again on each pass: 480 in ten.
+    """A cache of 8 creates all 48 plans of 1..1000 tokens again in each pass: 480 in ten passes.
 
-    They take no device memory.  Of the host's 4 MiB are allowed, 9 KB a plan, for what allocators round up and the
-    driver keeps; a plan with its descriptors has more.
+    Plans take no device memory. The bound of 4 MiB of host memory, 9 KB per plan, covers rounding by allocators and
+    memory kept by the driver; a leaked plan with its descriptors is larger.
     """
     inputs = cached.quantized(normal(1000, SIDE, 0))
     expected = cached.product(*inputs, None, torch.bfloat16)
@@ -151,10 +152,10 @@ def test_evicted_plans_leak_no_memory(cached: Layer) -> None:
         for _ in range(times):
             for bucket in sorted({plans.bucket(m) for m in range(1, 1001)}):
                 m = min(bucket, 1000)
-                found = cached.product(inputs[0][:m], inputs[1][:m], None, torch.bfloat16)
+                output = cached.product(inputs[0][:m], inputs[1][:m], None, torch.bfloat16)
                 assert len(cache) <= cache.capacity
-            assert torch.equal(found, expected)
-        del found
+            assert torch.equal(output, expected)
+        del output
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated(), _resident()
 
@@ -169,13 +170,13 @@ def test_evicted_plans_leak_no_memory(cached: Layer) -> None:
 
 
 def _resident() -> int:
-    """Bytes of host memory in use."""
+    """Return the bytes of resident host memory."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_cuda_graph_equals_eager(square_layer: Layer) -> None:
-    """Inputs change; the workspace, whose address the graph holds, stays where it is."""
+    """Inputs change, while the workspace keeps the address that the graph has recorded."""
     tokens = (1, 17, 100)
     bias = normal(1, SIDE, 9)[0]
     inputs = {m: normal(m, SIDE, m) for m in tokens}
@@ -203,7 +204,7 @@ def test_capture_without_a_plan_is_refused(cached: Layer) -> None:
     """The refusal leaves the capture, the cache and the layer usable."""
     m = 777
     q, scale_x = cached.quantized(normal(m, SIDE, 0))
-    small = tuple(one[:16] for one in (q, scale_x))
+    small = tuple(tensor[:16] for tensor in (q, scale_x))
     x = torch.zeros(8, device=gpu())
 
     def refuse() -> int:
@@ -228,8 +229,8 @@ def test_capture_without_a_plan_is_refused(cached: Layer) -> None:
 
 @pytest.mark.slow
 def test_linears_compile_once_for_all_token_counts(int8: Layer) -> None:
-    """Inductor compiles. `backed_size_oblivious` keeps Dynamo from giving one token, as size 1, a graph of
-    its own.
+    """Models are compiled by Inductor. With `backed_size_oblivious`, Dynamo compiles no separate graph for one token
+    (size 1).
     """
     counter = CompileCounterWithBackend("inductor")
 
@@ -241,7 +242,8 @@ def test_linears_compile_once_for_all_token_counts(int8: Layer) -> None:
     torch._dynamo.reset()
     with fx_config.patch(backed_size_oblivious=True):
         compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
-        for m in (100, 1, 17, 64):  # the first like no other size, or the two would be taken for one
+        # the first differs from all other sizes, as Dynamo takes equal sizes for one symbol
+        for m in (100, 1, 17, 64):
             x = normal(m, SIDE, m)
             assert torch.equal(compiled(x), block(x)), f"{m} tokens"
     assert counter.frame_count == 1
@@ -285,13 +287,13 @@ def test_sparse_product_host_time() -> None:
     """The time from the call of a plan to the launch is at most 15 us, which hides behind the kernel of a
     small layer.
     """
-    made, n = layer("cusparselt", "2:4", INT8, 64, 64), 64
-    q = made.quantized(normal(16, 64, 0))[0]
+    packed_layer, n = layer("cusparselt", "2:4", INT8, 64, 64), 64
+    q = packed_layer.quantized(normal(16, 64, 0))[0]
     out = torch.empty(16, n, dtype=torch.bfloat16, device=gpu())
     plan = LIBRARIES["cusparselt"].plan(Problem("int8", "bf16", 64, 64, 16), gpu())
     accumulate = gemm.get("cusparselt").accumulate  # type: ignore[attr-defined]
-    of_plan = host_us(lambda: plan.run(q, made.packed, out))
-    of_provider = host_us(lambda: accumulate(q, made.packed, n, torch.bfloat16))
+    of_plan = host_us(lambda: plan.run(q, packed_layer.packed, out))
+    of_provider = host_us(lambda: accumulate(q, packed_layer.packed, n, torch.bfloat16))
     print(
         f"host time of a sparse product: {of_plan:.1f} us, with its output and plan looked up {of_provider:.1f} us"
     )
@@ -308,9 +310,9 @@ def test_plan_errors_name_the_request(name: str) -> None:
         (problem, "fast", "'fast' is no cu(SPARSE|BLAS)Lt algorithm"),
         (problem, "f" * 128 + "-00000000", "is no"),
     ]
-    for asked, algorithm, words in refused:
-        with pytest.raises(LibraryError, match=words):
-            library.plan(asked, gpu(), algorithm)
+    for request, algorithm, message in refused:
+        with pytest.raises(LibraryError, match=message):
+            library.plan(request, gpu(), algorithm)
     with pytest.raises(LibraryError, match="of torch.int32 cannot be multiplied"):
         library.operand(torch.zeros(64, 64, dtype=torch.int32, device=gpu()))
 
@@ -321,8 +323,8 @@ def test_cusparselt_refuses_unaligned_weights() -> None:
             LIBRARIES["cusparselt"].operand(torch.zeros(n, k, dtype=INT8, device=gpu()))
 
 
-# In a process of its own: a library that crashes, or a kernel that reads the host's memory, would take the rest along.
-# The result is one line of JSON, as the library may print lines of its own.
+# This runs in its own process, as a library that crashes, or a kernel that reads host memory, would end all tests.
+# The result is one line of JSON, as the library may print other lines.
 REFUSALS = """
 import json
 import torch
@@ -353,11 +355,11 @@ print(chr(10) + json.dumps(found), flush=True)
 
 
 def test_cusparselt_refuses_invalid_calls_and_cpu_weights() -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", REFUSALS], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
     )
-    assert done.returncode == 0, f"{done.returncode}: {done.stdout}{done.stderr[-2000:]}"
-    lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    assert process.returncode == 0, f"{process.returncode}: {process.stdout}{process.stderr[-2000:]}"
+    lines = [line for line in process.stdout.splitlines() if line.startswith("[")]
     sides, algorithm, *elsewhere, works = json.loads(lines[-1])
     assert sides.startswith("LibraryError: cusparseLt")
     assert "int8 [16, 64] @ [40, 64].T -> int32" in sides

@@ -1,4 +1,4 @@
-"""The hand-written N:M kernels on a GPU: exact where sums are, within the bound elsewhere, the same bits every time."""
+"""The hand-written N:M kernels on a GPU: exact where sums are exact, else within the bound, and deterministic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 STRIPS = pytest.mark.parametrize("strip", [1, STRIP])
-LARGE = [(96, 4608, 3584), (2048, 256, 18944), (1000, 1000, 1000)]  # many tiles, a long K, no whole tile
+LARGE = [(96, 4608, 3584), (2048, 256, 18944), (1000, 1000, 1000)]  # many tiles, a long K, no full tile
 
 
 @STRIPS
@@ -27,29 +27,29 @@ def test_every_variant_is_exact_on_integers(kept: int, group: int, dtype: torch.
         expected = (x.double() @ decompress(weight).double().t()).to(dtype)
         for variant in VARIANTS:
             for splits in (1, 2, 5):
-                found = spmm(x.cuda(), weight.to("cuda"), variant, splits)
-                assert torch.equal(found.cpu(), expected), (m, n, k, variant, splits)
+                output = spmm(x.cuda(), weight.to("cuda"), variant, splits)
+                assert torch.equal(output.cpu(), expected), (m, n, k, variant, splits)
 
 
 @STRIPS
 @DTYPES
 @pytest.mark.parametrize(("m", "n", "k"), LARGE)
 def test_large_products_stay_within_the_bound(m: int, n: int, k: int, dtype: torch.dtype, strip: int) -> None:
-    """Variants have the same bits; splits have the same ones each time, for nothing is added atomically."""
+    """Variants are bitwise equal, and split products are deterministic, as kernels use no atomic additions."""
     for kept, group in ((2, 4), (6, 8)):
         x, weight = operands(m, n, k, kept, group, dtype, strip)
         x, weight = x.cuda(), weight.to("cuda")
         exact, allowed = bound(x, weight)
-        first = spmm(x, weight, "baseline")
+        baseline = spmm(x, weight, "baseline")
         for variant in VARIANTS:
-            assert torch.equal(spmm(x, weight, variant), first)
+            assert torch.equal(spmm(x, weight, variant), baseline)
             for splits in (2, 8):
-                found = spmm(x, weight, variant, splits)
-                assert bool(((found.double() - exact).abs() <= allowed).all())
+                split_output = spmm(x, weight, variant, splits)
+                assert bool(((split_output.double() - exact).abs() <= allowed).all())
                 for _ in range(3):
-                    assert torch.equal(spmm(x, weight, variant, splits), found)
-        assert bool(((first.double() - exact).abs() <= allowed).all())
-        assert float((first.double() - exact).abs().amax() / exact.abs().amax()) < 1e-3
+                    assert torch.equal(spmm(x, weight, variant, splits), split_output)
+        assert bool(((baseline.double() - exact).abs() <= allowed).all())
+        assert float((baseline.double() - exact).abs().amax() / exact.abs().amax()) < 1e-3
 
 
 @STRIPS
@@ -59,8 +59,8 @@ def test_gpu_and_cpu_reference_differ_in_few_last_bits(dtype: torch.dtype, strip
     differs.
     """
     x, weight = operands(33, 40, 600, 2, 4, dtype, strip)
-    found = spmm(x.cuda(), weight.to("cuda")).cpu()
-    assert float((found != reference(x, weight)).double().mean()) < 0.01
+    output = spmm(x.cuda(), weight.to("cuda")).cpu()
+    assert float((output != reference(x, weight)).double().mean()) < 0.01
 
 
 def test_compress_on_gpu_equals_cpu() -> None:
@@ -68,18 +68,16 @@ def test_compress_on_gpu_equals_cpu() -> None:
         for kept, group in PATTERNS:
             dense = torch.randn(70, 99, generator=torch.Generator().manual_seed(1))
             weight = prune(dense, kept, group, strip)
-            found = compress(weight.cuda(), kept, group, strip)
+            actual = compress(weight.cuda(), kept, group, strip)
             expected = compress(weight, kept, group, strip)
-            assert torch.equal(found.values.cpu(), expected.values)
-            assert torch.equal(found.offsets.cpu(), expected.offsets)
-            assert torch.equal(decompress(found).cpu(), weight)
+            assert torch.equal(actual.values.cpu(), expected.values)
+            assert torch.equal(actual.offsets.cpu(), expected.offsets)
+            assert torch.equal(decompress(actual).cpu(), weight)
 
 
 @DTYPES
 def test_operands_of_any_memory_layout(dtype: torch.dtype) -> None:
-    """Tokens are side by side or not, at odd addresses, between NaN; values and offsets have others beside
-    them.
-    """
+    """Tokens are contiguous or strided, unaligned, and between NaN; values and offsets lie within larger tensors."""
     x, weight = integers(13, 21, 90, 2, 4, dtype)
     expected = reference(x, weight)
     wide = torch.full((92, 40), torch.nan, dtype=dtype, device="cuda")
@@ -105,18 +103,18 @@ def test_product_in_a_graph_on_another_stream() -> None:
     with torch.cuda.stream(stream):
         spmm(x, weight, "double", 4)
         with torch.cuda.graph(graph, stream=stream):
-            found = spmm(x, weight, "double", 4)
+            output = spmm(x, weight, "double", 4)
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(found, expected)
+    assert torch.equal(output, expected)
 
 
 def test_empty_products_are_zero() -> None:
     for m, n, k in ((0, 5, 8), (5, 0, 8), (5, 3, 0)):
         weight = compress(torch.zeros(n, k), 2, 4).to("cuda")
-        found = spmm(torch.ones(m, k, device="cuda"), weight, "double", 2)
-        assert found.shape == (m, n)
-        assert not bool(found.any())
+        output = spmm(torch.ones(m, k, device="cuda"), weight, "double", 2)
+        assert output.shape == (m, n)
+        assert not bool(output.any())
 
 
 def test_spmm_refuses_invalid_operands() -> None:

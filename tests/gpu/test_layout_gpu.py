@@ -1,4 +1,4 @@
-"""Memory layouts with the real libraries on a real GPU."""
+"""Memory layouts with the real libraries on a GPU."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("name", ["cublaslt", "cusparselt"])
 def test_accepted_layouts_give_correct_products(name: str, tmp_path: Path) -> None:
-    """Serving's layout is accepted; others may be refused, but none may be wrong."""
+    """The layout of serving is accepted. Others may be refused, but accepted ones give correct products."""
     gpu = require_gpu()
     libraries = require_libraries(gpu, [name])
     todo = products(libraries, [Layer("layer", 256, 512)], ["int8", "fp8", "bf16"])
     with CudaClock(gpu.device) as clock:
-        found = Session(gpu, clock, Inputs(gpu.device, gpu.l2_bytes), Deadline(None))
-        bench = LayoutBench(found, tmp_path, todo, [64])
+        session = Session(gpu, clock, Inputs(gpu.device, gpu.l2_bytes), Deadline(None))
+        bench = LayoutBench(session, tmp_path, todo, [64])
         assert bench.run()
     assert len(bench.records.rows) == 3 * 8
     assert [row for row in bench.records.rows if row["reason"] == WRONG_PRODUCT] == []

@@ -1,4 +1,4 @@
-"""The bindings of csrc/ on libraries that log calls: what is handed over, errors, lifetimes, loading."""
+"""The bindings of csrc/ on fake libraries that log calls: arguments, errors, lifetimes, loading."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ ASKED["cusparseLtGetProperty"] = "asking for the version"
 
 
 def settings(calls: list[Call], name: str = "cublasLtMatmulDescSetAttribute") -> dict[int, int]:
-    """The attributes that calls of ``name`` set, in order."""
+    """Return the attributes set by calls of ``name``, in order."""
     return {call["attribute"]: call["value"] for call in calls if call["name"] == name}
 
 
 def only_call(calls: list[Call], name: str) -> Call:
-    (found,) = (call for call in calls if call["name"] == name)
-    return found
+    (call,) = (c for c in calls if c["name"] == name)
+    return call
 
 
 def fields_of(call: Call, keys: str) -> list[int]:
@@ -64,7 +64,7 @@ def fields_of(call: Call, keys: str) -> list[int]:
 
 
 def call_every_function(native: Native) -> None:
-    """Make at least one call of each function that can fail."""
+    """Call each function that can fail at least once."""
     plan = native.ready(layout=(True, True, False))
     if native.name == "cusparselt":
         native.module.version()
@@ -74,12 +74,12 @@ def call_every_function(native: Native) -> None:
 
 
 def test_failing_library_calls_raise_and_leak_nothing(native: Native) -> None:
-    """The error has the call, the library's words and the problem; what was made before is destroyed, and a
-    retry works.
+    """The error names the call, the library's message and the problem. Earlier objects are destroyed, and a retry
+    works.
     """
     call_every_function(native)
-    made = [call["name"] for call in native.calls()]
-    cases = [(name, made[:i].count(name)) for i, name in enumerate(made) if "Destroy" not in name]
+    names = [call["name"] for call in native.calls()]
+    cases = [(name, names[:i].count(name)) for i, name in enumerate(names) if "Destroy" not in name]
     assert len(cases) > 15
     for name, skip in cases:
         native.forget()
@@ -88,7 +88,7 @@ def test_failing_library_calls_raise_and_leak_nothing(native: Native) -> None:
             call_every_function(native)
         assert str(error.value).endswith(ASKED.get(name, WHAT))
         del error
-        # cuSPARSELt 0.8.0 crashes at destroying a weight that no product has used, so that one stays.
+        # cuSPARSELt 0.8.0 crashes when a weight that no product has used is destroyed, so that one is kept.
         assert native.alive() == (name == "cusparseLtMatmulDescriptorInit"), name
         call_every_function(native)
     native.forget()
@@ -98,14 +98,14 @@ def test_failing_library_calls_raise_and_leak_nothing(native: Native) -> None:
 def test_plans_keep_their_handle_alive(native: Native, handle_first: bool) -> None:
     handle = native.module.Handle()
     plans = [native.ready(handle), native.ready(handle)]
-    before = native.alive()
+    alive = native.alive()
     if handle_first:
         del handle
-        assert native.alive() == before
+        assert native.alive() == alive
         native.run(plans[0])
     plans.clear()
     assert native.alive() == (not handle_first)
-    with pytest.raises(TypeError, match="incompatible"):  # a null pointer otherwise
+    with pytest.raises(TypeError, match="incompatible"):  # else a null pointer
         native.plan(None)
 
 
@@ -113,26 +113,28 @@ def test_plans_keep_their_handle_alive(native: Native, handle_first: bool) -> No
 def test_matrix_layouts_of_a_product(native: Native, layout: tuple[bool, bool, bool]) -> None:
     native.run(native.ready(layout=layout))
     calls = native.calls()
-    made: dict[int, list[int]] = {}
+    layouts: dict[int, list[int]] = {}
     for call in calls:
         if "rows" in call:
-            made[call["made"]] = [*fields_of(call, "rows cols leading"), call.get("order", 0)]
+            layouts[call["made"]] = [*fields_of(call, "rows cols leading"), call.get("order", 0)]
         elif call["name"] == "cublasLtMatrixLayoutSetAttribute":
             assert call["attribute"] == 1  # the order
-            made[call["matrix"]][3] = call["value"]
+            layouts[call["matrix"]][3] = call["value"]
     if native.name == "cusparselt":
         product = only_call(calls, "cusparseLtMatmulDescriptorInit")
-        found, transposed = [fields_of(product, "a b c d")], fields_of(product, "op_a op_b")
+        operands, transposed = [fields_of(product, "a b c d")], fields_of(product, "op_a op_b")
         structured = only_call(calls, "cusparseLtStructuredDescriptorInit")
         assert fields_of(structured, "made sparsity") == [product["a"], 0]  # half of the elements
         assert {call["alignment"] for call in calls if "alignment" in call} == {16}
     else:
         names = ("cublasLtMatmulAlgoGetHeuristic", "cublasLtMatmulAlgoCheck", "cublasLtMatmul")
-        found = [fields_of(only_call(calls, name), "layout_a layout_b layout_c layout_d") for name in names]
+        operands = [
+            fields_of(only_call(calls, name), "layout_a layout_b layout_c layout_d") for name in names
+        ]
         transposed = [settings(calls)[key] for key in (TRANSPOSE_A, TRANSPOSE_B)]
     weight, x, out = (sides[flag] for sides, flag in zip(MATRICES[native.name], layout, strict=True))
-    for matrices in found:
-        assert [tuple(made[matrix]) for matrix in matrices] == [weight[0], x[0], out, out]
+    for matrices in operands:
+        assert [tuple(layouts[matrix]) for matrix in matrices] == [weight[0], x[0], out, out]
     assert transposed == [weight[1], x[1]]
 
 
@@ -149,7 +151,7 @@ def test_data_types_of_a_product(native: Native, operand: str, out: str) -> None
 
 
 def test_sparse_product_gets_its_addresses(cusparselt: Native) -> None:
-    """The weight is A; alpha is 1.0 on the host."""
+    """The weight is operand A, and alpha is 1.0 on the host."""
     cusparselt.set(compressed=5000, buffer=300, workspace=(1 << 32) + 5, algorithms=17)
     plan = cusparselt.plan()
     assert (plan.compressed_size(), plan.workspace, plan.algorithms) == ((5000, 300), (1 << 32) + 5, 17)
@@ -168,19 +170,19 @@ def test_dense_product_gets_its_addresses_and_epilogue(
 ) -> None:
     epilogue = cublaslt.module.Epilogue(scaled, TYPES["fp16"] if biased else -1, fast)
     plan = cublaslt.ready(epilogue=epilogue)
-    found = settings(cublaslt.calls())
+    actual = settings(cublaslt.calls())
     expected = {TRANSPOSE_A: 1, TRANSPOSE_B: 0} | ({FAST: 1} if fast else {})
     expected |= {MODE_A: OUTER_VECTOR, MODE_B: OUTER_VECTOR} if scaled else {}
     expected |= {EPILOGUE: ADDS_BIAS, BIAS_TYPE: TYPES["fp16"]} if biased else {}
     pointers = {SCALE_A: 0x6000, SCALE_B: 0x7000} if scaled else {}
     pointers |= {BIAS: 0x8000} if biased else {}
-    assert all(found.pop(key) for key in pointers)  # heuristics take a null pointer for none
-    assert found == expected
-    for offset in (0, 0x100):  # a plan is run with other addresses each time
-        words = {"weight_scales": SCALE_A, "token_scales": SCALE_B, "bias": BIAS}
+    assert all(actual.pop(key) for key in pointers)  # to heuristics, a null pointer means no scale or bias
+    assert actual == expected
+    for offset in (0, 0x100):  # a plan runs with new addresses each time
+        keys = {"weight_scales": SCALE_A, "token_scales": SCALE_B, "bias": BIAS}
         at = {key: address + offset for key, address in pointers.items()}
         addresses = {key: address + offset for key, address in ADDRESSES.items()}
-        cublaslt.run(plan, **addresses, **{word: at.get(key, 0) for word, key in words.items()})
+        cublaslt.run(plan, **addresses, **{word: at.get(key, 0) for word, key in keys.items()})
         calls = cublaslt.calls()
         run = [
             value - offset
@@ -190,14 +192,14 @@ def test_dense_product_gets_its_addresses_and_epilogue(
         assert settings(calls) == at
 
 
-@pytest.mark.parametrize(("scale", "one"), [("int32", 1), ("fp32", ONE)])
-def test_scalars_have_the_scale_type(cublaslt: Native, scale: str, one: int) -> None:
+@pytest.mark.parametrize(("scale", "one_bits"), [("int32", 1), ("fp32", ONE)])
+def test_scalars_have_the_scale_type(cublaslt: Native, scale: str, one_bits: int) -> None:
     """With INT32 output, the bits of a float 1.0 would be read as 1065353216."""
-    plain = cublaslt.module.Epilogue(False, -1, False)
-    plan = cublaslt.ready(scale_type=TYPES[scale], output_type=TYPES["int32"], epilogue=plain)
+    epilogue = cublaslt.module.Epilogue(False, -1, False)
+    plan = cublaslt.ready(scale_type=TYPES[scale], output_type=TYPES["int32"], epilogue=epilogue)
     cublaslt.run(plan, weight_scales=0, token_scales=0, bias=0)
     calls = cublaslt.calls()
-    assert fields_of(only_call(calls, "cublasLtMatmul"), "alpha_bits beta_bits") == [one, 0]
+    assert fields_of(only_call(calls, "cublasLtMatmul"), "alpha_bits beta_bits") == [one_bits, 0]
     assert only_call(calls, "cublasLtMatmulDescCreate")["scale_type"] == TYPES[scale]
 
 
@@ -208,11 +210,11 @@ def test_plan_refuses_scales_it_was_not_made_for(native: Native, optional: bool)
         plan = native.ready(epilogue=module.Epilogue(optional, TYPES["bf16"] if optional else -1, False))
     else:
         plan = native.ready()
-    for given in FLAGS:
+    for present in FLAGS:
         names = ("weight_scales", "token_scales", "bias")
-        scales = {name: 0x100 * there for name, there in zip(names, given, strict=True)}
+        scales = {name: 0x100 * is_present for name, is_present in zip(names, present, strict=True)}
         native.calls()
-        if given == (optional and dense,) * 3:
+        if present == (optional and dense,) * 3:
             native.run(plan, **scales)
             continue
         with pytest.raises(RuntimeError, match=f"not those of the plan; {re.escape(WHAT)}$"):
@@ -227,29 +229,29 @@ def test_plan_refuses_scales_it_was_not_made_for(native: Native, optional: bool)
 def test_sparse_algorithm_sets_only_given_attributes(
     cusparselt: Native, numbers: tuple[int, ...], expected: dict[int, int]
 ) -> None:
-    """Attributes are 0: the id, 3: the number of splits of K, 4: how; else the library's choice stays."""
+    """Attribute 0 is the id, 3 the number of splits of K, and 4 the split mode; others keep the library's default."""
     cusparselt.plan(algorithm=cusparselt.module.Algorithm(*numbers))
     calls = cusparselt.calls()
     assert settings(calls, "cusparseLtMatmulAlgSetAttribute") == expected
-    assert only_call(calls, "cusparseLtMatmulAlgGetAttribute")["attribute"] == 1  # how many there are
+    assert only_call(calls, "cusparseLtMatmulAlgGetAttribute")["attribute"] == 1  # number of algorithms
 
 
 def test_dense_algorithms_are_proposed_and_run(cublaslt: Native) -> None:
-    """The fake library's algorithm i wants i MiB of workspace and has i in its second word."""
+    """The fake library's algorithm i needs i MiB of workspace and has i in its second word."""
     plan = cublaslt.plan()
     with pytest.raises(RuntimeError, match="no algorithm yet"):
         cublaslt.run(plan)
     cublaslt.set(algorithms=6, refused=1)
     proposed = plan.heuristics(5, 3 << 20)
-    assert [int.from_bytes(one[8:16], "little") for one in proposed] == [0, 2, 3, 4]
+    assert [int.from_bytes(proposal[8:16], "little") for proposal in proposed] == [0, 2, 3, 4]
     calls = cublaslt.calls()
     assert settings(calls, "cublasLtMatmulPreferenceSetAttribute") == {1: 3 << 20}
     assert only_call(calls, "cublasLtMatmulAlgoGetHeuristic")["most"] == 5
     for number, algorithm in ((3, proposed[2]), (0, proposed[0])):
         plan.choose(algorithm)
-        for wrong, words in ((b"\1" * 63, "64 bytes, found 63"), (bytes(64), "AlgoCheck failed")):
-            with pytest.raises(RuntimeError, match=f"{words}.*; {re.escape(WHAT)}$"):
-                plan.choose(wrong)  # changes nothing
+        for data, message in ((b"\1" * 63, "64 bytes, found 63"), (bytes(64), "AlgoCheck failed")):
+            with pytest.raises(RuntimeError, match=f"{message}.*; {re.escape(WHAT)}$"):
+                plan.choose(data)  # changes nothing
         assert plan.workspace == number << 20
         cublaslt.run(plan)
         run = only_call(cublaslt.calls(), "cublasLtMatmul")
@@ -279,13 +281,13 @@ print(module.__file__)
 
 
 def test_loading_tries_the_next_path_after_a_bad_library(native: Native, tmp_path: Path) -> None:
-    """In a new process, the right library loads after libraries that cannot be loaded, and then no other."""
+    """In a new process, a valid library loads after invalid ones, and no other library after it."""
     text, missing, old = (str(tmp_path / name) for name in ("text.so", "missing.so", "old.so"))
     Path(text).write_text("no library")
     build_fake(native.name, Path(old), f"-D{LACKS[native.name]}=another")
     cache = native.extension.parents[2]
     folders = {"SLIDESPARSE_CUDA_INCLUDE": str(FAKES / "include"), "SLIDESPARSE_CACHE": str(cache)}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", CHILD, native.name, missing, text, old, str(native.library)],
         capture_output=True,
         text=True,
@@ -293,13 +295,13 @@ def test_loading_tries_the_next_path_after_a_bad_library(native: Native, tmp_pat
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    said = done.stdout.splitlines()
-    assert f"{missing} is not a file" in said[0]
-    assert said[1].startswith(f"cannot load {text}: ")
-    assert said[2] == f"{old} has no function {LACKS[native.name]}: it is too old"
-    assert f"already loaded from {native.library}, not from {missing}" in said[3]
-    assert said[4:] == [str(native.extension)]
+    assert process.returncode == 0, process.stderr
+    messages = process.stdout.splitlines()
+    assert f"{missing} is not a file" in messages[0]
+    assert messages[1].startswith(f"cannot load {text}: ")
+    assert messages[2] == f"{old} has no function {LACKS[native.name]}: it is too old"
+    assert f"already loaded from {native.library}, not from {missing}" in messages[3]
+    assert messages[4:] == [str(native.extension)]
 
 
 @pytest.mark.parametrize("name", ["cusparseLtMatmul", "cusparseLtSpMMACompress", "cublasLtMatmul"])
@@ -318,9 +320,9 @@ def test_library_calls_release_the_gil(name: str, loaded: dict[str, Native]) -> 
     thread.start()
     while count[0] == 0:
         time.sleep(0.001)
-    before = count[0]
+    start = count[0]
     plan.compress(1, 2, 3, 4) if "Compress" in name else native.run(plan)
-    counted = count[0] - before
+    counted = count[0] - start
     stop.set()
     thread.join()
-    assert counted >= 5  # while the GIL is held it is 0, or 1
+    assert counted >= 5  # 0 or 1 if the GIL is held

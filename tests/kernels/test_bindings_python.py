@@ -1,4 +1,4 @@
-"""The Python above the bindings, on libraries that log calls: versions, algorithms, plans, limits, errors."""
+"""Backends of the bindings on fake libraries that log calls: versions, algorithms, plans, limits, errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROBLEM = Problem("int8", "int32", 64, 96, 32)
 
 
 class FakedLibrary(Native):
-    """A binding and the backend above it, of a class of this test's own, so that it caches nothing across tests."""
+    """A binding and its backend, whose class is local to the test so that nothing is cached across tests."""
 
     def __init__(self, native: Native) -> None:
         self.__dict__ |= vars(native)
@@ -36,22 +36,22 @@ class FakedLibrary(Native):
 def libraries(
     loaded: dict[str, Native], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[dict[str, FakedLibrary]]:
-    """The backends on a device 0 whose libraries are the fake ones."""
+    """Return the backends on device 0 with fake libraries."""
     for native in loaded.values():
         native.forget()
         native.set(version1=8, version=130100)
-    one = SimpleNamespace(multi_processor_count=1)
+    properties = SimpleNamespace(multi_processor_count=1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: one)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(cuda, "current_stream", lambda index: STREAM)
     monkeypatch.setattr(cuda, "extension", lambda name: loaded[name].module)
     monkeypatch.setattr(cuda, "_thread_state", cuda._ThreadState())
     monkeypatch.setattr(cuda, "_workspaces", {(0, STREAM): torch.empty(1, dtype=torch.uint8)})
     yield {name: FakedLibrary(native) for name, native in loaded.items()}
-    monkeypatch.undo()  # the handles of this thread go with it
+    monkeypatch.undo()  # frees the handles of this thread
     for native in loaded.values():
         assert native.alive() == 0
         native.calls()
@@ -70,19 +70,19 @@ def test_library_versions_are_checked(libraries: dict[str, FakedLibrary]) -> Non
             sparse.backend.version()
     sparse.set(version1=10)
     assert sparse.backend.version() == "0.10.0"
-    for number, words, scales in ((120904, "12.9.4", "both"), (120899, "12.8.99", "none")):
+    for number, version, scales in ((120904, "12.9.4", "both"), (120899, "12.8.99", "none")):
         dense.set(version=number)
-        assert (dense.backend.version(), dense.backend.epilogue("fp8", "bf16")) == (words, scales)
+        assert (dense.backend.version(), dense.backend.epilogue("fp8", "bf16")) == (version, scales)
 
 
 def tensors(problem: Problem) -> dict[str, torch.Tensor]:
-    """Make the arguments of `Plan.run` for the problem; their values are never read."""
+    """Return arguments of `Plan.run` for the problem; their values are never read."""
     n, k, m = problem.n, problem.k, problem.m
     operand, out = DTYPES[problem.dtype], DTYPES[problem.out]
-    made = {"activations": torch.empty(m, k, dtype=operand), "weight": torch.empty(n, k, dtype=operand)}
-    made["out"] = torch.empty(m, n, dtype=out)
-    made |= {} if problem.scale == "none" else {"scale_w": torch.empty(n), "scale_x": torch.empty(m)}
-    return made | ({"bias": torch.empty(n, dtype=out)} if problem.bias else {})
+    arguments = {"activations": torch.empty(m, k, dtype=operand), "weight": torch.empty(n, k, dtype=operand)}
+    arguments["out"] = torch.empty(m, n, dtype=out)
+    arguments |= {} if problem.scale == "none" else {"scale_w": torch.empty(n), "scale_x": torch.empty(m)}
+    return arguments | ({"bias": torch.empty(n, dtype=out)} if problem.bias else {})
 
 
 @pytest.mark.parametrize(
@@ -103,17 +103,19 @@ def test_plan_passes_types_and_tensors(
 ) -> None:
     library = libraries[name]
     library.set(workspace=size)
-    chosen = library.backend.algorithms(problem, CPU)[size >> 20]  # cuBLASLt's algorithm i wants i MiB
+    chosen = library.backend.algorithms(problem, CPU)[size >> 20]  # cuBLASLt's algorithm i needs i MiB
     library.calls()
-    plan, given = library.backend.plan(problem, CPU, chosen), tensors(problem)
+    plan, arguments = library.backend.plan(problem, CPU, chosen), tensors(problem)
     assert (plan.algorithm, plan.workspace) == (chosen, size)
-    plan.run(**given)
+    plan.run(**arguments)
     calls = library.calls()
     types = [call["type"] for call in calls if "type" in call]
     assert sorted(types) == sorted([TYPES[problem.dtype]] * 2 + [TYPES[problem.out]])
-    (made,) = (call for call in calls if "compute" in call)
-    assert made["compute"] == {"cusparselt": (0, 2), "cublaslt": (72, 68)}[name][problem.dtype != "int8"]
-    run, at = calls[-1], {key: tensor.data_ptr() for key, tensor in given.items()}
+    (descriptor,) = (call for call in calls if "compute" in call)
+    assert (
+        descriptor["compute"] == {"cusparselt": (0, 2), "cublaslt": (72, 68)}[name][problem.dtype != "int8"]
+    )
+    run, at = calls[-1], {key: tensor.data_ptr() for key, tensor in arguments.items()}
     assert run["name"] == library.matmul
     assert (run["a"], run["b"], run["d"]) == (at["weight"], at["activations"], at["out"])
     assert run["workspace"] == (cuda.workspace(0, STREAM) if size else 0)
@@ -121,35 +123,35 @@ def test_plan_passes_types_and_tensors(
         assert run["streams"] == STREAM
         assert run["alpha_bits"] == torch.tensor(1.0).view(torch.int32)
         return
-    found = {call["attribute"]: call["value"] for call in calls if "DescSetAttribute" in call["name"]}
+    attributes = {call["attribute"]: call["value"] for call in calls if "DescSetAttribute" in call["name"]}
     assert run["stream"] == STREAM
-    assert made["scale_type"] == TYPES["int32" if problem.out == "int32" else "fp32"]
-    assert found.get(25) == (1 if problem.dtype == "fp8" else None)  # fast accumulation
-    assert found.get(26) == (TYPES[problem.out] if problem.bias else None)  # the bias's type
-    assert [found.get(key) for key in (17, 18, 8)] == [at.get(key) for key in ("scale_w", "scale_x", "bias")]
+    assert descriptor["scale_type"] == TYPES["int32" if problem.out == "int32" else "fp32"]
+    assert attributes.get(25) == (1 if problem.dtype == "fp8" else None)  # fast accumulation
+    assert attributes.get(26) == (TYPES[problem.out] if problem.bias else None)  # data type of the bias
+    assert [attributes.get(key) for key in (17, 18, 8)] == [
+        at.get(key) for key in ("scale_w", "scale_x", "bias")
+    ]
 
 
 def test_workspace_may_not_exceed_that_of_a_stream(library: FakedLibrary) -> None:
     library.set(algorithms=66, workspace=cuda.WORKSPACE_BYTES)
-    found = library.backend.algorithms(PROBLEM, CPU)
-    assert library.backend.plan(PROBLEM, CPU, found[64]).workspace == cuda.WORKSPACE_BYTES
+    algorithms = library.backend.algorithms(PROBLEM, CPU)
+    assert library.backend.plan(PROBLEM, CPU, algorithms[64]).workspace == cuda.WORKSPACE_BYTES
     library.set(workspace=cuda.WORKSPACE_BYTES + (1 << 20))
     with pytest.raises(
         LibraryError, match=f"workspace of {65 << 20} bytes, but a stream has {cuda.WORKSPACE_BYTES}"
     ):
-        library.backend.plan(PROBLEM, CPU, found[65])
+        library.backend.plan(PROBLEM, CPU, algorithms[65])
 
 
 def test_cublaslt_algorithms_as_text(libraries: dict[str, FakedLibrary]) -> None:
-    """The text makes the same plan again, within a stream's workspace; the first algorithm is the
-    heuristic's.
-    """
+    """The text gives the same plan within a stream's workspace, and the first algorithm is the heuristic's."""
     library, backend = libraries["cublaslt"], libraries["cublaslt"].backend
     library.set(refused=2)
-    found = backend.algorithms(PROBLEM, CPU)
+    algorithms = backend.algorithms(PROBLEM, CPU)
     assert library.calls("cublasLtMatmulPreferenceSetAttribute")[0]["value"] == cuda.WORKSPACE_BYTES
-    assert len(set(found)) == 7
-    for text, number in ((found[0], 0), (found[2], 3), (None, 0)):
+    assert len(set(algorithms)) == 7
+    for text, number in ((algorithms[0], 0), (algorithms[2], 3), (None, 0)):
         backend.plan(PROBLEM, CPU, text).run(**tensors(PROBLEM))
         assert library.calls("cublasLtMatmul")[0]["algorithm"] == number
     library.set(algorithms=0)
@@ -159,11 +161,9 @@ def test_cublaslt_algorithms_as_text(libraries: dict[str, FakedLibrary]) -> None
 
 
 def test_cusparselt_algorithms_as_text(libraries: dict[str, FakedLibrary]) -> None:
-    """Where tiles are few, they include the ways of splitting K that the library takes, and none that
-    crashes.
-    """
+    """Where tiles are few, algorithms include the supported split modes of K, and none that crashes."""
     library, backend = libraries["cusparselt"], libraries["cusparselt"].backend
-    library.set(algorithms=2, cusparseLtMatmulAlgSetAttribute_fails=2)  # the mode of the first way
+    library.set(algorithms=2, cusparseLtMatmulAlgSetAttribute_fails=2)  # mode of the first split
     ways = [f"{splits}x{mode}" for splits in (2, 3, 4, 8) for mode in (1, 2, 5)][1:]
     expected = ["0", "1", *(f"{i}/{way}" for i in (0, 1) for way in (*ways, "1x4", "1x6"))]
     assert backend.algorithms(PROBLEM, CPU) == expected
@@ -171,7 +171,7 @@ def test_cusparselt_algorithms_as_text(libraries: dict[str, FakedLibrary]) -> No
     backend.plan(PROBLEM, CPU, "1/8x5")
     settings = library.calls("cusparseLtMatmulAlgSetAttribute")
     assert [(call["attribute"], call["value"]) for call in settings] == [(0, 1), (3, 8), (4, 5)]
-    many = Problem("fp16", "fp16", 256, 96, 128)  # two tiles, twice as many as multiprocessors
+    many = Problem("fp16", "fp16", 256, 96, 128)  # two tiles, twice the number of multiprocessors
     assert backend.algorithms(many, CPU) == ["0", "1"]
     library.set(algorithms=52)
     assert backend.algorithms(many, CPU) == [*map(str, range(36))]
@@ -180,7 +180,7 @@ def test_cusparselt_algorithms_as_text(libraries: dict[str, FakedLibrary]) -> No
 
 
 def test_library_refusals_raise_library_error(library: FakedLibrary) -> None:
-    """The error has the call, the problem and the layout; afterwards everything works."""
+    """The error names the call, the problem and the layout; later calls work."""
     layout, backend = Layout(output_n=False), library.backend
     function = {"cusparselt": "cusparseLtMatmulAlgGetAttribute", "cublaslt": "cublasLtMatmulDescCreate"}
     for ask in (backend.plan, backend.algorithms):
@@ -195,7 +195,7 @@ def test_library_refusals_raise_library_error(library: FakedLibrary) -> None:
 
 
 def test_each_thread_makes_one_handle(library: FakedLibrary) -> None:
-    """It is made when it is first needed; one that cannot be made is tried again."""
+    """A handle is created at its first use, and a failed creation is retried."""
     create = {"cusparselt": "cusparseLtInit", "cublaslt": "cublasLtCreate"}[library.name]
     library.set(**{f"{create}_fails": 0})
     with pytest.raises(LibraryError, match=f"^{create} failed"):
@@ -213,4 +213,4 @@ def test_each_thread_makes_one_handle(library: FakedLibrary) -> None:
     calls = library.calls(create, library.matmul)
     first, second = (call["made"] for call in calls if call["name"] == create)
     assert [call.get("handle", call.get("made")) for call in calls] == [*[first] * 3, *[second] * 3]
-    assert library.alive() == 1  # the other went with its thread
+    assert library.alive() == 1  # the other was freed with its thread

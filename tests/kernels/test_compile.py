@@ -1,4 +1,4 @@
-"""Compiling into the cache, by compilers that only pretend: the key, several processes, interruptions, failures."""
+"""Compiling into the cache with fake compilers: cache key, concurrent processes, interrupts, failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slidesparse.build.find import ToolchainError
 
 ROOT = Path(__file__).parents[2]
 
-# Writes what it was asked to its output, in two parts, and to runs, so that runs can be counted.
+# Writes its arguments to its output, in two parts, and appends to the file runs, by which runs are counted.
 COMPILER = """#!/bin/sh
 case "$*" in *--version) echo {version}; exit;; esac
 echo "$*" >> "{root}/runs"
@@ -33,8 +33,8 @@ CHILD = """
 from pathlib import Path
 from slidesparse.build import compile, find
 find.python_headers = lambda: [Path()]
-made = compile.build("cusparselt")
-print(made, made.read_text())
+path = compile.build("cusparselt")
+print(path, path.read_text())
 """
 
 
@@ -48,7 +48,7 @@ def program(root: Path, name: str, version: str = "one", seconds: float = 0, tex
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Sources, empty headers, a torch, compilers and an empty cache, all of them in the folder returned."""
+    """Return a folder of sources, empty headers, a fake torch, fake compilers and an empty cache."""
     shutil.copytree(compile.sources_folder(), tmp_path / "csrc")
     (tmp_path / "include").mkdir()
     for target in TARGETS.values():
@@ -92,15 +92,15 @@ def test_build_command_lines(root: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for name in ("cusparselt", "operators", "hopper"):
         compile.build(name)
     module, operators, *compiles, link = runs(root)
-    for words in (
+    for options in (
         "-O1 -std=c++17",
         "-DSLIDESPARSE_MODULE=_cusparselt",
         f"-isystem {root}/include",
         "cusparselt.cpp -o",
     ):
-        assert words in module
-    for words in (f"-isystem {root}/torch/include", f"-L{root}/torch/lib -ltorch_cpu"):
-        assert words in operators
+        assert options in module
+    for options in (f"-isystem {root}/torch/include", f"-L{root}/torch/lib -ltorch_cpu"):
+        assert options in operators
     for line in (*compiles, link):
         assert f"-ccbin={root}/bin/c++ -Xcompiler=-O1" in line
         assert "-gencode=arch=compute_90a,code=sm_90a" in line
@@ -119,7 +119,7 @@ def edit(name: str) -> Callable[[Path, pytest.MonkeyPatch], object]:
 
 
 def another(function: str, name: str, value: str) -> Callable[[Path, pytest.MonkeyPatch], object]:
-    """``function(name)`` of compile's gives ``value``, and what it gave for other names."""
+    """Make ``function(name)`` of the compile module return ``value``; other names are unchanged."""
 
     def change(root: Path, patch: pytest.MonkeyPatch) -> None:
         module, attribute = function.split(".")
@@ -166,14 +166,14 @@ def test_cache_key_depends_on_all_inputs_of_the_build(
     change: str, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("cusparselt", "hopper", "operators")
-    before = {name: compile.target_path(name) for name in names}
+    paths = {name: compile.target_path(name) for name in names}
     edit_it, changed = CHANGES[change]
     edit_it(root, monkeypatch)
-    assert {name for name in names if compile.target_path(name).parent != before[name].parent} == changed
+    assert {name for name in names if compile.target_path(name).parent != paths[name].parent} == changed
 
 
 def start(root: Path) -> subprocess.Popen[str]:
-    """A process that compiles the extension."""
+    """Start a process that compiles the extension."""
     pipe = subprocess.PIPE
     return subprocess.Popen(
         [sys.executable, "-c", CHILD], cwd=ROOT, text=True, stdout=pipe, stderr=pipe, start_new_session=True
@@ -182,26 +182,28 @@ def start(root: Path) -> subprocess.Popen[str]:
 
 def test_concurrent_builds_compile_once(root: Path) -> None:
     program(root, "c++", seconds=0.5)
-    both = [start(root), start(root)]
-    said = [process.communicate(timeout=60) for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
-    assert said[0][0] == said[1][0]
-    assert said[0][0].endswith(".so first second\n\n")
+    processes = [start(root), start(root)]
+    outputs = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert outputs[0][0] == outputs[1][0]
+    assert outputs[0][0].endswith(".so first second\n\n")
     assert len(runs(root)) == 1
 
 
 def test_killed_build_leaves_no_module(root: Path) -> None:
-    """The next build waits for nobody, and compiles."""
+    """The next build does not wait for a lock, and compiles."""
     program(root, "c++", seconds=30)
     process = start(root)
     deadline = time.monotonic() + 30
     while not runs(root) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)  # the compiler with it
+    os.killpg(process.pid, signal.SIGKILL)  # and its compiler
     process.communicate(timeout=30)
     assert len(runs(root)) == 1
-    made = [path for path in (root / "cache").rglob("*.so") if not path.parent.name.startswith("building-")]
-    assert made == []
+    modules = [
+        path for path in (root / "cache").rglob("*.so") if not path.parent.name.startswith("building-")
+    ]
+    assert modules == []
     program(root, "c++")
     out, error = start(root).communicate(timeout=30)
     assert out.endswith("first second\n\n"), error
@@ -210,7 +212,7 @@ def test_killed_build_leaves_no_module(root: Path) -> None:
 
 @pytest.mark.parametrize(("name", "compiler"), [("cusparselt", "c++"), ("hopper", "nvcc")])
 def test_failed_build_reports_the_beginning_of_compiler_output(name: str, compiler: str, root: Path) -> None:
-    """The first of its errors is the cause, and templates make the rest long; no file is left."""
+    """The first error is the cause, while templates make the rest long. No file is left."""
     text = "#!/bin/sh\nif [ $1 = --version ]; then echo release 13.0; exit; fi\nseq -f 'line %g end' 100 >&2\nexit 1\n"
     program(root, compiler, text=text)
     with pytest.raises(ToolchainError) as error:
@@ -231,8 +233,8 @@ def test_hanging_compiler_times_out(root: Path, monkeypatch: pytest.MonkeyPatch)
 def test_no_compiler_starts_after_an_interrupt(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
 
-    def interrupted(words: tuple[str, ...], folder: Path | None = None) -> None:
-        started.append(words)
+    def interrupted(command: tuple[str, ...], folder: Path | None = None) -> None:
+        started.append(command)
         if len(started) > 1:
             time.sleep(0.2)
         raise KeyboardInterrupt
@@ -260,8 +262,8 @@ def test_missing_sources_and_invalid_units_are_errors(root: Path) -> None:
         with pytest.raises(ToolchainError, match=f"line 3: '{line}'"):
             compile.target_path("hopper")
     units.write_text("# words\nabout.cu A=1,2 B=3 # more\n\n")
-    about = units.parent / "about.cu"
-    assert compile._read_units(units) == [(about, ["-DA=1", "-DB=3"]), (about, ["-DA=2", "-DB=3"])]
+    source = units.parent / "about.cu"
+    assert compile._read_units(units) == [(source, ["-DA=1", "-DB=3"]), (source, ["-DA=2", "-DB=3"])]
 
 
 def test_max_jobs_bounds_parallel_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,11 +288,11 @@ def test_cache_folder_follows_environment(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_cache_folders_are_not_writable_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIDESPARSE_CACHE", str(tmp_path / "made" / "cache"))
-    before = os.umask(0o002)
+    umask = os.umask(0o002)
     try:
         compile.make_folder(compile.cache_folder() / "extensions" / "key")
     finally:
-        os.umask(before)
+        os.umask(umask)
     for folder in ("made/cache", "made/cache/extensions", "made/cache/extensions/key"):
         assert (tmp_path / folder).stat().st_mode & 0o777 == 0o755
 

@@ -1,4 +1,4 @@
-"""Where libraries, headers and compilers are found, and what is said when they are not."""
+"""Search orders of libraries, headers and compilers, and errors that name what is missing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Wheel:
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine that has nothing but what a test puts into this folder; ``path`` in it is the PATH."""
+    """Return the only folder that searches see; PATH is its subfolder ``path``."""
     variables = ("SLIDESPARSE_NVCC", "SLIDESPARSE_CUDA_INCLUDE", "CUDA_HOME", "CUDA_PATH", "CXX")
     for name in (*variables, *(library.variable for library in find.LIBRARIES.values())):
         monkeypatch.delenv(name, raising=False)
@@ -38,21 +38,21 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def wheels(root: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Wheel]:
-    """Installed wheels by name, to be filled by the test."""
-    found: dict[str, Wheel] = {}
+    """Return the installed wheels by name, which a test fills."""
+    installed: dict[str, Wheel] = {}
 
     def distribution(name: str) -> Wheel:
-        if name not in found:
+        if name not in installed:
             raise importlib.metadata.PackageNotFoundError(name)
-        return found[name]
+        return installed[name]
 
     monkeypatch.setattr(find.importlib.metadata, "distribution", distribution)
-    return found
+    return installed
 
 
-def program(path: Path, said: str = "") -> Path:
+def program(path: Path, output: str = "") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\necho '{said}'\n")
+    path.write_text(f"#!/bin/sh\necho '{output}'\n")
     path.chmod(0o755)
     return path
 
@@ -64,8 +64,8 @@ def test_find_library_search_order(
     wheels["nvidia-cusparselt-cu12"] = Wheel(root, "lib/libcusparseLt.so.0", "0.9.0")
     with pytest.raises(ToolchainError) as error:
         find.find_library("cusparselt")
-    for words in ("SLIDESPARSE_CUSPARSELT", "nvidia-cusparselt-cu13 (not installed)", "-cu12 0.9.0 (no "):
-        assert words in error.value.what
+    for fact in ("SLIDESPARSE_CUSPARSELT", "nvidia-cusparselt-cu13 (not installed)", "-cu12 0.9.0 (no "):
+        assert fact in error.value.what
     assert error.value.remedy.startswith("pip install nvidia-cusparselt-cu13")
     monkeypatch.setattr(find.ctypes.util, "find_library", lambda name: f"lib{name}.so.0")
     assert find.find_library("cusparselt") == FoundFile("libcusparseLt.so.0", "system", None)
@@ -76,12 +76,12 @@ def test_find_library_search_order(
     assert find.find_library("cusparselt", 12).version == "0.8.1"
     assert find.find_library("cusparselt", 13) == find.find_library("cusparselt")
     assert find.find_library("cusparselt").version == "0.9.0"
-    mine = root / "mine.so"
-    monkeypatch.setenv("SLIDESPARSE_CUSPARSELT", str(mine))
+    library = root / "mine.so"
+    monkeypatch.setenv("SLIDESPARSE_CUSPARSELT", str(library))
     with pytest.raises(ToolchainError, match=r"mine.so is not a file"):
         find.find_library("cusparselt")
-    mine.touch()
-    assert find.find_library("cusparselt") == FoundFile(str(mine), "SLIDESPARSE_CUSPARSELT", None)
+    library.touch()
+    assert find.find_library("cusparselt") == FoundFile(str(library), "SLIDESPARSE_CUSPARSELT", None)
 
 
 def test_require_supported_checks_version_ranges() -> None:
@@ -101,7 +101,7 @@ def test_find_nvcc_search_order(
     monkeypatch.setenv("CUDA_PATH", "/nowhere")
     with pytest.raises(ToolchainError) as error:
         find.find_nvcc()
-    for words in (
+    for fact in (
         *(
             "SLIDESPARSE_NVCC (not set)",
             "CUDA_HOME (not set)",
@@ -110,7 +110,7 @@ def test_find_nvcc_search_order(
         ),
         *(f"{root}/usual/bin/nvcc", "nvidia-cuda-nvcc 13.0.88 (no nvcc in it)", "nvcc-cu12 (not installed)"),
     ):
-        assert words in error.value.what
+        assert fact in error.value.what
     assert error.value.remedy == find.NVCC_INSTALL
     places = {"nvidia-cuda-nvcc": "wheel/bin/nvcc", "system": "usual/bin/nvcc", "PATH": "path/nvcc"}
     places |= {"CUDA_PATH": "path home/bin/nvcc", "CUDA_HOME": "home/bin/nvcc"}
@@ -127,8 +127,8 @@ def test_find_nvcc_search_order(
 
 
 def test_nvcc_version_is_parsed_and_checked(root: Path) -> None:
-    def version(said: str) -> str:
-        return find.nvcc_version(str(program(root / "nvcc", said)))
+    def version(output: str) -> str:
+        return find.nvcc_version(str(program(root / "nvcc", output)))
 
     assert version("Cuda compilation tools, release 12.2, V12.2.1") == "12.2"
     with pytest.raises(ToolchainError, match=r"CUDA 11\.8.* 12\.2 or later"):
@@ -140,7 +140,7 @@ def test_nvcc_version_is_parsed_and_checked(root: Path) -> None:
 def test_compiler_search_order(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ToolchainError, match=r"no C\+\+ compiler was found"):
         find.compiler()
-    for name in ("clang++", "g++", "c++"):  # each goes before those made so far
+    for name in ("clang++", "g++", "c++"):  # each precedes the earlier ones
         path = program(root / "path" / name)
         assert find.compiler() == [str(path)]
     monkeypatch.setenv("CXX", f"{path} -O0")
@@ -153,9 +153,7 @@ def test_compiler_search_order(root: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_cuda_headers_search_order(
     root: Path, wheels: dict[str, Wheel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The variable's folders come before wheels; /usr/local/cuda may hold some headers here, but none of
-    these.
-    """
+    """Folders of the variable precede wheels. /usr/local/cuda may exist here, but has none of these headers."""
     first, second, third = (root / name for name in ("first", "second", "wheel"))
     monkeypatch.setenv("SLIDESPARSE_CUDA_INCLUDE", f"{first}{os.pathsep}{second}")
     for folder, name in ((first, "one.h"), (second, "one.h"), (second, "two.h")):
@@ -174,7 +172,8 @@ def test_cuda_headers_search_order(
     (second / "crt" / "host_defines.h").unlink()
     wheels["nvidia-cuda-crt"] = Wheel(third, "include/crt/host_defines.h", "13.0")
     (third / "include" / "crt" / "host_defines.h").touch()
-    assert find.cuda_headers(("one.h",), "thing") == [first, third / "include"]  # which one.h may include
+    # one.h may include files of the wheel
+    assert find.cuda_headers(("one.h",), "thing") == [first, third / "include"]
 
 
 def test_missing_python_and_torch_headers_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The Hopper backend without its kernels: the tables that plans are made of, what is handed over, refusals."""
+"""The Hopper backend on stand-in kernels: tuned tables of plans, kernel arguments, refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BACKEND = Hopper()
 
 
 def identity(columns: int = 64) -> torch.Tensor:
-    """A packed weight [64, columns] that multiplies by 1."""
+    """Return a packed identity matrix [64, columns]."""
     spec = LayerSpec(64, columns, TWO_FOUR, 0, INT8, torch.bfloat16)
     return BACKEND.pack(spec, torch.eye(64, dtype=INT8)[:, :columns].contiguous())
 
@@ -43,7 +43,7 @@ def run(m: int, columns: int = 64) -> torch.Tensor:
 def test_plan_runs_the_tuned_configuration_of_each_token_count(
     standing_in: StandIn, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """K' of 48 columns is looked up as 128; far beyond what was tuned the last configuration runs on."""
+    """K' of 48 columns is looked up as 128; far above the tuned token counts, the last configuration runs."""
     names = {1: "split:1x8/1x1/2", 16: "stream:1x16/2/1", 64: "split:9x9/1x1/1", 16384: "stream:2x256/2/1"}
     tuned.save(
         SUBJECT,
@@ -53,7 +53,7 @@ def test_plan_runs_the_tuned_configuration_of_each_token_count(
         (1, names[1]),
         (2, names[16]),
         (16, names[16]),
-        (17, standing_in.candidates[0]),  # the one for 64 tokens is refused, which is logged
+        (17, standing_in.candidates[0]),  # the configuration for 64 tokens is refused and logged
         (64, standing_in.candidates[0]),
         (65, names[16384]),
         (40000, names[16384]),
@@ -62,11 +62,11 @@ def test_plan_runs_the_tuned_configuration_of_each_token_count(
         assert standing_in.calls[-1] == (expected, m, 77)
     assert "refuses the algorithm split:9x9/1x1/1" in caplog.text
     assert "no tuned algorithm" not in caplog.text
-    assert len(standing_in.served) == 1  # one plan for all of them
+    assert len(standing_in.served) == 1  # one plan for all token counts
 
 
 def test_dense_blocks_run_their_own_tuned_configuration(standing_in: StandIn) -> None:
-    """Beyond the tokens that were tuned, and where nothing was, they run the configuration of 2:4 weights."""
+    """Above the tuned token counts and without tuning, dense blocks run the configuration of 2:4 weights."""
     sparse, dense = "split:1x16/2x1/3", "split:1x16/1x2/2"
     problem = Problem("int8", "bf16", 64, 256, 16, "both")
     tuned.save(
@@ -76,19 +76,22 @@ def test_dense_blocks_run_their_own_tuned_configuration(standing_in: StandIn) ->
             (replace(problem, blocks=ALL_DENSE), Tuned(dense, 1.0)),
         ],
     )
-    whole, sparse_codes = torch.ones(64, 256, dtype=INT8), (torch.arange(256) % 4 < 2).to(INT8).expand(64, -1)
-    half = torch.cat((whole[:, :128], sparse_codes[:, 128:]), 1)
+    dense_codes, sparse_codes = (
+        torch.ones(64, 256, dtype=INT8),
+        (torch.arange(256) % 4 < 2).to(INT8).expand(64, -1),
+    )
+    half = torch.cat((dense_codes[:, :128], sparse_codes[:, 128:]), 1)
     spec, ones = LayerSpec(64, 256, None, 0, INT8, torch.bfloat16), torch.ones(64, 1)
     for weight, m, expected in (
-        (whole, 16, dense),
-        (whole, 32, sparse),
+        (dense_codes, 16, dense),
+        (dense_codes, 32, sparse),
         (half, 16, sparse),
         (sparse_codes.contiguous(), 16, sparse),
     ):
         q = torch.ones(m, 256, dtype=INT8)
         BACKEND.scaled_matmul(q, torch.ones(m, 1), BACKEND.pack(spec, weight), ones, None, torch.float16)
         assert standing_in.calls[-1] == (expected, m, 77)
-    slid = native.Layer(64, 192, 6, 0, False, 256)  # as many columns, but never a dense block
+    slid = native.Layer(64, 192, 6, 0, False, 256)  # as many columns, but no dense block
     assert all(len(set(row)) == 1 for _, row in BACKEND._configuration_table(slid, CPU))
 
 
@@ -96,7 +99,7 @@ def test_dense_blocks_run_their_own_tuned_configuration(standing_in: StandIn) ->
 def test_untuned_shape_uses_nearby_or_predicted_configuration(
     standing_in: StandIn, n: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """How to cut K depends on the shape: one with half the out-features is too far."""
+    """The split of K depends on the shape: a shape with half the out-features is not nearby."""
     tuned.note_untuned.cache_clear()
     near = "split:1x16/2x1/3"
     tuned.save(SUBJECT, [(Problem("int8", "bf16", n, 128, 16, "both"), Tuned(near, 1.0))])
@@ -111,7 +114,7 @@ def test_untuned_shape_uses_nearby_or_predicted_configuration(
 
 
 def test_no_plan_is_made_during_graph_capture(standing_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan that was made before serves any number of tokens."""
+    """A plan made earlier serves any number of tokens."""
     run(1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -121,17 +124,17 @@ def test_no_plan_is_made_during_graph_capture(standing_in: StandIn, monkeypatch:
 
 
 def test_activations_unreadable_by_tma_are_copied(standing_in: StandIn) -> None:
-    """The stand-in for the kernels refuses such activations."""
+    """The stand-in kernels refuse such activations."""
     packed, ones = identity(), torch.ones(64)
     wide = torch.arange(3 * 100).reshape(3, 100).to(INT8)
     for q in (wide[:, 1:65], wide[:, :64], wide.reshape(-1)[5 : 5 + 128].view(2, 64), wide[:, :50]):
-        found = BACKEND.scaled_matmul(q, ones, packed, ones.view(64, 1), None, torch.float16)
-        assert torch.equal(found[:, : q.shape[1]], q.half())
+        output = BACKEND.scaled_matmul(q, ones, packed, ones.view(64, 1), None, torch.float16)
+        assert torch.equal(output[:, : q.shape[1]], q.half())
 
 
 def test_no_tokens_launch_nothing(standing_in: StandIn) -> None:
-    found = run(0)
-    assert (found.shape, found.dtype, standing_in.calls) == ((0, 64), torch.float16, [])
+    output = run(0)
+    assert (output.shape, output.dtype, standing_in.calls) == ((0, 64), torch.float16, [])
 
 
 def test_launch_errors_are_raised(standing_in: StandIn) -> None:
@@ -152,10 +155,10 @@ def test_plan_and_algorithms_refuse_unsupported_problems(standing_in: StandIn) -
         (Problem("fp8", "bf16", 64, 64, 16), Layout(), "scale by out-feature and token"),
         (Problem("fp8", "bf16", 64, 64, 16, "both"), Layout(weight_k=False), "one layout"),
     ]
-    for problem, layout, words in refused:
-        with pytest.raises(LibraryError, match=words):
+    for problem, layout, message in refused:
+        with pytest.raises(LibraryError, match=message):
             BACKEND.plan(problem, CPU, None, layout)
-        with pytest.raises(LibraryError, match=words):
+        with pytest.raises(LibraryError, match=message):
             BACKEND.algorithms(problem, CPU, layout)
     with pytest.raises(LibraryError, match=r"torch\.int32"):
         BACKEND.operand(torch.ones(64, 64, dtype=torch.int32))
@@ -209,6 +212,6 @@ def test_int8_and_fp8_have_separate_plans(standing_in: StandIn, dtype: torch.dty
     weight = torch.eye(64).to(dtype)
     packed = BACKEND.pack(LayerSpec(64, 64, TWO_FOUR, 0, dtype, torch.bfloat16), weight)
     q = torch.ones(3, 64).to(dtype)
-    found = BACKEND.scaled_matmul(q, torch.ones(3, 1), packed, torch.ones(64, 1), None, torch.float16)
-    assert torch.equal(found, torch.ones(3, 64).half())
+    output = BACKEND.scaled_matmul(q, torch.ones(3, 1), packed, torch.ones(64, 1), None, torch.float16)
+    assert torch.equal(output, torch.ones(3, 64).half())
     assert [layer.fp8 for _, layer in standing_in.served] == [dtype == FP8]

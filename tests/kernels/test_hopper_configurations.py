@@ -1,6 +1,6 @@
-"""Configurations of the Hopper kernels: their text, which are worth trying, what the model predicts.
+"""Configurations of the Hopper kernels: text format, candidates, and predicted times.
 
-csrc/hopper/configuration.cu, compiled for the CPU; how configurations fit is what each test says.
+The tests compile csrc/hopper/configuration.cu for the CPU, and define how configurations fit on the GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slidesparse.build.find import compiler
 
 SMS = 132
 MAX_CONFIGURATIONS = 4096
-BYTES = 32  # of a text
+BYTES = 32  # of a configuration's text
 SIZES = st.integers(1, 40000)
 AROUND = """
 #include <cstring>
@@ -54,7 +54,7 @@ Fit = Callable[[str, int], tuple[int, int]]  # text, resident -> stages, cluster
 
 
 def fits_as_named(text: str, resident: int) -> tuple[int, int]:
-    """A GPU that holds as many of any kernel's CTAs as the configuration says."""
+    """Return stages and clusters on a GPU that holds as many CTAs as each configuration names."""
     return 5, SMS * resident // Configuration.parse(text).cluster
 
 
@@ -63,9 +63,9 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("configuration")
     (folder / "around.cpp").write_text(AROUND)
     hopper = sources_folder() / "hopper"
-    words = [*compiler(), *FLAGS, "-Wall", "-Wextra", "-Werror", f"-I{hopper}"]
-    words += ["-x", "c++", str(hopper / "configuration.cu"), str(folder / "around.cpp")]
-    compile_with([*words, "-o", str(folder / "configuration.so")])
+    command = [*compiler(), *FLAGS, "-Wall", "-Wextra", "-Werror", f"-I{hopper}"]
+    command += ["-x", "c++", str(hopper / "configuration.cu"), str(folder / "around.cpp")]
+    compile_with([*command, "-o", str(folder / "configuration.so")])
     return ctypes.CDLL(str(folder / "configuration.so"))
 
 
@@ -75,55 +75,56 @@ def candidates(
     k: int,
     m: int,
     fit: Fit = fits_as_named,
-    most: int = MAX_CONFIGURATIONS,
+    limit: int = MAX_CONFIGURATIONS,
     dense: float = 0.0,
 ) -> list[tuple[str, float]]:
-    def fits(text: bytes, resident: int, found: Any) -> None:
-        found[0], found[1] = fit(text.decode(), resident)
+    def fits(text: bytes, resident: int, result: Any) -> None:
+        result[0], result[1] = fit(text.decode(), resident)
 
     texts, us = (
         ctypes.create_string_buffer(MAX_CONFIGURATIONS * BYTES),
         (ctypes.c_double * MAX_CONFIGURATIONS)(),
     )
-    count = native.candidates(n, k, m, ctypes.c_double(dense), most, SMS, FITS(fits), texts, us)
+    count = native.candidates(n, k, m, ctypes.c_double(dense), limit, SMS, FITS(fits), texts, us)
     return [(texts.raw[BYTES * i :].partition(b"\0")[0].decode(), us[i]) for i in range(count)]
 
 
 @settings(max_examples=25, deadline=None)
 @given(n=SIZES, k=SIZES, m=SIZES)
 def test_every_shape_has_candidates(native: Any, n: int, k: int, m: int) -> None:
-    """Candidates are unique, in the order of their predicted times, and their text parses to the same."""
-    found = candidates(native, n, k, m, most=48)
-    again = ctypes.create_string_buffer(BYTES)
-    assert 1 <= len(found) <= 48
-    assert len({text for text, _ in found}) == len(found)
-    assert [us for _, us in found] == sorted(us for _, us in found)
-    assert found[0][1] > 0
-    for text, _ in found:
-        assert native.parses(text.encode(), again) == 1
-        assert again.value.decode() == text
+    """Candidates are unique and sorted by predicted time, and their texts survive parsing."""
+    ranked = candidates(native, n, k, m, limit=48)
+    buffer = ctypes.create_string_buffer(BYTES)
+    assert 1 <= len(ranked) <= 48
+    assert len({text for text, _ in ranked}) == len(ranked)
+    assert [us for _, us in ranked] == sorted(us for _, us in ranked)
+    assert ranked[0][1] > 0
+    for text, _ in ranked:
+        assert native.parses(text.encode(), buffer) == 1
+        assert buffer.value.decode() == text
 
 
 def test_predicted_time_grows_with_dense_blocks(native: Any) -> None:
-    """It grows by their bytes where tokens are few, by the tensor cores where there are many."""
-    for m, most in ((16, 8192 / 5120), (8192, 2.0)):
+    """The time grows with the bytes of weights for few tokens, and with tensor-core work for many."""
+    for m, max_ratio in ((16, 8192 / 5120), (8192, 2.0)):
         fastest = [candidates(native, 37888, 3584, m, dense=share)[0][1] for share in (0.0, 0.5, 1.0)]
-        assert fastest[0] < fastest[1] < fastest[2] < most * fastest[0]
+        assert fastest[0] < fastest[1] < fastest[2] < max_ratio * fastest[0]
 
 
 def test_candidates_fit_on_the_gpu(native: Any) -> None:
-    """Only kernels with stages and room for as many CTAs as their name says are candidates."""
-    only = "split:3x64/1x6/2"
+    """Candidates are only kernels with enough stages and as many resident CTAs as their text names."""
+    fitting = "split:3x64/1x6/2"
 
     def fit(text: str, resident: int) -> tuple[int, int]:
-        return (5, 60) if text == only else (2, 200) if Configuration.parse(text).strips == 1 else (9, 10)
+        return (5, 60) if text == fitting else (2, 200) if Configuration.parse(text).strips == 1 else (9, 10)
 
-    found = candidates(native, 37888, 5376, 64, fit)
-    assert only in {text for text, _ in found}
-    others = [Configuration.parse(text) for text, _ in found if text != only]
-    assert others
-    assert {one.resident for one in others} == {1}  # ten clusters of any size are no two CTAs an SM
-    assert not any(one.strips == 1 for one in others)  # two stages are of little use
+    texts = candidates(native, 37888, 5376, 64, fit)
+    assert fitting in {text for text, _ in texts}
+    configs = [Configuration.parse(text) for text, _ in texts if text != fitting]
+    assert configs
+    # ten clusters of any size give fewer than two CTAs per SM
+    assert {config.resident for config in configs} == {1}
+    assert not any(config.strips == 1 for config in configs)  # two stages are too few
 
 
 @pytest.mark.parametrize(
@@ -139,13 +140,13 @@ def test_invalid_configuration_text_is_refused(native: Any, text: str) -> None:
 
 @pytest.mark.parametrize("text", ["split:2x64/1x4/2", "stream:3x128/2/1", "split:9x9/1x1/1"])
 def test_configuration_text_round_trip(native: Any, text: str) -> None:
-    again = ctypes.create_string_buffer(BYTES)
-    assert native.parses(text.encode(), again) == 1
-    assert again.value.decode() == text
+    buffer = ctypes.create_string_buffer(BYTES)
+    assert native.parses(text.encode(), buffer) == 1
+    assert buffer.value.decode() == text
 
 
 def test_predicted_time_scales_with_bytes_or_columns(native: Any) -> None:
-    """With few tokens, less weight is less time; with many, half the columns take about half the time."""
+    """With few tokens, time falls with the bytes of weights; with many, half the columns take about half the time."""
 
     def best(k: int, m: int) -> float:
         return candidates(native, 37888, k, m)[0][1]
@@ -156,10 +157,10 @@ def test_predicted_time_scales_with_bytes_or_columns(native: Any) -> None:
 
 def test_predicted_time_grows_with_a_second_wave(native: Any) -> None:
     """A GPU of 132 SMs holds 30 of 33 clusters of four: two waves instead of one."""
-    text, start = "split:2x64/1x4/1", 5.0  # us, whatever there is to do
+    text, start = "split:2x64/1x4/1", 5.0  # us of fixed cost
 
     def us(clusters: int) -> float:
-        found = candidates(native, 33 * 128, 8192, 64, lambda one, _: (5, clusters if one == text else 0))
-        return next(us for name, us in found if name == text)
+        times = candidates(native, 33 * 128, 8192, 64, lambda name, _: (5, clusters if name == text else 0))
+        return next(us for candidate, us in times if candidate == text)
 
     assert us(30) - start > 1.5 * (us(33) - start)

@@ -1,4 +1,4 @@
-"""The packed weight of the Hopper kernels: pack and unpack, and single elements where the hardware looks for them."""
+"""The packed weight of the Hopper kernels: round trips, and the place of single elements in the hardware's layout."""
 
 import pytest
 import torch
@@ -12,12 +12,12 @@ from slidesparse.slide import slide
 
 
 def two_four(n: int, k: int, seed: int, most: int = 2) -> torch.Tensor:
-    """[n, k] int8 with at most ``most`` non-zeros in each group of four columns, the last one perhaps short."""
+    """Return random int8 [n, k] with at most ``most`` non-zeros in each group of four columns."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(1, 128, (n, -(-k // 4), 4), generator=generator, dtype=torch.int8)
     order = torch.rand(values.shape, generator=generator).argsort(-1)
-    kept = torch.randint(0, most + 1, values.shape[:2], generator=generator)
-    return torch.where(order < kept[..., None], values, 0).reshape(n, -1)[:, :k].contiguous()
+    counts = torch.randint(0, most + 1, values.shape[:2], generator=generator)
+    return torch.where(order < counts[..., None], values, 0).reshape(n, -1)[:, :k].contiguous()
 
 
 @settings(max_examples=60, deadline=None)
@@ -38,8 +38,8 @@ def test_slided_weights_round_trip(pattern: str, dtype: torch.dtype) -> None:
     if parsed.length is not None:
         weight = prune(weight, parsed)
     slided = slide(weight.to(dtype), parsed)
-    found = fmt.unpack(fmt.pack(slided), *slided.shape, dtype)
-    assert torch.equal(found.float(), slided.float())
+    unpacked = fmt.unpack(fmt.pack(slided), *slided.shape, dtype)
+    assert torch.equal(unpacked.float(), slided.float())
 
 
 def test_pack_refuses_three_nonzeros_in_four() -> None:
@@ -52,7 +52,7 @@ def test_pack_refuses_three_nonzeros_in_four() -> None:
 @settings(max_examples=60, deadline=None)
 @given(row=st.integers(0, 127), column=st.integers(0, 255))
 def test_packed_element_is_where_ptx_isa_says(row: int, column: int) -> None:
-    """The PTX ISA gives core matrix, row and byte of a value, and thread and bits of its metadata."""
+    """The PTX ISA defines the core matrix, row and byte of a value, and the thread and bits of its metadata."""
     weight = torch.zeros(128, 256, dtype=torch.int8)
     weight[row, column] = 77
     block = fmt.pack(weight).view(2, 2, fmt.BLOCK_BYTES)[row // 64, column // 128]
@@ -63,8 +63,8 @@ def test_packed_element_is_where_ptx_isa_says(row: int, column: int) -> None:
     assert column % 128 == 64 * product + 4 * (compressed // 2) + column % 4
     warp, lower = matrix // 4, matrix // 2 % 2
     thread = warp * 32 + 4 * inside + 2 * (column % 64 // 32) + lower
-    words = block[fmt.VALUE_BYTES :].view(torch.int32)
-    nibble = int(words[128 * product + thread]) >> (4 * (column % 32 // 4)) & 15
+    metadata = block[fmt.VALUE_BYTES :].view(torch.int32)
+    nibble = int(metadata[128 * product + thread]) >> (4 * (column % 32 // 4)) & 15
     first, second = nibble & 3, nibble >> 2
     assert first < second
     assert (first, second)[compressed % 2] == column % 4

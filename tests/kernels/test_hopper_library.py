@@ -1,4 +1,4 @@
-"""The compiled Hopper kernels without a GPU: what they refuse before one is asked."""
+"""The compiled Hopper kernels without a GPU: refusals that need no device."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from slidesparse.gemm.hopper.native import Layer
 from slidesparse.gemm.problem import LibraryError
 from slidesparse.quantize import FP8, INT8
 
-pytestmark = pytest.mark.slow  # some minutes, where nvcc compiles them
+pytestmark = pytest.mark.slow  # nvcc takes some minutes
 
 
 @pytest.fixture(scope="module")
 def library() -> Any:
-    """The compiled kernels with the types of `native.FUNCTIONS`, each of which must be there."""
+    """Return the compiled kernels with the types of `native.FUNCTIONS`, all of which must exist."""
     try:
         find.nvcc_version(find.find_nvcc().path)
     except ToolchainError as error:
         pytest.skip(str(error))
-    found = ctypes.CDLL(str(build("hopper")))
-    native.declare_functions(found)
-    return found
+    cdll = ctypes.CDLL(str(build("hopper")))
+    native.declare_functions(cdll)
+    return cdll
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def loaded(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "library", lambda: library)
 
 
-# n, k, length, phase of what cannot be packed, and what the refusal says
+# invalid n, k, length, phase and the error message
 UNPACKABLE = {
     "an odd length": ((1, 8, 7, 0), "blocks of 7 columns"),
     "too short": ((1, 8, 2, 0), "an even length of 4 or more"),
@@ -49,8 +49,8 @@ UNPACKABLE = {
 
 @pytest.mark.parametrize("name", UNPACKABLE)
 def test_pack_refuses_invalid_sizes(name: str) -> None:
-    sizes, words = UNPACKABLE[name]
-    with pytest.raises(LibraryError, match=words):
+    sizes, message = UNPACKABLE[name]
+    with pytest.raises(LibraryError, match=message):
         native.call("pack", *sizes, 0, None, 0, 0, None, None, None, None)
 
 
@@ -65,7 +65,7 @@ def test_pack_of_empty_weights_launches_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer", "words"),
+    ("layer", "message"),
     [
         (Layer(64, 64, 5, 0, False, 64), "blocks of 5 columns"),
         (Layer(64, 64, 8, 8, False, 96), "phase 8"),
@@ -74,8 +74,8 @@ def test_pack_of_empty_weights_launches_nothing() -> None:
         (Layer(0, 64, 8, 0, False, 96), "0 out-features"),
     ],
 )
-def test_make_plan_refuses_invalid_layers(layer: Layer, words: str) -> None:
-    with pytest.raises(LibraryError, match=words):
+def test_make_plan_refuses_invalid_layers(layer: Layer, message: str) -> None:
+    with pytest.raises(LibraryError, match=message):
         native.make_plan(layer, [(1, "split:2x64/1x1/1")])
 
 

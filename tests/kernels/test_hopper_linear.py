@@ -1,4 +1,4 @@
-"""A whole layer of the Hopper backend, without its kernels: what is handed over, by the operators that serve."""
+"""Linear operators of the Hopper backend on stand-in kernels: arguments, results, refusals, profiling."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BACKEND = Hopper()
 
 
 def integers(m: int, k: int, seed: int) -> Tensor:
-    """[m, k] of whole numbers up to 7, with one 7 in each row: FP8 codes are 64 times as large, and exact."""
+    """Return integers [m, k] up to 7, with a 7 in each row: their FP8 codes are 64 times as large, and exact."""
     x = torch.randint(-7, 8, (m, k), generator=torch.Generator().manual_seed(seed)).float()
     x[:, 0] = 7
     return x
@@ -35,32 +35,32 @@ def integers(m: int, k: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [INT8, FP8])
 @pytest.mark.parametrize("phase", [0, 3])
 def test_linear_equals_reference(standing_in: StandIn, dtype: torch.dtype, phase: int) -> None:
-    """One call equals two steps, for every type of input, output and bias, also for rows with gaps."""
+    """One call equals two steps for every type of input, output and bias, also with gaps between rows."""
     n, k, pattern = 70, 150, SlidePattern(8)
     generator = torch.Generator().manual_seed(1)
     weight = prune(torch.randint(-8, 9, (n, k), generator=generator).float(), pattern, phase=phase).to(dtype)
     spec = LayerSpec(n, k, pattern, phase, dtype, torch.bfloat16)
     packed, scale_w = BACKEND.pack(spec, weight), torch.rand(n, 1, generator=generator)
     columns = spec.columns(BACKEND.alignment)
-    assert columns % 128 == 0  # what TMA reads at a time
+    assert columns % 128 == 0  # bytes that TMA reads at a time
     windows = (spec.layout.length, phase, dtype, columns)
     for m in (1, 3, 40):
         wide = integers(m, k + 10, m)
         for source in (torch.bfloat16, torch.float16, torch.float32):
             for x in (wide[:, :k].to(source), wide.to(source)[:, 4 : k + 4], wide[:, :k].to(source).t().t()):
-                plain, scale_x = reference.quant_slide(x, SlidePattern(4).layout(k), dtype, "cuda")
-                sums = reference.matmul(plain[:, :k], weight)
+                quantized, scale_x = reference.quant_slide(x, SlidePattern(4).layout(k), dtype, "cuda")
+                sums = reference.matmul(quantized[:, :k], weight)
                 for out in (torch.bfloat16, torch.float16):
                     for bias in (None, torch.randn(n).to(out), torch.randn(n)):
-                        found = OURS.linear(x, packed, scale_w, bias, *windows, out, "hopper")
+                        actual = OURS.linear(x, packed, scale_w, bias, *windows, out, "hopper")
                         expected = reference.dequant_bias(sums, scale_x, scale_w, bias, out, "cuda")
-                        assert torch.equal(found, expected)
+                        assert torch.equal(actual, expected)
                         q, scale = BACKEND.quantize(x, *windows)
                         assert torch.equal(
                             OURS.scaled_matmul(q, scale, packed, scale_w, bias, out, "hopper"), expected
                         )
     assert standing_in.layers == 3 * 3 * 3 * 2 * 3
-    # one plan of the layer, one of its product and one of its quantization, for all numbers of tokens and types
+    # one plan each of layer, product and quantization, for all numbers of tokens and types
     assert len(standing_in.served) == 3
 
 
@@ -72,16 +72,14 @@ def test_noncontiguous_columns_are_copied(standing_in: StandIn) -> None:
 
 
 def identity() -> tuple[Tensor, Tensor]:
-    """A packed weight [64, 64] that multiplies by 1, and its scales."""
+    """Return a packed identity matrix [64, 64] and its scales."""
     spec = LayerSpec(64, 64, TWO_FOUR, 0, INT8, torch.bfloat16)
     return BACKEND.pack(spec, torch.eye(64, dtype=INT8)), torch.ones(64, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_fused_norms_and_activations_equal_reference(standing_in: StandIn, dtype: torch.dtype) -> None:
-    """The test also has rows with gaps; it checks what the call is told to compute first, and where the sum
-    goes.
-    """
+    """The producer of the call is checked, and the tensor of its sum, also with gaps between rows."""
     of_layer = (*identity(), None, 4, 0, INT8, 128, dtype, "hopper")
     generator = torch.Generator().manual_seed(0)
     for m in (1, 5, 40):
@@ -94,8 +92,8 @@ def test_fused_norms_and_activations_equal_reference(standing_in: StandIn, dtype
                 (OURS.silu_mul_linear(wide[:, :128], *of_layer), reference.silu_mul(wide[:, :128])),
                 (OURS.add_rms_norm_linear(x, residual, norm, 1e-5, *of_layer)[0], normed),
             )
-            for found, before in cases:
-                assert torch.equal(found, OURS.linear(before, *of_layer))
+            for actual, expected_input in cases:
+                assert torch.equal(actual, OURS.linear(expected_input, *of_layer))
             assert torch.equal(OURS.add_rms_norm_linear(x, residual, norm, 1e-5, *of_layer)[1], total)
             last = standing_in.quantizations[-1]
             assert (last["stride"], last["residual_stride"]) == (x.stride(0), residual.stride(0))
@@ -105,7 +103,7 @@ def test_fused_norms_and_activations_equal_reference(standing_in: StandIn, dtype
 def test_fused_operators_refuse_mismatched_arguments(standing_in: StandIn) -> None:
     of_layer = (*identity(), None, 4, 0, INT8, 128, torch.bfloat16, "hopper")
     x = torch.ones(2, 64, dtype=torch.bfloat16)
-    for words, operator, arguments in (
+    for message, operator, arguments in (
         (r"norm's weight .* \(63,\)", OURS.rms_norm_linear, (x, x[0, :63], 1e-5)),
         (r"norm's weight is torch\.float32", OURS.rms_norm_linear, (x, x[0].float(), 1e-5)),
         (
@@ -122,7 +120,7 @@ def test_fused_operators_refuse_mismatched_arguments(standing_in: StandIn) -> No
         ),
         ("x .* 127", OURS.silu_mul_linear, (torch.ones(2, 127).bfloat16(),)),
     ):
-        with pytest.raises(LibraryError, match=words):
+        with pytest.raises(LibraryError, match=message):
             operator(*arguments, *of_layer)
     total = torch.empty(64, 2, dtype=x.dtype).t()
     with pytest.raises(LibraryError, match=r"sum .* strides \(1, 2\)"):
@@ -142,15 +140,15 @@ def test_linear_refuses_invalid_arguments(standing_in: StandIn) -> None:
         BACKEND.quantize(x, 4, 0, torch.int16, 64)
     q, scale_x = BACKEND.quantize(x, 4, 0, INT8, 64)
     wide = torch.ones(128)
-    for bias, scale, words in (
+    for bias, scale, message in (
         (wide[::2], ones, r"bias .* strides \(2,\)"),
         (wide[:5], ones, r"bias .* \(5,\)"),
         (wide[:64].double(), ones, r"bias is torch\.float64"),
         (None, wide[::2, None], r"scale_w .* strides \(2, 1\)"),
     ):
-        with pytest.raises(LibraryError, match=words):
+        with pytest.raises(LibraryError, match=message):
             BACKEND.linear(spec, x, packed, scale, bias)
-        with pytest.raises(LibraryError, match=words):
+        with pytest.raises(LibraryError, match=message):
             BACKEND.scaled_matmul(q, scale_x, packed, scale, bias, torch.bfloat16)
     standing_in.error = b"the kernels' words"
     with pytest.raises(LibraryError, match="the kernels' words"):
@@ -162,12 +160,12 @@ def test_linear_refuses_invalid_arguments(standing_in: StandIn) -> None:
 def test_linear_of_no_tokens_launches_nothing(standing_in: StandIn) -> None:
     packed, ones = identity()
     x = torch.zeros(0, 64, dtype=torch.bfloat16)
-    found = ops.linear(x, packed, ones, None, 4, 0, INT8, 128, "hopper")
-    assert (found.shape, found.dtype, standing_in.layers) == ((0, 64), torch.bfloat16, 0)
+    output = ops.linear(x, packed, ones, None, 4, 0, INT8, 128, "hopper")
+    assert (output.shape, output.dtype, standing_in.layers) == ((0, 64), torch.bfloat16, 0)
 
 
 def test_threads_share_one_plan(standing_in: StandIn) -> None:
-    """The operator is made once, and its calls keep no state."""
+    """The plan is created once, and calls keep no state."""
     packed, ones = identity()
 
     def many(seed: int) -> bool:
@@ -191,10 +189,10 @@ def test_profiling_times_the_stages_separately(standing_in: StandIn) -> None:
     packed, ones = identity()
     x = integers(5, 64, 0).to(torch.bfloat16)
     arguments = (x, packed, ones, None, 4, 0, INT8, 128, "hopper")
-    whole = ops.linear(*arguments)
+    expected = ops.linear(*arguments)
     profiler = profiling.enable()
     try:
-        assert torch.equal(ops.linear(*arguments), whole)
+        assert torch.equal(ops.linear(*arguments), expected)
         profiler.collect()
         ((key, entry),) = profiler.times.entries.items()
     finally:

@@ -1,4 +1,4 @@
-"""Whole layers by C++ without Python: csrc/hopper/operators.cpp, compiled for the CPU, over a stand-in library."""
+"""Operators in C++ without Python: csrc/hopper/operators.cpp, compiled for the CPU, on a stand-in library."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytest_plugins = ("hopper_fixtures",)
 SPACE = "slidesparse_native"
 N, K, PATTERN = 70, 150, SlidePattern(8)
 BACKEND = Hopper()
-# The kernels' library, whose functions call Python's.
+# The kernel library, whose functions call back into Python.
 KERNELS = """
 #include "interface.cuh"
 using Linear = decltype(&slidesparse_hopper_linear);
@@ -75,14 +75,14 @@ ARGUMENTS = {
 
 
 def callback(name: str, function: Callable[..., Any]) -> Any:
-    """``function`` as a C function with the types of ``name``."""
+    """Return ``function`` as a C function with the types of ``name``."""
     result, *arguments = native.FUNCTIONS[name]
     kind = ctypes.CFUNCTYPE(ctypes.c_void_p if result is ctypes.c_char_p else result, *arguments)
     return kind(function)
 
 
 class Operators:
-    """The operators of a namespace by C++, over a stand-in, with a count of the calls that reached Python."""
+    """C++ operators of a namespace on a stand-in library, with a count of the calls that reached Python."""
 
     def __init__(self, folder: Path) -> None:
         self.standing_in, self.in_python = StandIn(), 0
@@ -90,15 +90,17 @@ class Operators:
         self._library = torch.library.Library(SPACE, "DEF")
         for name, arguments in ARGUMENTS.items():
             outputs = "(Tensor, Tensor)" if name.startswith("add") else "Tensor"
-            for one in (name, name + operators.PYTHON_SUFFIX):
-                self._library.define(f"{one}({arguments}, {ops.LAYER}) -> {outputs}")
+            for variant in (name, name + operators.PYTHON_SUFFIX):
+                self._library.define(f"{variant}({arguments}, {ops.LAYER}) -> {outputs}")
             python = operators.record_errors(self._by_python(name))
             self._library.impl(name + operators.PYTHON_SUFFIX, python, "CPU")
         kernels = folder / "kernels.so"
         self._kernels = ctypes.CDLL(str(kernels))
         self._callbacks = [
             callback("find", lambda *layer: self.standing_in.slidesparse_hopper_find(*layer)),
-            callback("scratch_bytes", lambda *one: self.standing_in.slidesparse_hopper_scratch_bytes(*one)),
+            callback(
+                "scratch_bytes", lambda *sizes: self.standing_in.slidesparse_hopper_scratch_bytes(*sizes)
+            ),
             callback("linear", self._linear),
         ]
         self._kernels.stand_in(*self._callbacks)
@@ -137,15 +139,15 @@ class Operators:
 
 @pytest.fixture(scope="module")
 def native_operators(tmp_path_factory: pytest.TempPathFactory) -> Operators:
-    """Compile the operators once per module, as C++ implements operators as long as the process lives."""
+    """Compile the operators once per module, as operators of C++ stay registered until the process ends."""
     folder, hopper = tmp_path_factory.mktemp("operators"), sources_folder() / "hopper"
     begin = [*compiler(), *FLAGS, "-Wall", "-Wextra", "-Werror", f"-I{hopper}"]
     (folder / "kernels.cpp").write_text(KERNELS)
     compile_with([*begin, str(folder / "kernels.cpp"), "-o", str(folder / "kernels.so")])
     root = Path(torch.__file__).parent
-    words = [*begin, f"-DSLIDESPARSE_NAMESPACE={SPACE}", "-DSLIDESPARSE_KEY=CPU"]
-    words += ["-isystem", str(root / "include"), str(hopper / "operators.cpp"), "-o"]
-    compile_with([*words, str(folder / "operators.so"), f"-L{root / 'lib'}", "-ltorch_cpu"])
+    command = [*begin, f"-DSLIDESPARSE_NAMESPACE={SPACE}", "-DSLIDESPARSE_KEY=CPU"]
+    command += ["-isystem", str(root / "include"), str(hopper / "operators.cpp"), "-o"]
+    compile_with([*command, str(folder / "operators.so"), f"-L{root / 'lib'}", "-ltorch_cpu"])
     return Operators(folder)
 
 
@@ -153,14 +155,14 @@ def native_operators(tmp_path_factory: pytest.TempPathFactory) -> Operators:
 def layers(
     native_operators: Operators, standing_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Operators]:
-    """The operators over a stand-in of this test, which Python uses as well."""
+    """Return the operators on a stand-in library of this test, which Python uses as well."""
     monkeypatch.setattr(operators, "_native", native_operators.native)
     native_operators.standing_in, native_operators.in_python = standing_in, 0
     return native_operators
 
 
 class PackedLayer:
-    """A packed layer and what an operator wants of it."""
+    """A packed layer and its arguments of an operator."""
 
     def __init__(self, dtype: torch.dtype = INT8, out: torch.dtype = torch.bfloat16, phase: int = 0) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -179,48 +181,46 @@ def tokens(m: int, k: int = K, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def cases(m: int, dtype: torch.dtype = torch.bfloat16) -> list[tuple[str, tuple[Any, ...]]]:
-    """Operators and what comes before the layer's arguments; rows with gaps among them."""
-    x, both, norm = tokens(m, K, dtype), tokens(m, 2 * K, dtype), tokens(1, K, dtype)[0]
+    """Return names of operators and their arguments before those of the layer; some have gaps between rows."""
+    x, gate_up, norm = tokens(m, K, dtype), tokens(m, 2 * K, dtype), tokens(1, K, dtype)[0]
     return [
         ("linear", (x,)),
-        ("linear", (both[:, 7 : 7 + K],)),
+        ("linear", (gate_up[:, 7 : 7 + K],)),
         ("rms_norm_linear", (x, norm, 1e-5)),
         ("rms_norm_linear", (x, norm, 1e-3)),
-        ("add_rms_norm_linear", (x, both[:, :K], norm, 1e-5)),
-        ("silu_mul_linear", (both,)),
+        ("add_rms_norm_linear", (x, gate_up[:, :K], norm, 1e-5)),
+        ("silu_mul_linear", (gate_up,)),
     ]
 
 
-def outputs_of(found: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    return found if isinstance(found, tuple) else (found,)
+def outputs_of(result: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
 
 
 @pytest.mark.parametrize("dtype", [INT8, FP8])
 def test_planned_layers_run_without_python(layers: Operators, dtype: torch.dtype) -> None:
-    """This holds for every operator, with a bias and without, all types that layers have, and any number of
-    tokens.
-    """
+    """Every operator is covered, with and without bias, with all types of layers and any number of tokens."""
     for source, out in (
         (torch.bfloat16, torch.bfloat16),
         (torch.float16, torch.float16),
         (torch.float32, torch.float16),
     ):
         layer = PackedLayer(dtype, out, phase=3)
-        layers.linear(tokens(2), *layer.of())  # in Python, which makes the plan
+        layers.linear(tokens(2), *layer.of())  # Python makes the plan
         for m in (1, 3, 40, 130):
             for bias in (None, torch.randn(N).to(out), torch.randn(N)):
                 for name, before in cases(m, source):
                     layers.in_python = 0
-                    found = outputs_of(getattr(layers, name)(*before, *layer.of(bias)))
+                    actual = outputs_of(getattr(layers, name)(*before, *layer.of(bias)))
                     assert layers.in_python == 0
-                    wanted = outputs_of(getattr(layers, name + "_by_python")(*before, *layer.of(bias)))
-                    for one, other in zip(found, wanted, strict=True):
-                        assert bool(one.any())
-                        assert torch.equal(one, other)
-                        assert (one.dtype, one.shape, one.stride()) == (
-                            other.dtype,
-                            other.shape,
-                            other.stride(),
+                    expected = outputs_of(getattr(layers, name + "_by_python")(*before, *layer.of(bias)))
+                    for output, reference in zip(actual, expected, strict=True):
+                        assert bool(output.any())
+                        assert torch.equal(output, reference)
+                        assert (output.dtype, output.shape, output.stride()) == (
+                            reference.dtype,
+                            reference.shape,
+                            reference.stride(),
                         )
 
 
@@ -231,13 +231,13 @@ def test_python_plans_each_distinct_layer_once(layers: Operators) -> None:
             layers.linear(tokens(40), *layer.of())
             assert layers.in_python == expected
     layers.in_python = 0
-    # types of outputs and biases do not count
+    # types of outputs and biases need no other plan
     layers.linear(tokens(40), *PackedLayer(out=torch.float16).of(torch.randn(N)))
     assert layers.in_python == 0
 
 
 def test_unsupported_arguments_go_to_python(layers: Operators) -> None:
-    """No tokens and strided columns are computed by Python, and invalid arguments get its error messages."""
+    """Python computes products of no tokens or strided columns, and raises the errors of invalid arguments."""
     layer, x, norm = PackedLayer(), tokens(5), tokens(1)[0]
     layers.linear(x, *layer.of())
     expected = layers.linear(x, *layer.of())
@@ -246,7 +246,7 @@ def test_unsupported_arguments_go_to_python(layers: Operators) -> None:
     assert layers.linear(x[:0], *layer.of()).shape == (0, N)
     assert layers.in_python == 2
     after, wide = layer.after, torch.rand(2 * N)
-    wrong: list[tuple[str, tuple[Any, ...], str]] = [
+    invalid: list[tuple[str, tuple[Any, ...], str]] = [
         ("linear", (x, layer.packed[:-5120], layer.scale_w, None, *after), "packed weight"),
         ("linear", (x, layer.packed, wide[::2, None], None, *after), "scale_w .* strides"),
         ("linear", (x, layer.packed, layer.scale_w.double(), None, *after), "scale_w is torch.float64"),
@@ -261,8 +261,8 @@ def test_unsupported_arguments_go_to_python(layers: Operators) -> None:
         ("add_rms_norm_linear", (x, x[:4], norm, 1e-5, *layer.of()), "residual is torch.bfloat16"),
         ("silu_mul_linear", (tokens(5, 2 * K - 1), *layer.of()), "299"),
     ]
-    for name, arguments, words in wrong:
-        with pytest.raises(RuntimeError, match=words):
+    for name, arguments, message in invalid:
+        with pytest.raises(RuntimeError, match=message):
             getattr(layers, name)(*arguments)
     layers.standing_in.error = b"the kernels refused"
     with pytest.raises(RuntimeError, match="the kernels refused"):
@@ -272,7 +272,7 @@ def test_unsupported_arguments_go_to_python(layers: Operators) -> None:
 
 
 def test_torch_errors_keep_their_messages(layers: Operators, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python repeats a call that failed in torch, such as for want of memory, as C++ gets no message."""
+    """Python repeats a call that failed in torch, such as out of memory, as C++ gets no message."""
     layer, x = PackedLayer(), tokens(5)
     expected = [layers.linear(x, *layer.of()) for _ in range(2)][1]
     with monkeypatch.context() as patch:
@@ -304,21 +304,21 @@ def test_profiling_runs_every_layer_in_python(layers: Operators) -> None:
 
 
 def test_operators_leak_no_tensors(layers: Operators) -> None:
-    """Arguments and outputs are freed, of calls that C++ runs and of those that go on to Python."""
+    """Arguments and outputs are freed, both of calls in C++ and of calls that go on to Python."""
     layer = PackedLayer()
     for _ in range(2):
         for number in range(len(cases(40))):
             name, before = cases(40)[number]
             bias = torch.randn(N)
-            found = outputs_of(getattr(layers, name)(*before, *layer.of(bias)))
-            tensors = [argument for argument in (*before, bias, *found) if isinstance(argument, Tensor)]
+            outputs = outputs_of(getattr(layers, name)(*before, *layer.of(bias)))
+            tensors = [argument for argument in (*before, bias, *outputs) if isinstance(argument, Tensor)]
             storages = [tensor.untyped_storage() for tensor in tensors]
-            del found, before, bias, tensors
+            del outputs, before, bias, tensors
             assert [torch._C._storage_Use_Count(storage._cdata) for storage in storages] == [1] * len(
                 storages
             )
         profiling.disable()
-        layers.native.slidesparse_operators_enable(0)  # the second time all go on
+        layers.native.slidesparse_operators_enable(0)  # the second time all calls go on
     layers.native.slidesparse_operators_enable(1)
 
 
@@ -345,7 +345,7 @@ def test_python_operators_stay_without_new_torch_or_compiler(
 
 def test_kernels_of_another_version_are_refused(native_operators: Operators, tmp_path: Path) -> None:
     (tmp_path / "kernels.cpp").write_text("int nothing;")
-    words = [*compiler(), *FLAGS, str(tmp_path / "kernels.cpp"), "-o"]
-    compile_with([*words, str(tmp_path / "kernels.so")])
+    command = [*compiler(), *FLAGS, str(tmp_path / "kernels.cpp"), "-o"]
+    compile_with([*command, str(tmp_path / "kernels.so")])
     with pytest.raises(LibraryError, match="not of this version"):
         operators.load(Path(native_operators.native._name), tmp_path / "kernels.so")

@@ -1,6 +1,6 @@
 """Sliding and packing for the Hopper kernels, against `hopper_format.pack`: bit for bit, on a CPU and on a GPU.
 
-On a CPU the kernel's own source runs, csrc/hopper/pack.cuh compiled by a C++ compiler, one thread after another.
+On a CPU, csrc/hopper/pack.cuh is compiled by a C++ compiler and runs one thread after another.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from slidesparse.quantize import FP8, INT8
 from slidesparse.slide import slide
 
 DTYPES = pytest.mark.parametrize("dtype", [INT8, FP8])
-# pattern, N, K, phase: whole strips and blocks, tails of both, one element, phases
+# pattern, N, K, phase: full strips and blocks, tails of both, one element, phases
 GEOMETRIES = [
     ("2:4", 64, 128, 0),
     ("2:4", 65, 132, 0),
@@ -47,7 +47,7 @@ GEOMETRIES = [
 ]
 LARGE = [("6:8", 4608, 3584, 0), ("2:4", 1000, 18944, 0), ("4:6", 3584, 3585, 1)]
 
-# What CUDA has and a C++ compiler does not, and the launch.
+# CUDA features that a C++ compiler lacks, and the launch.
 AROUND = """
 #define __global__
 #define __device__
@@ -91,15 +91,15 @@ PACKERS = ("pack_bytes", "pack")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("pack")
     (folder / "around.cpp").write_text(AROUND)
-    words = [*compiler(), *FLAGS, "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-    words += [f"-I{sources_folder() / 'hopper'}", str(folder / "around.cpp")]
-    compile_with([*words, "-o", str(folder / "pack.so")])
+    command = [*compiler(), *FLAGS, "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+    command += [f"-I{sources_folder() / 'hopper'}", str(folder / "around.cpp")]
+    compile_with([*command, "-o", str(folder / "pack.so")])
     return ctypes.CDLL(str(folder / "pack.so"))
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """The device of weights; those on the CPU are packed by the kernel as the C++ compiler has it."""
+    """Return the device of weights; on the CPU, the kernel of the C++ compiler packs them."""
     if request.param == "cuda":
         require_hopper()
         yield torch.device("cuda", 0)
@@ -115,16 +115,16 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 
 def packed_by_torch(weight: Tensor, pattern: SlidePattern, phase: int) -> Tensor:
-    """Pack by torch, with +0.0 for -0.0."""
+    """Pack by torch, with -0.0 replaced by +0.0."""
     windows = slide(weight, pattern, phase)
     return hopper_format.pack(torch.where(is_zero(windows), 0, raw(windows)).view(windows.dtype))
 
 
 def check(weight: Tensor, pattern: SlidePattern, phase: int, device: torch.device) -> None:
     layout = pattern.layout(weight.shape[1], phase)
-    found, broken = pack_by_kernel(weight.to(device), layout)
+    packed, broken = pack_by_kernel(weight.to(device), layout)
     assert broken == 0
-    assert_same_bits(found.cpu(), packed_by_torch(weight, pattern, phase))
+    assert_same_bits(packed.cpu(), packed_by_torch(weight, pattern, phase))
 
 
 @DTYPES
@@ -143,7 +143,7 @@ def test_pack_kernel_equals_reference(
 def test_pack_kernel_keeps_dense_blocks(
     device: torch.device, n: int, k: int, share: float, dtype: torch.dtype
 ) -> None:
-    """Blocks that can be 2:4 are, the others keep every weight; nothing else is written."""
+    """Blocks that obey 2:4 are packed so, the others keep every weight; nothing else is written."""
     generator = torch.Generator().manual_seed(n + k)
     weight = torch.randint(-100, 100, (n, k), generator=generator, dtype=torch.int8)
     weight[weight == -128] = 0
@@ -155,10 +155,10 @@ def test_pack_kernel_keeps_dense_blocks(
     dense = dense_blocks(codes)
     if share == 0.0 and k > 4:
         assert bool(dense.all())
-    found, broken = pack_by_kernel(codes.to(device), TWO_FOUR.layout(k), dense.to(device))
+    packed, broken = pack_by_kernel(codes.to(device), TWO_FOUR.layout(k), dense.to(device))
     assert broken == 0
-    assert_same_bits(found.cpu(), hopper_format.pack_mixed(codes, dense))
-    assert_same_bits(hopper_format.unpack(found.cpu(), n, k, dtype), codes)
+    assert_same_bits(packed.cpu(), hopper_format.pack_mixed(codes, dense))
+    assert_same_bits(hopper_format.unpack(packed.cpu(), n, k, dtype), codes)
 
 
 @given(cases(dtypes=(INT8, FP8)))
@@ -180,11 +180,11 @@ def test_pack_kernel_equals_reference_at_model_sizes(
 
 @DTYPES
 def test_pack_kernel_handles_every_2_4_mask(device: torch.device, dtype: torch.dtype) -> None:
-    """Each mask is at every place of a block, and nothing is written around it."""
-    ways = torch.tensor([kept for kept in product((0, 1), repeat=4) if sum(kept) <= 2], dtype=torch.int8)
-    order = torch.arange(64 * 64) * 7 % len(ways)  # 7 and 11 have no common divisor
+    """Each mask occurs at every place of a block, and nothing is written around the output."""
+    masks = torch.tensor([mask for mask in product((0, 1), repeat=4) if sum(mask) <= 2], dtype=torch.int8)
+    order = torch.arange(64 * 64) * 7 % len(masks)  # 7 and 11 have no common divisor
     values = torch.randint(1, 127, (64, 256), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
-    weight = (ways[order].reshape(64, 256) * values).view(dtype).to(device)
+    weight = (masks[order].reshape(64, 256) * values).view(dtype).to(device)
     size = hopper_format.packed_bytes(64, 256)
     packed = torch.full((size + 32,), 0x55, dtype=torch.uint8, device=device)
     broken = torch.zeros(3, dtype=torch.int32, device=device)
@@ -217,16 +217,16 @@ def test_pack_kernel_reads_strided_weights(device: torch.device) -> None:
     wide, tall = torch.ones(70, 333, dtype=INT8, device=device), weight.t().contiguous()
     wide[:, 7:207] = weight
     for strided in (wide[:, 7:207], tall.t()):
-        found, broken = pack_by_kernel(strided, pattern.layout(200))
+        packed, broken = pack_by_kernel(strided, pattern.layout(200))
         assert broken == 0
-        assert_same_bits(found.cpu(), expected)
+        assert_same_bits(packed.cpu(), expected)
 
 
 def test_pack_handles_empty_and_refuses_other_dtypes(device: torch.device) -> None:
     for n, k in ((0, 64), (3, 0)):
         weight = torch.zeros(n, k, dtype=INT8, device=device)
-        found, broken = pack_by_kernel(weight, SlidePattern(8).layout(k))
-        assert (found.numel(), broken) == (0, 0)
+        packed, broken = pack_by_kernel(weight, SlidePattern(8).layout(k))
+        assert (packed.numel(), broken) == (0, 0)
     for dtype in (torch.int16, torch.bfloat16):
         spec = LayerSpec(64, 64, SlidePattern(8), 0, dtype, torch.bfloat16)
         with pytest.raises(LibraryError, match=str(dtype)):

@@ -1,4 +1,4 @@
-"""`slidesparse.kernels.launch`: a compiled kernel is launched again only for arguments of the kind it was made for."""
+"""`slidesparse.kernels.launch`: a compiled kernel is reused only for arguments of the kinds it was compiled for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Compiled:
 
 
 class Kernel:
-    """A kernel like Triton's: it compiles at a launch and returns what it compiled."""
+    """A fake Triton kernel, which compiles at a launch and returns the compiled kernel."""
 
     def __init__(self, interpreted: bool = False) -> None:
         self.calls: list[Any] = []
@@ -38,7 +38,7 @@ class Kernel:
 
 
 def flat(dtype: torch.dtype = torch.int8, offset: int = 0) -> torch.Tensor:
-    """A tensor ``offset`` bytes behind an address that is a multiple of 16."""
+    """Return a tensor ``offset`` bytes after an address that is a multiple of 16."""
     memory = torch.zeros(96, dtype=torch.int8)
     start = -memory.data_ptr() % 16 + offset
     return memory[start : start + 64].view(dtype)
@@ -49,18 +49,18 @@ def test_second_launch_passes_all_arguments_in_order() -> None:
     launch = Launcher(kernel)
     launch(GRID, (x, None), (32, 7), CONSTANTS, 4)
     launch((5, 1, 1), (x, None), (48, 9), CONSTANTS, 4)
-    first, again = kernel.calls
+    first, second = kernel.calls
     assert first == (
         "first",
         GRID,
         (x, None, 32, 7),
         {**CONSTANTS, "num_warps": 4, "enable_fp_fusion": False},
     )
-    assert again == ("again", (5, 1, 1), (x, None, 48, 9, 64, 16))
+    assert second == ("again", (5, 1, 1), (x, None, 48, 9, 64, 16))
 
 
 @pytest.mark.parametrize(
-    "other",
+    "changes",
     [
         {"tensors": (flat(dtype=torch.int16), None)},
         {"tensors": (flat(offset=8), None)},
@@ -73,7 +73,7 @@ def test_second_launch_passes_all_arguments_in_order() -> None:
     ],
     ids=str,
 )
-def test_launcher_compiles_for_new_kinds_of_arguments(other: dict[str, Any]) -> None:
+def test_launcher_compiles_for_new_kinds_of_arguments(changes: dict[str, Any]) -> None:
     kernel = Kernel()
     launch = Launcher(kernel)
     usual: dict[str, Any] = {
@@ -82,7 +82,7 @@ def test_launcher_compiles_for_new_kinds_of_arguments(other: dict[str, Any]) -> 
         "constants": CONSTANTS,
         "warps": 4,
     }
-    for arguments in (usual, usual | other, usual, usual | other):
+    for arguments in (usual, usual | changes, usual, usual | changes):
         launch(GRID, **arguments)
     assert [call[0] for call in kernel.calls] == ["first", "first", "again", "again"]
 
@@ -96,7 +96,7 @@ def test_launcher_caches_nothing_when_interpreted() -> None:
 
 
 def test_launchers_pass_kernel_parameters_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiled kernel takes them by place, compile-time ones last."""
+    """A compiled kernel takes parameters by position, with compile-time ones last."""
     pytest.importorskip("triton")
     from slidesparse.kernels import (
         common,
@@ -104,11 +104,11 @@ def test_launchers_pass_kernel_parameters_in_order(monkeypatch: pytest.MonkeyPat
         quant_slide,
     )
 
-    seen: dict[str, list[Any]] = {}
+    parameters: dict[str, list[Any]] = {}
 
     def note(name: str) -> Any:
         def launch(grid: Any, tensors: Any, numbers: Any, constants: dict[str, Any], warps: int) -> None:
-            seen[name] = [len(tensors) + len(numbers), list(constants)]
+            parameters[name] = [len(tensors) + len(numbers), list(constants)]
 
         return launch
 
@@ -124,6 +124,6 @@ def test_launchers_pass_kernel_parameters_in_order(monkeypatch: pytest.MonkeyPat
     }
     for name, kernel in kernels.items():
         names = list(inspect.signature(kernel.fn).parameters)
-        ahead, constants = seen[name]
+        ahead, constants = parameters[name]
         assert names[ahead:] == constants
-        assert all(one.isupper() for one in constants)
+        assert all(constant.isupper() for constant in constants)

@@ -23,11 +23,11 @@ from slidesparse.quantize import FP8, INT8
 from slidesparse.slide import nonzero, obeys, slide, violations
 
 DTYPES = (INT8, FP8)
-SMALL = Config(4, 8, 1)  # several programs along and across even for the small weights of these tests
+SMALL = Config(4, 8, 1)  # several programs in both dimensions even for the small weights of these tests
 NAN_CODES, NEGATIVE_ZERO, GUARD = (0x7F, -1), -128, 0x55
-PADDING = 28  # columns of out beyond K'
+PADDING = 28  # padding columns of out after K'
 
-# block length, K, phase: whole blocks, tails, odd and even K, odd and even phases, one block, padding alone
+# block length, K, phase: full blocks, tails, odd and even K and phases, one block, only padding
 GEOMETRIES = [
     (4, 32, 0),
     (4, 33, 3),
@@ -46,7 +46,7 @@ GEOMETRIES = [
     (34, 100, 33),
     (34, 102, 0),
     (64, 200, 10),
-    (66, 134, 0),  # walked in a loop that is not unrolled
+    (66, 134, 0),  # processed in a loop that is not unrolled
     (68, 139, 4),
 ]
 LARGE = [
@@ -61,15 +61,15 @@ LARGE = [
 
 
 def random_codes(n: int, k: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """[n, k] of every code; zeros, and in FP8 -0.0 and both NaNs, more often than chance has them."""
+    """Return random codes [n, k], in which zeros, -0.0 and NaNs are frequent."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(-128, 128, (n, k), generator=generator, dtype=torch.int16).to(torch.int8)
     kind = torch.randint(0, 12, (n, k), generator=generator)
     codes[kind == 0] = 0
     if dtype == FP8:
         codes[kind == 1] = NEGATIVE_ZERO
-        for which, nan in enumerate(NAN_CODES, 2):
-            codes[kind == which] = nan
+        for number, nan in enumerate(NAN_CODES, 2):
+            codes[kind == number] = nan
     return codes.view(dtype)
 
 
@@ -78,7 +78,7 @@ def bytes_of(shape: tuple[int, ...], value: int, device: str | torch.device) -> 
 
 
 def gapped(w: Tensor, offset: int, gap: int) -> Tensor:
-    """``w`` as a view whose rows begin ``offset`` bytes into rows with ``gap`` more, which hold other values."""
+    """Return ``w`` as a view into wider rows, at ``offset`` bytes and followed by ``gap`` bytes of other values."""
     n, k = w.shape
     wide = bytes_of((n, offset + k + gap), GUARD, w.device)
     wide[:, offset : offset + k] = raw(w)
@@ -86,42 +86,42 @@ def gapped(w: Tensor, offset: int, gap: int) -> Tensor:
 
 
 def run_kernel(w: Tensor, layout: SlideLayout, launch: Config | None = None) -> tuple[Tensor, int]:
-    """(out [N, K'], broken blocks) of the kernel; checks that it zeroes its padding and writes nowhere else."""
+    """Return (out [N, K'], broken blocks); check that the kernel zeroes its padding and writes nowhere else."""
     from slidesparse.kernels.slide_weight import slide_weight
 
     buffer = bytes_of((w.shape[0] + 2, layout.slided + PADDING + 8), GUARD, w.device)
     inside = buffer[1:-1, 4:-4]
     broken = slide_weight(w, layout.length, layout.phase, inside.view(w.dtype), launch)
     assert (broken.shape, broken.dtype, broken.device) == ((1,), torch.int32, w.device)
-    found = inside.clone()
+    out = inside.clone()
     inside.fill_(GUARD)
     assert bool((buffer == GUARD).all())
-    assert not bool(found[:, layout.slided :].any())
-    return found[:, : layout.slided].view(w.dtype), int(broken)
+    assert not bool(out[:, layout.slided :].any())
+    return out[:, : layout.slided].view(w.dtype), int(broken)
 
 
 def normalised(w: Tensor) -> Tensor:
-    """``w`` with +0.0 for -0.0."""
+    """Return ``w`` with -0.0 replaced by +0.0."""
     return torch.where(is_zero(w), 0, raw(w)).view(w.dtype)
 
 
 def check_geometry(length: int, k: int, phase: int, dtype: torch.dtype, n: int, device: str) -> None:
-    """Weights that obey their pattern, however full, from aligned rows, odd ones and rows with gaps."""
+    """Check weights that obey their pattern, in aligned rows, unaligned rows and rows with gaps."""
     pattern = SlidePattern(length)
     weights = [prune(random_codes(n, k, dtype, 1), pattern, method, 2, phase) for method in METHODS]
     weights += [obeying(pattern, n, k, phase, dtype, fill, 3) for fill in FILLS]
     w = torch.cat([raw(some) for some in weights]).view(dtype).to(device)
     layout, expected = pattern.layout(k, phase), normalised(slide(w, pattern, phase))
     for source, launch in ((w, None), (gapped(w, 1, 2), None), (gapped(w, 2, 4), SMALL)):
-        before = raw(source).clone()
-        found, broken = run_kernel(source, layout, launch)
-        assert_same_bits(found, expected)
+        original = raw(source).clone()
+        slided, broken = run_kernel(source, layout, launch)
+        assert_same_bits(slided, expected)
         assert broken == 0
-        assert torch.equal(raw(source), before)
+        assert torch.equal(raw(source), original)
 
 
 def check_violations(length: int, k: int, phase: int, dtype: torch.dtype, n: int, device: str) -> None:
-    """Every block that breaks the pattern is counted, and the windows of the others are right."""
+    """Check the count of blocks that break the pattern, and the windows of the others."""
     pattern = SlidePattern(length)
     layout = pattern.layout(k, phase)
     w = random_codes(n, k, dtype, 4).to(device)
@@ -130,45 +130,45 @@ def check_violations(length: int, k: int, phase: int, dtype: torch.dtype, n: int
     intact = (padded.reshape(n, layout.blocks, length) * obeys[..., None]).reshape(n, -1)[
         :, phase : phase + k
     ]
-    found, broken = run_kernel(w, layout, SMALL)
+    slided, broken = run_kernel(w, layout, SMALL)
     total = violations(w, pattern, phase)
     assert broken == (total.total if total else 0) == int((~obeys).sum())
-    windows = raw(found).reshape(n, layout.blocks, -1) * obeys[..., None]
+    windows = raw(slided).reshape(n, layout.blocks, -1) * obeys[..., None]
     expected = normalised(slide(intact.contiguous().view(dtype), pattern, phase))
     assert_same_bits(windows.reshape(n, -1).view(dtype), expected)
 
 
 def check_whole_rows(dtype: torch.dtype, k: int, n: int, device: str) -> None:
-    """2_inf: one block as long as the row, with two zeros of its own."""
+    """Check 2_inf: one block as long as the row, with two zeros."""
     pattern = SlidePattern.parse("2_inf")
     w = random_codes(n, k, dtype, 5).to(device)
-    found, broken = run_kernel(w, pattern.layout(k))
-    assert_same_bits(found, normalised(slide(w, pattern)))
+    slided, broken = run_kernel(w, pattern.layout(k))
+    assert_same_bits(slided, normalised(slide(w, pattern)))
     assert broken == 0
 
 
 def check_negative_zeros(device: str) -> None:
-    """A row of -0.0 becomes zero bits, and no block of it breaks a pattern."""
+    """Check that a row of -0.0 becomes zero bits and breaks no pattern."""
     w = bytes_of((3, 40), NEGATIVE_ZERO, device).view(FP8)
     layout = SlidePattern(8).layout(40)
-    found, broken = run_kernel(w, layout)
-    assert (bool(raw(found).any()), broken) == (False, 0)
-    # In INT8 the same bits are -128, and every block is full.
-    found, broken = run_kernel(bytes_of((3, 40), NEGATIVE_ZERO, device), layout)
+    slided, broken = run_kernel(w, layout)
+    assert (bool(raw(slided).any()), broken) == (False, 0)
+    # The same bits in INT8 are -128, so every block is full.
+    slided, broken = run_kernel(bytes_of((3, 40), NEGATIVE_ZERO, device), layout)
     assert broken == 15
-    assert bool((found == NEGATIVE_ZERO).any())
+    assert bool((slided == NEGATIVE_ZERO).any())
 
 
 def check_nothing(device: str) -> None:
-    """No rows, or no columns: no block, and what out has is zero."""
+    """Check weights without rows or columns: no broken block, and any output is zero."""
     for n, k in ((0, 64), (3, 0), (0, 0)):
         for dtype in DTYPES:
-            found, broken = run_kernel(bytes_of((n, k), 0, device).view(dtype), SlidePattern(8).layout(k))
-            assert (found.shape, broken) == ((n, SlidePattern(8).layout(k).slided), 0)
+            slided, broken = run_kernel(bytes_of((n, k), 0, device).view(dtype), SlidePattern(8).layout(k))
+            assert (slided.shape, broken) == ((n, SlidePattern(8).layout(k).slided), 0)
 
 
 def check_refusals(device: str) -> None:
-    """The kernel refuses what it cannot take, and says what was found."""
+    """Check that the kernel refuses invalid arguments and names their values."""
     from slidesparse.kernels.slide_weight import slide_weight
 
     w, out = bytes_of((4, 16), 0, device), bytes_of((4, 32), 0, device)
@@ -188,13 +188,13 @@ def check_refusals(device: str) -> None:
             lambda: slide_weight(w, 8, 0, bytes_of((4, 26), 0, device)[:, :24]),
         ),
     ]
-    for error, words, call in refused:
-        with pytest.raises(error, match=words):
+    for error, message, call in refused:
+        with pytest.raises(error, match=message):
             call()
 
 
 def cases(large: bool) -> Iterator[tuple[str, Callable[[str], None]]]:
-    """(name, check), the check to be called with a device; ``large``: also sizes for a GPU."""
+    """Yield (name, check) pairs, where a check takes a device; ``large`` adds sizes for a GPU."""
     sizes = [(3, *geometry) for geometry in GEOMETRIES]
     if large:
         sizes += [(300, *geometry) for geometry in LARGE]
@@ -217,8 +217,8 @@ ON_GPU = dict(cases(large=True))
 
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_slide_weight_interpreted(name: str) -> None:
-    said = interpreter.run(__file__)[name]
-    assert said is None, said
+    failure = interpreter.run(__file__)[name]
+    assert failure is None, failure
 
 
 @pytest.mark.gpu
@@ -231,7 +231,7 @@ def test_slide_weight_on_gpu(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [2048, 2047])  # by pairs, by bytes
 def test_slide_weight_beyond_2_31_bytes(k: int) -> None:
-    """Offsets need 64 bits, in w as in out: the last rows lie beyond 2^31 bytes of both."""
+    """Offsets need 64 bits: the last rows of both w and out are beyond 2^31 bytes."""
     from slidesparse.kernels.slide_weight import slide_weight
 
     pattern, period, n = SlidePattern(8), 1024, 2**20 + 2**10 + 5
@@ -256,9 +256,9 @@ def test_slide_weight_beyond_2_31_bytes(k: int) -> None:
 def test_slide_weight_throughput() -> None:
     """The kernel slides 37888 x 3584 INT8 weights at 6:8 at 100 GB/s of source bytes or more.
 
-    The bound is no estimate of the kernel's speed, which another user of the GPU may halve. It tells a kernel
-    that moves 340 MB from one that lost its coalescing or whose lanes work one after another, and it is ten
-    times what sliding and compressing together must reach.
+    The bound does not estimate the kernel's speed, which another user of the GPU may halve. It detects a kernel
+    that lost its coalescing or whose lanes work one after another, and it is ten times the rate that sliding and
+    compressing together must reach.
     """
     from slidesparse.kernels.slide_weight import slide_weight
 

@@ -28,13 +28,13 @@ from slidesparse.quantize import FP8, INT8
 from slidesparse.tune.launches import candidates
 
 ROOT = Path(__file__).parents[2]
-SMALL = Config(16, 1, 1)  # several steps even for the short rows of these tests
+SMALL = Config(16, 1, 1)  # several steps even for short rows
 
 
 def check_quantization(
     pattern: str, k: int, phase: int, source: torch.dtype, dtype: torch.dtype, m: int, device: str
 ) -> None:
-    """Contiguous rows in one block, rows with a gap in several, against the reference on the CPU."""
+    """Compare contiguous rows in one block, and rows with a gap in several, with the reference on the CPU."""
     from slidesparse.kernels.quant_slide import quant_slide
 
     x = rows(m, k, source)
@@ -45,7 +45,7 @@ def check_quantization(
     wide[:, :2] = NAN
     gapped = wide[:, 2 : k + 2]
     on_device = x.to(device)
-    before = on_device.clone()
+    original = on_device.clone()
     launches = (None, SMALL) if k < 1000 else (None, Config(512, 1, 4), Config(8192, 1, 16))
     start = 7 if device == "cpu" else 0  # the interpreter is slow: only the special rows
     for launch, first, source_rows in zip(
@@ -53,11 +53,11 @@ def check_quantization(
     ):
         tokens, codes = source_rows[first:], (expected[0][first:], expected[1][first:])
         assert_same_codes(quant_slide(tokens, layout.length, phase, dtype, launch=launch), codes)
-    assert_same_bits(on_device, before)
+    assert_same_bits(on_device, original)
 
 
 def check_launches(kind: str, source: torch.dtype, target: torch.dtype, device: str) -> None:
-    """Every launch that tuning tries gives the bits of the reference."""
+    """Check that every launch that tuning tries gives the bits of the reference."""
     from slidesparse.kernels.dequant_bias import dequant_bias
     from slidesparse.kernels.quant_slide import quant_slide
 
@@ -67,53 +67,53 @@ def check_launches(kind: str, source: torch.dtype, target: torch.dtype, device: 
     scale_x, scale_w = torch.rand(m, 1, device=device), torch.rand(k, 1, device=device)
     tried = candidates(kind, launch_problem(source, target, layout.slided, k, m))
     assert len(tried) > 8
-    for how in tried:
+    for launch in tried:
         if kind == "dequant_bias":
-            found = dequant_bias(x, scale_x, scale_w, scale_w.view(-1), target, launch=how)
+            actual = dequant_bias(x, scale_x, scale_w, scale_w.view(-1), target, launch=launch)
             expected = reference.dequant_bias(x, scale_x, scale_w, scale_w.view(-1), target, "cuda")
-            assert_same_bits(found, expected)
+            assert_same_bits(actual, expected)
         else:
-            codes = quant_slide(x, layout.length, 0, target, launch=how)
+            codes = quant_slide(x, layout.length, 0, target, launch=launch)
             assert_same_codes(codes, reference.quant_slide(x.cpu(), layout, target))
 
 
 def neighbours(values: Tensor, reach: int) -> Tensor:
-    """float32 numbers up to ``reach`` ulps to either side."""
+    """Return the float32 numbers up to ``reach`` ulps to either side."""
     steps = torch.arange(-reach, reach + 1, dtype=torch.int32)
     return (values.float().view(torch.int32)[..., None] + steps).view(torch.float32)
 
 
 def positive_codes() -> Tensor:
-    """All finite non-negative E4M3 numbers, ascending."""
+    """Return all finite non-negative E4M3 numbers, ascending."""
     return torch.arange(127, dtype=torch.uint8).view(FP8).float()
 
 
 def check_every_bfloat16(dtype: torch.dtype, device: str) -> None:
-    """With a largest magnitude of 448 or 127 the scale is 1: a row then holds the codes of its own numbers."""
+    """With a largest magnitude of 448 or 127 the scale is 1, so that the values of a row are its codes."""
     from slidesparse.kernels.quant_slide import quant_slide
 
     largest = 448.0 if dtype == FP8 else 127.0
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    every = every[~(every.abs() > largest)].reshape(1, -1)  # NaN stays
-    found = quant_slide(every.to(device), 4, 0, dtype)
-    assert found[1].tolist() == [[1.0]]
-    assert_same_codes(found, reference.quant_slide(every, SlidePattern(4).layout(every.shape[1]), dtype))
+    every = every[~(every.abs() > largest)].reshape(1, -1)  # NaN is kept
+    quantized = quant_slide(every.to(device), 4, 0, dtype)
+    assert quantized[1].tolist() == [[1.0]]
+    assert_same_codes(quantized, reference.quant_slide(every, SlidePattern(4).layout(every.shape[1]), dtype))
 
 
 def check_ties(dtype: torch.dtype, device: str) -> None:
-    """float32 numbers around every tie of the codes."""
+    """Check float32 numbers around every tie of the codes."""
     from slidesparse.kernels.quant_slide import quant_slide
 
     codes = positive_codes() if dtype == FP8 else torch.arange(128.0)
     around = neighbours(torch.cat([(codes[1:] + codes[:-1]) / 2, codes[1:-1]]), 2).flatten()
     x = torch.cat([codes[-1:], around, -around, torch.tensor([0.0, -0.0, 1e-40, -1e-40])]).reshape(1, -1)
-    found = quant_slide(x.to(device), 4, 0, dtype)
-    assert found[1].tolist() == [[1.0]]
-    assert_same_codes(found, reference.quant_slide(x, SlidePattern(4).layout(x.shape[1]), dtype))
+    quantized = quant_slide(x.to(device), 4, 0, dtype)
+    assert quantized[1].tolist() == [[1.0]]
+    assert_same_codes(quantized, reference.quant_slide(x, SlidePattern(4).layout(x.shape[1]), dtype))
 
 
 def check_fp8_quotients(device: str) -> None:
-    """Numbers next to scale * tie, where the last bit of the quotient decides the code; any size of scale."""
+    """Check numbers next to scale * tie, where the quotient's last bit decides the code, for any size of scale."""
     from slidesparse.kernels.quant_slide import quant_slide
 
     generator = torch.Generator().manual_seed(1)
@@ -128,7 +128,7 @@ def check_fp8_quotients(device: str) -> None:
 
 
 def check_dequantization(source: torch.dtype, out_dtype: torch.dtype, m: int, n: int, device: str) -> None:
-    """With and without bias, contiguous accumulators and some with a gap, against the reference on that device."""
+    """Compare with the reference on the device, with and without bias, for contiguous and strided accumulators."""
     from slidesparse.kernels.dequant_bias import dequant_bias
 
     generator = torch.Generator().manual_seed(n)
@@ -141,14 +141,14 @@ def check_dequantization(source: torch.dtype, out_dtype: torch.dtype, m: int, n:
     for sums in (acc[:, :n].contiguous(), acc[:, :n]):
         for bias in (None, torch.randn(n, generator=generator).to(out_dtype).to(device) * 1000):
             for launch in (None, Config(32, 2, 1)):
-                found = dequant_bias(sums, scale_x, scale_w, bias, out_dtype, launch)
+                actual = dequant_bias(sums, scale_x, scale_w, bias, out_dtype, launch)
                 expected = reference.dequant_bias(sums, scale_x, scale_w, bias, out_dtype)
-                assert torch.equal(found.isnan(), expected.isnan())
-                assert_same_bits(found.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
+                assert torch.equal(actual.isnan(), expected.isnan())
+                assert_same_bits(actual.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
 
 
 def check_rounding_of_results(out_dtype: torch.dtype, device: str) -> None:
-    """Ties, subnormals and overflow of the output's dtype; scales of 1 leave the accumulators as they are."""
+    """Check ties, subnormals and overflow of the output's dtype; with scales of 1, accumulators are unchanged."""
     from slidesparse.kernels.dequant_bias import dequant_bias
 
     every = torch.arange(-(2**15), 2**15 - 1, dtype=torch.int32).to(torch.int16)
@@ -158,12 +158,12 @@ def check_rounding_of_results(out_dtype: torch.dtype, device: str) -> None:
     acc = torch.cat([neighbours(halves, 1).flatten(), values, torch.tensor([3.4e38, -3.4e38, 7e4, INF])])
     acc = acc[acc.isfinite() | acc.isinf()].reshape(1, -1).to(device)
     ones = torch.ones(acc.shape[1], 1, device=device)
-    found = dequant_bias(acc, ones[:1], ones, None, out_dtype, Config(65536, 1, 32))
-    assert_same_bits(found, acc.to(out_dtype))
+    rounded = dequant_bias(acc, ones[:1], ones, None, out_dtype, Config(65536, 1, 32))
+    assert_same_bits(rounded, acc.to(out_dtype))
 
 
 def check_nothing(device: str) -> None:
-    """No rows, or no columns: shapes and scales of the reference."""
+    """Check shapes and scales of inputs without rows or columns."""
     from slidesparse.kernels.dequant_bias import dequant_bias
     from slidesparse.kernels.quant_slide import quant_slide
 
@@ -174,8 +174,8 @@ def check_nothing(device: str) -> None:
             for source in (x, half):
                 for length in (8, 4):
                     layout = SlidePattern(length).layout(k)
-                    found = quant_slide(source, length, 0, dtype)
-                    assert_same_codes(found, reference.quant_slide(x.cpu(), layout, dtype))
+                    quantized = quant_slide(source, length, 0, dtype)
+                    assert_same_codes(quantized, reference.quant_slide(x.cpu(), layout, dtype))
         y = dequant_bias(
             x, torch.ones(m, 1, device=device), torch.ones(k, 1, device=device), None, torch.float16
         )
@@ -183,7 +183,7 @@ def check_nothing(device: str) -> None:
 
 
 def check_refusals(device: str) -> None:
-    """The kernels refuse what they cannot take, and say what was found."""
+    """Check that the kernels refuse invalid arguments and name their values."""
     from slidesparse.kernels.dequant_bias import dequant_bias
     from slidesparse.kernels.quant_slide import quant_slide
 
@@ -206,19 +206,19 @@ def check_refusals(device: str) -> None:
         (ValueError, "bias has shape \\(4,\\)", lambda: dequant_bias(x, ones[:4], ones, ones[:4], half)),
         (TypeError, "the output cannot be torch.int8", lambda: dequant_bias(x, ones[:4], ones, None, INT8)),
     ]
-    for error, words, call in refused:
-        with pytest.raises(error, match=words):
+    for error, message, call in refused:
+        with pytest.raises(error, match=message):
             call()
 
 
 def cases(large: bool) -> Iterator[tuple[str, Callable[[str], None]]]:
-    """(name, check), the check to be called with a device; ``large``: also sizes for a GPU."""
+    """Yield (name, check) pairs, where a check takes a device; ``large`` adds sizes for a GPU."""
     sizes = [(12, *geometry) for geometry in GEOMETRIES]
     if large:
         sizes += [(m, *geometry) for geometry in LARGE for m in (1, 300)]
     for dtype in (INT8, FP8):
         for m, pattern, k, phase in sizes:
-            # to interpret and to compile takes time: every geometry in bfloat16, some in all dtypes
+            # interpretation and compilation are slow: every geometry in bfloat16, some in all dtypes
             all_dtypes = (pattern, k) in (("2:4", 33), ("4:6", 72), ("6:8", 18944))
             for source in SOURCES if all_dtypes else SOURCES[:1]:
                 name = f"quantize {pattern} K={k} phase={phase} M={m} {source} {dtype}".replace("torch.", "")
@@ -251,8 +251,8 @@ ON_GPU = dict(cases(large=True))
 
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_triton_kernels_interpreted(name: str) -> None:
-    said = interpreter.run(__file__)[name]
-    assert said is None, said
+    failure = interpreter.run(__file__)[name]
+    assert failure is None, failure
 
 
 @pytest.mark.gpu
@@ -264,7 +264,7 @@ def test_triton_kernels_on_gpu(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_dequant_beyond_2_31_elements() -> None:
-    """Offsets need 64 bits: the last rows lie beyond 2^31 elements."""
+    """Offsets need 64 bits: the last rows are beyond 2^31 elements."""
     from slidesparse.kernels.dequant_bias import dequant_bias
     from slidesparse.kernels.quant_slide import quant_slide
 
@@ -288,23 +288,23 @@ def test_default_config_covers_any_size(kind: str) -> None:
     assert kernels.TABLE[kind][-1][:2] == (None, None)
     for size in (1, 1000, 3584, 18944, 10**6):
         for m in (1, 64, 65, 10**5):
-            found = kernels.default_config(kind, size, m)
-            for value in found:
+            config = kernels.default_config(kind, size, m)
+            for value in config:
                 assert value > 0
                 assert value & (value - 1) == 0
-            assert kind == "dequant_bias" or found.rows == 1
+            assert kind == "dequant_bias" or config.rows == 1
 
 
 def test_kernels_package_imports_without_triton_and_torch() -> None:
     program = "import sys, slidesparse.kernels; print('triton' in sys.modules, 'torch' in sys.modules)"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False
     )
-    assert (done.returncode, done.stdout) == (0, "False False\n"), done.stderr
+    assert (process.returncode, process.stdout) == (0, "False False\n"), process.stderr
 
 
 def test_kernels_refuse_cpu_tensors() -> None:
-    """Compiled kernels take CUDA tensors only, and say what to use instead."""
+    """Compiled kernels take only CUDA tensors, and the error names the alternative."""
     program = (
         "import torch\nfrom slidesparse.kernels.quant_slide import quant_slide\n"
         "try: quant_slide(torch.ones(2, 8), 4, 0, torch.int8)\nexcept ValueError as error: print(error)"
@@ -312,8 +312,8 @@ def test_kernels_refuse_cpu_tensors() -> None:
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
-    assert done.stdout.startswith("x is on cpu; the kernel takes CUDA tensors"), done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert process.stdout.startswith("x is on cpu; the kernel takes CUDA tensors"), process.stderr
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tuned launches of the Triton kernels: the search, the tables, and what the backends take from them."""
+"""Tuned launches of the Triton kernels: search, tables, and lookup by the backends."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ LAYOUT = SlidePattern(8).layout(64)
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Use a GPU without shipped tables, and a new folder for the user's."""
+    """Use a GPU without shipped tables, and a new folder for the user's tables."""
     monkeypatch.setenv(tuned.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU.name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: GPU.capability)
-    for one in (tuned._merged_table, launches._find_launch, launches._log_untuned):
-        one.cache_clear()
+    for function in (tuned._merged_table, launches._find_launch, launches._log_untuned):
+        function.cache_clear()
     return tmp_path / "tuned"
 
 
-def put(launch: str, kind: str = "quant_slide", m: int = 64) -> Path:
+def save_launch(launch: str, kind: str = "quant_slide", m: int = 64) -> Path:
     launches._find_launch.cache_clear()
     problem = launch_problem(BF16, INT8, LAYOUT.slided, 64, m)
     return tuned.save(GPU.subject(Kernel(kind)), [(problem, Tuned(launch, 1.0))])
@@ -49,12 +49,10 @@ def find(k: int = 64, m: int = 64, source: torch.dtype = BF16, dtype: torch.dtyp
 
 
 def test_find_launch_takes_tuned_or_nearby_launches(caplog: pytest.LogCaptureFixture) -> None:
-    """It takes the tuned launch, also for as many bytes; else that of a near shape, which is logged; else
-    none.
-    """
+    """A launch tuned for as many bytes comes first, then that of a nearby shape, which is logged, then None."""
     caplog.set_level(logging.INFO)
-    put("64x1x2")
-    put("128x1x4", m=1024)
+    save_launch("64x1x2")
+    save_launch("128x1x4", m=1024)
     assert [find(m=m) for m in (16, 64, 80, 10**6)] == [Config(64, 1, 2)] * 2 + [Config(128, 1, 4)] * 2
     assert find(source=torch.float16) == Config(64, 1, 2)
     assert "no tuned launch" not in "".join(caplog.messages[:-1])
@@ -65,14 +63,14 @@ def test_find_launch_takes_tuned_or_nearby_launches(caplog: pytest.LogCaptureFix
         "quant_slide has no tuned launch for some shapes on NVIDIA Test 100 and uses that of" in caplog.text
     )
     assert [find(k=128), find(source=torch.float32), find(dtype=torch.float8_e4m3fn)] == [None] * 3
-    assert find(source=torch.float64) is None  # the kernel says what it takes
+    assert find(source=torch.float64) is None  # the kernel names its limits
 
 
 @pytest.mark.parametrize(
     "text", ["64", "64x1", "64x1x3", "0x1x1", "64x1x64", "131072x1x1", "64x1x2x1", "axbxc"]
 )
 def test_invalid_launch_text_is_refused(text: str) -> None:
-    path = put(text)
+    path = save_launch(text)
     with pytest.raises(
         TableError, match=f"{text!r} for a launch, .*; delete {path} and run `slidesparse tune"
     ):
@@ -80,7 +78,7 @@ def test_invalid_launch_text_is_refused(text: str) -> None:
 
 
 def test_launch_table_of_another_gpu_is_refused() -> None:
-    path = put("64x1x2")
+    path = save_launch("64x1x2")
     path.write_text(path.read_text().replace(GPU.name, "NVIDIA Other"))
     tuned._merged_table.cache_clear()
     with pytest.raises(TableError, match="is about gpu 'NVIDIA Other', not 'NVIDIA Test 100'"):
@@ -93,17 +91,17 @@ def test_launch_text_round_trip() -> None:
 
 
 def test_quantize_uses_the_tuned_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is looked up by the bucket of the number of tokens; None stands for a shape that is not tuned."""
+    """The launch is looked up by the bucket of the number of tokens, and is None for an untuned shape."""
     pytest.importorskip("triton")
-    seen: list[Any] = []
+    calls: list[Any] = []
     monkeypatch.setattr(
-        "slidesparse.kernels.quant_slide.quant_slide", lambda *arguments: seen.append(arguments)
+        "slidesparse.kernels.quant_slide.quant_slide", lambda *arguments: calls.append(arguments)
     )
-    put("64x1x2")
+    save_launch("64x1x2")
     x = torch.zeros(50, 64, dtype=BF16)
     launches.quantize(x, LAYOUT, INT8, 96)
     launches.quantize(x, SlidePattern(4).layout(64), INT8, 64)
-    assert [call[1:] for call in seen] == [
+    assert [call[1:] for call in calls] == [
         (8, 0, INT8, 96, 64, Config(64, 1, 2)),
         (4, 0, INT8, 64, 64, None),
     ]
@@ -111,28 +109,31 @@ def test_quantize_uses_the_tuned_launch(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_search_takes_the_fastest_correct_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = launch_problem(BF16, INT8, 2048, 2048, 16)
-    names = [str(one) for one in searching.candidates("quant_only", problem)]
-    wrong, *rest = names[1:]
+    names = [str(candidate) for candidate in searching.candidates("quant_only", problem)]
+    wrong_name, *correct_names = names[1:]
     library = FakeLibrary(
-        times={name: 20.0 + i for i, name in enumerate(names)} | {wrong: 5.0, rest[2]: 10.0}
+        times={name: 20.0 + i for i, name in enumerate(names)} | {wrong_name: 5.0, correct_names[2]: 10.0}
     )
 
     def run(i: int, config: Config) -> tuple[torch.Tensor, ...]:
         library.ran.append(str(config))
-        return (torch.tensor([str(config) == wrong]),)
+        return (torch.tensor([str(config) == wrong_name]),)
 
     monkeypatch.setattr(searching, "_make_run", lambda *_: run)
-    found = searching.search_launches("quant_only", problem, 4, Inputs(CPU, GPU.l2_bytes), FakeClock(library))
-    assert (found.algorithm, found.tried, found.wrong) == (rest[2], len(names), 1)
-    assert [name for name, _ in found.others] == [names[0], rest[0]]
+    result = searching.search_launches(
+        "quant_only", problem, 4, Inputs(CPU, GPU.l2_bytes), FakeClock(library)
+    )
+    assert (result.algorithm, result.tried, result.wrong) == (correct_names[2], len(names), 1)
+    assert [name for name, _ in result.others] == [names[0], correct_names[0]]
 
 
 def check_tuning(device: str) -> None:
-    """Tuning by Triton's interpreter fills the tables that serving reads, once."""
+    """Check that tuning fills the tables that serving reads, once."""
     todo = kernel_jobs([Layer("a", 96, 768)], ["int8"], ["6:8"], [1, 2])
-    first, again = tune(session(), todo), tune(session(), todo)
-    assert (first.tuned, first.wrong, first.skipped) == (2 * 4, 0, ())  # two quantizers, two sums
-    assert again.known == first.tuned
+    first, second = tune(session(), todo), tune(session(), todo)
+    # two quantizers, two accumulator types
+    assert (first.tuned, first.wrong, first.skipped) == (2 * 4, 0, ())
+    assert second.known == first.tuned
     for job in todo:
         best = tuned.find_entry(GPU.subject(job.library), job.problem)
         assert best
@@ -145,8 +146,8 @@ INTERPRETED = {"tuning": check_tuning}
 
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_tune_fills_launch_tables_interpreted(name: str) -> None:
-    said = interpreter.run(__file__)[name]
-    assert said is None, said
+    failure = interpreter.run(__file__)[name]
+    assert failure is None, failure
 
 
 if __name__ == "__main__":

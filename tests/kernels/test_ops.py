@@ -1,4 +1,4 @@
-"""The operators: schema, fakes, torch.compile, and what they compute against a layer written out in float64."""
+"""The operators: schema, fakes, torch.compile, and results against a layer in float64."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ DTYPES = [pytest.param(INT8, id="int8"), pytest.param(FP8, id="fp8")]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("pattern", "k"), [*((pattern, 75) for pattern in PATTERNS), ("2_inf", 4200)])
 def test_linear_equals_dense_product(pattern: str, k: int, dtype: torch.dtype, m: int) -> None:
-    """Quantization apart, the sparse layer is the dense one: compared after the same quantization, in
-    float64.
-    """
+    """The sparse layer equals the dense one in float64 after the same quantization."""
     n = 13
     layout, slided, scale, weight = layer(pattern, dtype, n, k)
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(torch.bfloat16)
     bias = torch.linspace(-1, 1, n).to(torch.bfloat16)
     q, scale_x = quantize_rows(x, dtype, "cpu")
     exact = dequantize_rows(q, scale_x).double() @ dequantize_rows(weight, scale).double().t() + bias.double()
-    found = ops.linear(x, slided, scale, bias, layout.length, layout.phase, dtype, layout.slided, "reference")
-    assert found.dtype == x.dtype
-    assert found.shape == (m, n)
-    # one rounding to bfloat16, and float32 sums and scales of terms that add up to no more than `largest`
+    output = ops.linear(
+        x, slided, scale, bias, layout.length, layout.phase, dtype, layout.slided, "reference"
+    )
+    assert output.dtype == x.dtype
+    assert output.shape == (m, n)
+    # one rounding to bfloat16, and rounding of float32 sums of terms that add up to at most `largest`
     largest = (
         dequantize_rows(q, scale_x).double().abs() @ dequantize_rows(weight, scale).double().abs().t() + 1
     )
     bound = exact.abs() * 2.0**-8 + largest * 2.0**-24 * (k + 3)
-    assert bool(((found.double() - exact).abs() <= bound).all())
+    assert bool(((output.double() - exact).abs() <= bound).all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -56,7 +56,7 @@ def test_opcheck_quant_slide(dtype: torch.dtype, phase: int) -> None:
 def test_opcheck_layers(dtype: torch.dtype, with_bias: bool) -> None:
     layout, slided, scale, _ = layer("6:8", dtype, 12, 30)
     bias = torch.randn(12) if with_bias else None
-    rest = (slided, scale, bias, layout.length, 0, dtype, layout.slided, torch.bfloat16, "reference")
+    of_layer = (slided, scale, bias, layout.length, 0, dtype, layout.slided, torch.bfloat16, "reference")
     for m in (0, 1, 5):
         x, norm = torch.randn(m, 30), torch.randn(30)
         for operator, arguments in (
@@ -65,43 +65,45 @@ def test_opcheck_layers(dtype: torch.dtype, with_bias: bool) -> None:
             (torch.ops.slidesparse.add_rms_norm_linear, (x, x + 1, norm, 1e-6)),
             (torch.ops.slidesparse.silu_mul_linear, (torch.randn(m, 60),)),
         ):
-            torch.library.opcheck(operator.default, (*arguments, *rest), test_utils=checks(dtype))
+            torch.library.opcheck(operator.default, (*arguments, *of_layer), test_utils=checks(dtype))
 
 
 @pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fused_operators_equal_separate_ones(dtype: torch.dtype, x_dtype: torch.dtype) -> None:
-    """Norm and activation are rounded once to x's dtype, as a float64 result is, but for ties that float32 moves."""
+    """Norm and activation are rounded once to x's dtype, like a float64 result except for ties moved by float32."""
     generator = torch.Generator().manual_seed(0)
     x, residual = (torch.randn(64, 30, generator=generator).to(x_dtype) for _ in range(2))
     norm = torch.randn(30, generator=generator).to(x_dtype)
     layout, slided, scale, weight = layer("6:8", dtype, 12, 30)
-    rest = (slided, scale, None, layout.length, 0, dtype, layout.slided, torch.float32, "reference")
+    of_layer = (slided, scale, None, layout.length, 0, dtype, layout.slided, torch.float32, "reference")
     total = (x.float() + residual.float()).double()
 
     def normed(sums: Tensor) -> Tensor:
         return sums * (sums.pow(2).mean(-1, keepdim=True) + 0.1).rsqrt() * norm.double()
 
     fused = torch.ops.slidesparse
-    plain = fused.rms_norm_linear(x, norm, 0.1, *rest)
-    added, sums = fused.add_rms_norm_linear(x, residual, norm, 0.1, *rest)
-    gated = fused.silu_mul_linear(torch.cat([x, residual], 1), *rest)
+    normalized = fused.rms_norm_linear(x, norm, 0.1, *of_layer)
+    added, sums = fused.add_rms_norm_linear(x, residual, norm, 0.1, *of_layer)
+    gated = fused.silu_mul_linear(torch.cat([x, residual], 1), *of_layer)
     assert torch.equal(sums, total.to(x_dtype))
     silu = torch.nn.functional.silu(x.double()) * residual.double()
-    for found, exact in ((plain, normed(x.double())), (added, normed(total)), (gated, silu)):
-        expected = fused.linear(exact.to(x_dtype), *rest)
-        # A tie that rounds the other way moves a code by a step, at most 2^-3 of an E4M3 code or 1/127 of the row's
-        # largest; of some in a thousand codes, so few rows differ at all.
-        most = exact.abs() @ dequantize_rows(weight, scale).double().abs().t() * 2.0**-3
-        most += exact.abs().amax(1, keepdim=True) * dequantize_rows(weight, scale).double().abs().sum(1) / 127
-        assert bool(((found - expected).abs() <= most).all())
-        assert ((found - expected).abs().amax(1) > 1e-5 * expected.abs().amax()).float().mean() < 0.1
+    for actual, exact in ((normalized, normed(x.double())), (added, normed(total)), (gated, silu)):
+        expected = fused.linear(exact.to(x_dtype), *of_layer)
+        # A tie rounded the other way moves a code by one step: at most 2^-3 of an E4M3 code, or 1/127 of the row's
+        # largest. This affects a few in a thousand codes, so few rows differ.
+        bound = exact.abs() @ dequantize_rows(weight, scale).double().abs().t() * 2.0**-3
+        bound += (
+            exact.abs().amax(1, keepdim=True) * dequantize_rows(weight, scale).double().abs().sum(1) / 127
+        )
+        assert bool(((actual - expected).abs() <= bound).all())
+        assert ((actual - expected).abs().amax(1) > 1e-5 * expected.abs().amax()).float().mean() < 0.1
 
 
 def checks(dtype: torch.dtype) -> list[str]:
-    """All of opcheck's, but one that compares inputs with allclose, which FP8 lacks."""
-    found = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    return found[dtype == FP8 :]
+    """Return the checks of opcheck; FP8 excludes one that compares inputs with allclose, which FP8 lacks."""
+    names = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    return names[dtype == FP8 :]
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
@@ -133,9 +135,9 @@ def test_linears_compile_once_for_all_token_counts() -> None:
 
 
 def test_registering_operators_twice_changes_nothing() -> None:
-    before = torch.ops.slidesparse.quant_slide.default
+    operator = torch.ops.slidesparse.quant_slide.default
     importlib.reload(ops)
-    assert torch.ops.slidesparse.quant_slide.default is before
+    assert torch.ops.slidesparse.quant_slide.default is operator
 
 
 def test_linear_refuses_columns_of_another_backend() -> None:
@@ -163,10 +165,10 @@ def test_unusable_backends_give_the_reason() -> None:
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("backend", ["cusparselt", "reference"])
 def test_gpu_backends_equal_the_reference(backend: str, pattern: str, dtype: torch.dtype, m: int) -> None:
-    """INT8 is equal bit for bit, FP8 within twice the error of the dense tensor-core kernel in fast
+    """INT8 is bitwise equal, and FP8 errs by at most twice the error of the dense kernel with fast
     accumulation.
 
-    Stock vLLM uses that kernel so; tensor cores keep about 14 bits of an FP8 sum, sparse or dense.
+    Stock vLLM uses that kernel. Tensor cores keep about 14 bits of an FP8 sum, sparse or dense.
     """
     n, k = 112, 1008
     layout, slided, scale, weight = layer(pattern, dtype, n, k)
@@ -179,21 +181,26 @@ def test_gpu_backends_equal_the_reference(backend: str, pattern: str, dtype: tor
     provider = gemm.require(backend, torch.device("cuda"))
     spec = LayerSpec(n, layout.slided, TWO_FOUR, 0, dtype, torch.float32)
     arguments = (provider.pack(spec, slided.cuda()), scale.cuda(), bias.cuda(), torch.float32)
-    found = provider.scaled_matmul(on_gpu, scale_gpu, *arguments).cpu()
+    output = provider.scaled_matmul(on_gpu, scale_gpu, *arguments).cpu()
     if dtype == INT8:
         assert torch.equal(
-            found, reference.dequant_bias(reference.matmul(q, slided), scale_x, scale, bias, torch.float32)
+            output, reference.dequant_bias(reference.matmul(q, slided), scale_x, scale, bias, torch.float32)
         )
         return
     exact = q.double() @ slided.double().t()
     dense = quantize_rows(x, dtype)[0].cuda()
-    one = torch.ones((), device="cuda")
+    unit_scale = torch.ones((), device="cuda")
     padded = torch.nn.functional.pad(dense.view(torch.int8), (0, 0, 0, -m % 16)).view(dtype)
     product = torch._scaled_mm(
-        padded, weight.cuda().t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=True
+        padded,
+        weight.cuda().t(),
+        scale_a=unit_scale,
+        scale_b=unit_scale,
+        out_dtype=torch.float32,
+        use_fast_accum=True,
     )
     of_dense = (product[:m].cpu().double() - exact).abs()
-    unscaled = (found.double() - bias.double()) / (scale.double().t() * scale_x.double())
+    unscaled = (output.double() - bias.double()) / (scale.double().t() * scale_x.double())
     rounding = (exact.abs() + (bias.double() / (scale.double().t() * scale_x.double())).abs()) * 2.0**-22
     of_ours = ((unscaled - exact).abs() - rounding).clamp(min=0)
     assert of_ours.max() <= 2 * of_dense.max()
@@ -206,8 +213,8 @@ def test_gpu_backends_equal_the_reference(backend: str, pattern: str, dtype: tor
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [64, 1000, 3584, 4099])
 def test_gpu_quantization_equals_stock_vllm(k: int, dtype: torch.dtype, x_dtype: torch.dtype) -> None:
-    """They are equal bit for bit, from rows near the smallest floats to large ones, zero rows and ties
-    included.
+    """Codes and scales are bitwise equal, from rows near the smallest floats to large ones, with zero rows and
+    ties.
     """
     from vllm import _custom_ops as stock
 

@@ -1,4 +1,4 @@
-"""Tests of the GEMM libraries that need no GPU: buckets, the cache of plans, padding, names of algorithms, refusals."""
+"""Tests of the GEMM libraries without a GPU: buckets, plan cache, padding, names of algorithms, refusals."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def test_bucket_is_idempotent(m: int) -> None:
 
 
 @given(TOKENS, TOKENS)
-def test_bucket_is_monotonic(m: int, more: int) -> None:
-    assert bucket(min(m, more)) <= bucket(max(m, more))
+def test_bucket_is_monotonic(m: int, other: int) -> None:
+    assert bucket(min(m, other)) <= bucket(max(m, other))
 
 
 def test_number_of_buckets_is_small() -> None:
-    """There are 16 up to 256 tokens, and 16 an octave after that."""
+    """There are 16 buckets up to 256 tokens, and 16 per octave above."""
     assert bucket(0) == 0
     buckets = [bucket(m) for m in range(1, 2**16 + 1)]
     assert len(set(buckets)) == 16 + 16 * 8
@@ -49,20 +49,20 @@ def test_number_of_buckets_is_small() -> None:
 
 @given(st.integers(1, 12), st.lists(st.integers(0, 20), max_size=80))
 def test_plan_cache_evicts_least_recently_used(capacity: int, keys: list[int]) -> None:
-    """A plan is made exactly when its key is not among the last ``capacity`` different ones."""
+    """A plan is created exactly when its key is not among the last ``capacity`` distinct keys."""
     cache: PlanCache[int] = PlanCache(capacity)
-    made: list[int] = []
+    created: list[int] = []
     recent: list[int] = []
     for key in keys:
-        before = len(made)
-        assert cache.get(key, _note, made, key) == key
-        assert (len(made) > before) == (key not in recent)
-        recent = [*(other for other in recent if other != key), key][-capacity:]
+        count = len(created)
+        assert cache.get(key, _note, created, key) == key
+        assert (len(created) > count) == (key not in recent)
+        recent = [*(recent_key for recent_key in recent if recent_key != key), key][-capacity:]
         assert len(cache) == len(recent)
 
 
-def _note(made: list[int], key: int) -> int:
-    made.append(key)
+def _note(keys: list[int], key: int) -> int:
+    keys.append(key)
     return key
 
 
@@ -105,19 +105,19 @@ def test_allocate_rows_returns_a_view_of_existing_memory() -> None:
 def test_allocate_rows_copies_if_memory_is_missing() -> None:
     wide = torch.arange(40).reshape(10, 4)
     for x, rows in ((wide, 11), (wide[6:8], 5), (wide[:, :3], 10), (wide.t(), 4), (wide[:0], 11)):
-        found = plans.allocate_rows(x, rows)
-        assert found.shape == (rows, x.shape[1])
-        assert found.is_contiguous()
-        assert torch.equal(found[: len(x)], x)
+        padded = plans.allocate_rows(x, rows)
+        assert padded.shape == (rows, x.shape[1])
+        assert padded.is_contiguous()
+        assert torch.equal(padded[: len(x)], x)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, FP8])
 def test_pad_appends_zeros(dtype: torch.dtype) -> None:
     x = torch.arange(1, 16, dtype=torch.int8).reshape(3, 5).view(dtype)
-    found = plans.pad(x, 4, 8)
-    assert (found.shape, found.dtype) == ((8, 8), dtype)
-    assert torch.equal(found[:3, :5].view(torch.int8), x.view(torch.int8))
-    codes = found.view(torch.int8).int()
+    padded = plans.pad(x, 4, 8)
+    assert (padded.shape, padded.dtype) == ((8, 8), dtype)
+    assert torch.equal(padded[:3, :5].view(torch.int8), x.view(torch.int8))
+    codes = padded.view(torch.int8).int()
     assert int(codes.sum()) == sum(range(1, 16))
     assert plans.pad(x, 5, 3) is x
     assert plans.pad(x, 5) is x
@@ -146,13 +146,13 @@ def test_cusparselt_refuses_invalid_algorithm_text(text: str) -> None:
 
 @given(st.binary(min_size=64, max_size=64) | st.binary(max_size=63).map(lambda some: some.ljust(64, b"\0")))
 def test_cublaslt_algorithm_text_round_trip(algorithm: bytes) -> None:
-    """`CublasLt.algorithms` writes hexadecimal without the zeros at the end, and a checksum."""
+    """`CublasLt.algorithms` writes hexadecimal digits without trailing zeros, and a checksum."""
     assert cublaslt._decode_algorithm(cublaslt._encode_algorithm(algorithm)) == algorithm
 
 
 @pytest.mark.parametrize("text", ["3/2x1", "", "00", "0a-", "0a-00000000", "0a" * 65 + "-00000000", "fast"])
 def test_cublaslt_refuses_invalid_algorithm_text(text: str) -> None:
-    """The library crashes on 64 bytes that it has not made."""
+    """The library crashes on 64 bytes that it did not produce."""
     with pytest.raises(
         LibraryError, match=f"'{text}' is no cuBLASLt algorithm in hexadecimal with its checksum"
     ):
@@ -171,7 +171,7 @@ def test_require_operand_checks_dtypes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "text"),
+    ("gemm", "text"),
     [
         (Problem("int8", "int32", 64, 96, 16), "int8 [16, 96] @ [64, 96].T -> int32"),
         (
@@ -181,8 +181,8 @@ def test_require_operand_checks_dtypes() -> None:
     ],
     ids=str,
 )
-def test_problem_text_is_a_formula(asked: Problem, text: str) -> None:
-    assert str(asked) == text
+def test_problem_text_is_a_formula(gemm: Problem, text: str) -> None:
+    assert str(gemm) == text
 
 
 def test_accumulator_dtypes_are_outputs_of_both_libraries() -> None:
@@ -208,7 +208,7 @@ def test_missing_library_raises_library_error(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_cusparselt_refuses_weights_of_wrong_size(weight: torch.Tensor) -> None:
-    """The library gets only pointers, and would read beyond the weight."""
+    """The library gets only pointers, and would read beyond the end of the weight."""
     q = torch.zeros(2, 128, dtype=torch.int8)
     with pytest.raises(
         LibraryError,
@@ -233,7 +233,7 @@ def test_cublaslt_refuses_mismatched_weights(weight: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("together", [True, False])
 def test_packing_does_not_use_torch_random_state(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
-    """vLLM samples tokens by that state, which the test of whether packed chunks concatenate may not change."""
+    """vLLM samples tokens by that state, which the check whether packed chunks concatenate must not change."""
 
     class Library(cusparselt.CuSparseLt):
         def operand(self, weight: torch.Tensor, layout: problem.Layout = problem.TN) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""N:M products: compression, the arithmetic in torch, and the kernels' own source on a CPU.
+"""N:M products: compression, the arithmetic in torch, and the kernel source compiled for a CPU.
 
-tests/gpu/test_gpu_spmm.py has the same of the GPU, tests/support/spmm_on_cpu.cpp says how a CPU runs CUDA.
+tests/gpu/test_gpu_spmm.py tests the same on a GPU; tests/support/spmm_on_cpu.cpp explains how a CPU runs CUDA.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_compress_decompress_round_trip(data: st.DataObject) -> None:
         own = compressed.offsets[:, first : first + strip]
         assert torch.equal(own, own[:, :1].expand_as(own))
     by_group = compressed.offsets.view(-1, kept, n).int()
-    assert bool((by_group[:, 1:] > by_group[:, :-1]).all())  # in order, none twice
+    assert bool((by_group[:, 1:] > by_group[:, :-1]).all())  # ascending, without duplicates
 
 
 def test_prune_keeps_the_largest() -> None:
@@ -98,9 +98,9 @@ def test_compress_refuses_invalid_weights(
 
 
 def compile_kernels(folder: Path, *options: str, target: str = "spmm.so") -> Path:
-    """Compile the kernels by the C++ compiler."""
-    words = [*find.compiler(), "-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-    words += [
+    """Compile the kernels with the C++ compiler."""
+    command = [*find.compiler(), "-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+    command += [
         *options,
         f"-I{compile.sources_folder() / 'spmm'}",
         str(SOURCE),
@@ -108,7 +108,7 @@ def compile_kernels(folder: Path, *options: str, target: str = "spmm.so") -> Pat
         str(folder / target),
         "-lpthread",
     ]
-    compile.compile_with(words)
+    compile.compile_with(command)
     return folder / target
 
 
@@ -122,7 +122,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Product:
 
 @pytest.fixture(scope="module")
 def compiled() -> Any:
-    """The library by nvcc, of which a machine without a GPU can run the host's part."""
+    """Return the library compiled by nvcc, whose host code runs without a GPU."""
     try:
         find.find_nvcc()
     except ToolchainError as error:
@@ -137,7 +137,7 @@ def compiled() -> Any:
 def test_every_variant_is_exact_on_integers(
     on_cpu: Product, m: int, n: int, k: int, kept: int, group: int, dtype: torch.dtype, strip: int
 ) -> None:
-    """Sums of small integers are exact in any order, so all must be equal."""
+    """Sums of small integers are exact in any order, so all variants are equal."""
     x, weight = integers(m, n, k, kept, group, dtype, strip)
     expected = (x.double() @ decompress(weight).double().t()).to(dtype)
     assert torch.equal(reference(x, weight), expected)
@@ -153,19 +153,19 @@ def test_variants_are_bitwise_equal_and_splits_bounded(
 ) -> None:
     x, weight = operands(33, 40, 600, 2, 4, dtype, strip)
     exact, allowed = bound(x, weight)
-    first = on_cpu(x, weight, "baseline", 1)
+    baseline = on_cpu(x, weight, "baseline", 1)
     for variant in VARIANTS:
-        assert torch.equal(on_cpu(x, weight, variant, 1), first)
+        assert torch.equal(on_cpu(x, weight, variant, 1), baseline)
         assert bool(((on_cpu(x, weight, variant, 4).double() - exact).abs() <= allowed).all())
-    assert bool(((first.double() - exact).abs() <= allowed).all())
-    # a fused multiply-add by way of float64 rounds twice, which the last bit may show
-    apart = (first.double() - reference(x, weight).double()).abs()
+    assert bool(((baseline.double() - exact).abs() <= allowed).all())
+    # a fused multiply-add in float64 rounds twice, which may change the last bit
+    apart = (baseline.double() - reference(x, weight).double()).abs()
     assert bool((apart <= allowed).all())
     assert float((apart > 0).double().mean()) < 0.01
 
 
 def test_memory_out_of_bounds_is_not_used(on_cpu: Product) -> None:
-    """There is NaN beyond tokens and out-features, wild offsets, and memory that is not aligned for vectors."""
+    """Memory after tokens and out-features holds NaN and invalid offsets, and is not aligned for vectors."""
     x, weight = integers(13, 21, 90, 2, 4, torch.float32)
     expected = on_cpu(x, weight, "double", 1)
     wide = torch.full((90, 32), torch.nan)
@@ -184,9 +184,9 @@ def test_empty_products_are_zero(on_cpu: Product) -> None:
     for m, n, k in ((0, 5, 8), (5, 0, 8), (5, 3, 0)):
         x, weight = torch.ones(m, k), compress(torch.zeros(n, k), 2, 4)
         for product in (lambda *call: spmm(*call), on_cpu):
-            found = product(x, weight, "double", 2)
-            assert found.shape == (m, n)
-            assert not bool(found.any())
+            output = product(x, weight, "double", 2)
+            assert output.shape == (m, n)
+            assert not bool(output.any())
 
 
 @pytest.mark.slow
@@ -197,13 +197,15 @@ def test_kernels_pass_sanitizers(tmp_path: Path, sanitizer: str) -> None:
         program = compile_kernels(tmp_path, *options, target="program")
     except ToolchainError as error:
         pytest.skip(f"no sanitizer: {error}"[:300])
-    # vLLM, when a test of this process has asked it for a CPU, adds libraries to LD_PRELOAD; a sanitizer must be first.
+    # vLLM adds libraries to LD_PRELOAD once a test has used its CPU platform, but a sanitizer must come first.
     environment = {**os.environ, "LC_ALL": "C"}
     environment.pop("LD_PRELOAD", None)
-    done = subprocess.run(
+    process = subprocess.run(
         [program], capture_output=True, text=True, timeout=600, check=False, env=environment
     )
-    assert (done.returncode, done.stdout) == (0, "0 products are wrong\n"), done.stdout + done.stderr[:4000]
+    assert (process.returncode, process.stdout) == (0, "0 products are wrong\n"), (
+        process.stdout + process.stderr[:4000]
+    )
 
 
 @pytest.mark.parametrize(
@@ -235,17 +237,17 @@ def test_sequential_product_is_within_its_error_bound(compiled: Any) -> None:
 
 
 def test_library_refuses_invalid_calls(compiled: Any) -> None:
-    """Each field by itself is made wrong in a valid call; a valid call fails later, for want of a GPU."""
+    """Each case invalidates one field of a valid call, which itself fails later for lack of a GPU."""
     memory = torch.zeros(4096)
     address = memory.data_ptr()
     names = [name for name, *_ in spmm_module._Call._fields_]
     values = (address,) * 5 + (None, 8, 16, 8, 8, 16, 8, 2, 4, 0, 2, 0, 2)
-    right = dict(zip(names, values, strict=True))
-    wrong = dict.fromkeys(("x", "values", "offsets", "out", "partials"), address + 4)
-    wrong |= {"ldx": 6, "ldw": 20, "ldo": 10, "kept": 5, "group": 33, "variant": 3, "splits": 0}
-    wrong |= {"m": -1, "n": 1 << 30, "k": -1}
-    for name, value in wrong.items():
-        call = spmm_module._Call(**{**right, name: value})
-        said = compiled.slidesparse_spmm(ctypes.addressof(call))
-        assert said, name
-        assert b"cuda" not in said, (name, said)
+    valid = dict(zip(names, values, strict=True))
+    invalid = dict.fromkeys(("x", "values", "offsets", "out", "partials"), address + 4)
+    invalid |= {"ldx": 6, "ldw": 20, "ldo": 10, "kept": 5, "group": 33, "variant": 3, "splits": 0}
+    invalid |= {"m": -1, "n": 1 << 30, "k": -1}
+    for name, value in invalid.items():
+        call = spmm_module._Call(**{**valid, name: value})
+        message = compiled.slidesparse_spmm(ctypes.addressof(call))
+        assert message, name
+        assert b"cuda" not in message, (name, message)

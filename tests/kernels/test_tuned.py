@@ -1,4 +1,4 @@
-"""The tables of tuned algorithms: what is chosen, where from, and how they are written."""
+"""Tables of tuned algorithms: choice of an algorithm, order of tables, and how they are written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROBLEM = Problem("int8", "bf16", 4608, 5376, 64, "both")
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Use a new folder for the user's tables, and ship none."""
+    """Use a new folder for the user's tables, and no shipped tables."""
     monkeypatch.setenv(tuned.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(tuned, "SHIPPED_TABLES", tmp_path / "shipped")
     tuned._merged_table.cache_clear()
@@ -37,7 +37,7 @@ def choose(problem: Problem, subject: Subject = SUBJECT) -> str | None:
     return tuned.tuned_algorithm(subject, problem)
 
 
-def put(*results: tuple[int, str], problem: Problem = PROBLEM) -> Path:
+def save_results(*results: tuple[int, str], problem: Problem = PROBLEM) -> Path:
     return tuned.save(SUBJECT, [(replace(problem, m=m), Tuned(name, 1.0)) for m, name in results])
 
 
@@ -56,14 +56,14 @@ def put(*results: tuple[int, str], problem: Problem = PROBLEM) -> Path:
     ],
 )
 def test_lookup_takes_the_next_larger_tuned_m(m: int, expected: str | None) -> None:
-    put((2048, "c"), (64, "a"), (128, "b"))
+    save_results((2048, "c"), (64, "a"), (128, "b"))
     assert choose(replace(PROBLEM, m=m)) == expected
 
 
 def test_far_more_tokens_use_a_neighbouring_shape() -> None:
-    put((64, "few"))
-    put((64, "wrong"), (4096, "near"), problem=replace(PROBLEM, k=PROBLEM.k + 256))
-    put((8192, "far"), problem=replace(PROBLEM, k=8 * PROBLEM.k))
+    save_results((64, "few"))
+    save_results((64, "wrong"), (4096, "near"), problem=replace(PROBLEM, k=PROBLEM.k + 256))
+    save_results((8192, "far"), problem=replace(PROBLEM, k=8 * PROBLEM.k))
     assert choose(replace(PROBLEM, m=64)) == "few"
     assert choose(replace(PROBLEM, m=128)) is None
     many = replace(PROBLEM, m=2000)
@@ -81,7 +81,7 @@ def test_far_more_tokens_use_a_neighbouring_shape() -> None:
     ids=str,
 )
 def test_lookup_needs_equal_problems_apart_from_m(change: dict[str, object]) -> None:
-    put((64, "a"))
+    save_results((64, "a"))
     assert choose(PROBLEM) == "a"
     assert choose(replace(PROBLEM, **change)) is None
 
@@ -92,12 +92,12 @@ def test_lookup_needs_equal_problems_apart_from_m(change: dict[str, object]) -> 
     ids=str,
 )
 def test_tables_are_separate_per_library_version_and_gpu(change: dict[str, object], cache: Path) -> None:
-    assert put((64, "a")) == cache / FILE
+    assert save_results((64, "a")) == cache / FILE
     assert choose(PROBLEM, replace(SUBJECT, **change)) is None
 
 
 def test_table_file_format() -> None:
-    document = json.loads(put((64, "a")).read_text())
+    document = json.loads(save_results((64, "a")).read_text())
     entries = document.pop("entries")
     assert document == {
         "format": 1,
@@ -111,11 +111,11 @@ def test_table_file_format() -> None:
 
 
 def test_save_keeps_runners_up_and_search_size(cache: Path) -> None:
-    """They stay when another problem is saved; a table without them is read, and stays without."""
-    put((64, "plain"))
+    """They are kept when another problem is saved; a table without them is still valid."""
+    save_results((64, "plain"))
     best = Tuned("a", 1.0, (("b", 1.25), ("c", 1.5)), 60)
     tuned.save(SUBJECT, [(replace(PROBLEM, m=128), best)])
-    put((256, "plain"))
+    save_results((256, "plain"))
     assert tuned.find_entry(SUBJECT, replace(PROBLEM, m=128)) == best
     (entries,) = json.loads((cache / FILE).read_text())["entries"].values()
     assert entries["64"] == entries["256"] == {"algorithm": "plain", "us": 1.0}
@@ -123,58 +123,58 @@ def test_save_keeps_runners_up_and_search_size(cache: Path) -> None:
 
 
 def test_user_table_overrides_the_shipped_one(cache: Path) -> None:
-    path = put((64, "shipped"), (128, "shipped"))
+    path = save_results((64, "shipped"), (128, "shipped"))
     tuned.SHIPPED_TABLES.mkdir()
     path.rename(tuned.SHIPPED_TABLES / path.name)
-    put((128, "mine"))
+    save_results((128, "mine"))
     assert [choose(replace(PROBLEM, m=m)) for m in (64, 128)] == ["shipped", "mine"]
     assert "shipped" not in (cache / FILE).read_text()
 
 
 def test_save_merges_entries_of_another_process() -> None:
-    put((64, "a"), (128, "old"))
+    save_results((64, "a"), (128, "old"))
     program = (
         "from slidesparse.gemm import tuned\nfrom slidesparse.gemm.problem import Problem\n"
         f"tuned.save(tuned.{SUBJECT!r}, [({replace(PROBLEM, m=256)!r}, tuned.Tuned('other', 2.0))])"
     )
     assert choose(replace(PROBLEM, m=100)) == "old"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
-    put((128, "b"))
+    save_results((128, "b"))
     assert [choose(replace(PROBLEM, m=m)) for m in (64, 128, 256)] == ["a", "b", "other"]
 
 
 def test_concurrent_saves_keep_both_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     publish = tuned._write_atomically
-    other = threading.Thread(target=put, args=((128, "b"),))
+    thread = threading.Thread(target=save_results, args=((128, "b"),))
 
     def while_another_saves(path: Path, text: str) -> None:
         monkeypatch.setattr(tuned, "_write_atomically", publish)
-        other.start()
-        other.join(0.5)  # it waits
+        thread.start()
+        thread.join(0.5)  # waits for the lock
         publish(path, text)
 
     monkeypatch.setattr(tuned, "_write_atomically", while_another_saves)
-    put((64, "a"))
-    other.join()
+    save_results((64, "a"))
+    thread.join()
     assert [choose(replace(PROBLEM, m=m)) for m in (64, 128)] == ["a", "b"]
 
 
 def test_failed_save_leaves_the_old_table(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put((64, "a"))
-    before = (cache / FILE).read_bytes()
+    save_results((64, "a"))
+    table = (cache / FILE).read_bytes()
 
     def die(*_: object) -> None:
         raise OSError("no power")
 
     monkeypatch.setattr(os, "replace", die)
     with pytest.raises(OSError, match="no power"):
-        put((128, "b"))
+        save_results((128, "b"))
     assert [path.name for path in cache.iterdir()] == [FILE]
-    assert (cache / FILE).read_bytes() == before
+    assert (cache / FILE).read_bytes() == table
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("{", "is not JSON"),
         ('{"format": 2}', "has format 2, but this version reads 1"),
@@ -183,12 +183,12 @@ def test_failed_save_leaves_the_old_table(cache: Path, monkeypatch: pytest.Monke
         ("\xff", "is not JSON"),
     ],
 )
-def test_damaged_or_foreign_table_is_reported(cache: Path, text: str | None, words: str) -> None:
-    path = put((64, "a"))
+def test_damaged_or_foreign_table_is_reported(cache: Path, text: str | None, message: str) -> None:
+    path = save_results((64, "a"))
     path.write_text(path.read_text().replace("H200", "H100") if text is None else text)
     tuned._merged_table.cache_clear()
-    for act in (lambda: choose(PROBLEM), lambda: put((128, "b"))):
-        with pytest.raises(TableError, match=words) as error:
+    for act in (lambda: choose(PROBLEM), lambda: save_results((128, "b"))):
+        with pytest.raises(TableError, match=message) as error:
             act()
         assert str(path) in str(error.value)
         assert "delete it and run `slidesparse tune` again" in str(error.value)
@@ -209,7 +209,7 @@ def test_damaged_entries_are_reported(broken: str) -> None:
 
 
 def test_empty_entry_is_ignored() -> None:
-    path = put((64, "a"))
+    path = save_results((64, "a"))
     document = json.loads(path.read_text())
     document["entries"] = {key: {} for key in document["entries"]}
     path.write_text(json.dumps(document))

@@ -1,4 +1,4 @@
-"""Weights without their zeros: every dtype, pattern and length comes back bit for bit, from matrices or flat values."""
+"""Bitmask compression: bitwise round trips of every dtype, pattern and length, from matrices or flat values."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from slidesparse.pattern import PatternError, SlidePattern
 from slidesparse.prune import prune
 
 SIX = SlidePattern.parse("6:8")
-BITS_MOVED = torch.tensor([[1, 0], [2, 0], [0, 0]], dtype=torch.uint8)  # from one row to another
-# one moved there, one cleared
+BITS_MOVED = torch.tensor([[1, 0], [2, 0], [0, 0]], dtype=torch.uint8)  # a bit moved to another row
+# one bit moved past the last column, one cleared
 BITS_PAST = torch.tensor([[1 + 8, 16], [1 + 8, 16], [1 + 8, 16]], dtype=torch.uint8)
 
 
 def weight(rows: int, k: int, dtype: torch.dtype, pattern: SlidePattern, seed: int) -> Tensor:
-    """A pruned weight of random bits but NaN: zeros of both signs where the dtype has them, and blocks of zeros."""
+    """Return a pruned weight of random bits without NaN, with zeros of both signs and blocks of zeros."""
     generator = torch.Generator().manual_seed(seed)
     w = torch.randn(rows, k, generator=generator).mul_(30).clamp_(-100, 100).round_().to(dtype)
     zeros = torch.rand(rows, k, generator=generator) < torch.rand(rows, 1, generator=generator)
@@ -31,7 +31,7 @@ def weight(rows: int, k: int, dtype: torch.dtype, pattern: SlidePattern, seed: i
 
 
 def decompress_by_numpy(values: Tensor, bitmask: Tensor, k: int) -> Tensor:
-    """As compressed-tensors decompresses: bits, the lowest first, take the values in their order."""
+    """Decompress like compressed-tensors: bits, the lowest first, take the values in order."""
     mask = torch.from_numpy(np.unpackbits(bitmask.numpy(), axis=-1, count=k, bitorder="little")).bool()
     out = torch.zeros(mask.shape, dtype=raw(values).dtype)
     out[mask] = raw(values).flatten()
@@ -52,8 +52,8 @@ def test_compress_decompress_round_trip(
     values, bitmask = compress(w, pattern)
     assert values.shape == (rows, places(pattern, k))
     assert bitmask.shape == (rows, -(-k // 8))
-    for found in (decompress(values, bitmask, k), decompress(values.flatten(), bitmask, k)):
-        assert_same_bits(found, w)
+    for decompressed in (decompress(values, bitmask, k), decompress(values.flatten(), bitmask, k)):
+        assert_same_bits(decompressed, w)
     assert_same_bits(decompress_by_numpy(values, bitmask, k), w)
 
 
@@ -85,12 +85,12 @@ def test_round_trip_in_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
 def test_negative_zeros_are_kept_in_unused_places(dtype: torch.dtype) -> None:
-    """Six of eight zeros have a place; those of the last two that are 0.0 go first."""
+    """A block of eight has places for six values; 0.0 needs none, so that up to six -0.0 are kept."""
     rows = [[-0.0] * 6 + [0.0] * 2, [0.0, 0.0] + [-0.0] * 6, [1, -0.0, 2, 0.0, 3, -0.0, 4, 0.0], [-0.0] * 8]
     w = torch.tensor(rows).to(dtype)
-    found = decompress(*compress(w, SIX), 8)
-    assert_same_bits(found[:3], w[:3])
-    assert (raw(found[3]) != 0).tolist() == [True] * 6 + [False] * 2
+    decompressed = decompress(*compress(w, SIX), 8)
+    assert_same_bits(decompressed[:3], w[:3])
+    assert (raw(decompressed[3]) != 0).tolist() == [True] * 6 + [False] * 2
 
 
 def test_compress_refuses_blocks_with_too_many_values() -> None:
@@ -101,23 +101,21 @@ def test_compress_refuses_blocks_with_too_many_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("break_it", "words"),
+    ("break_it", "message"),
     [
         (lambda v, b: (v, b ^ 1), "bits set for 27 values, 9 in each row"),
         (lambda v, b: (v, b ^ BITS_MOVED), "27 bits set for 27 values, 9 in each row"),
         (lambda v, b: (v.flatten()[1:], b), "27 bits set for 26 values"),
         (lambda v, b: (v, b | torch.tensor([0, 128], dtype=torch.uint8)), "30 bits set for 27 values"),
-        (
-            lambda v, b: (v[:, :8].flatten(), b ^ BITS_PAST),
-            "24 bits set for 24 values",
-        ),  # none past the last column
+        # bits after the last column are invalid
+        (lambda v, b: (v[:, :8].flatten(), b ^ BITS_PAST), "24 bits set for 24 values"),
         (lambda v, b: (v[:2], b), r"values \[2, 9\] and a bitmask of torch.uint8 \[3, 2\]"),
         (lambda v, b: (v, b[:, :1]), r"12 columns need one of uint8 \[3, 2\]"),
         (lambda v, b: (v, b.char()), "torch.int8"),
         (lambda v, b: (v[None], b), r"values \[1, 3, 9\]"),
     ],
 )
-def test_decompress_refuses_inconsistent_parts(break_it: object, words: str) -> None:
+def test_decompress_refuses_inconsistent_parts(break_it: object, message: str) -> None:
     w = torch.arange(1, 37, dtype=torch.int8).view(3, 12)
     w[:, 1:3] = w[:, 11:] = 0
     values, bitmask = compress(prune(w, SIX), SIX)
@@ -125,5 +123,5 @@ def test_decompress_refuses_inconsistent_parts(break_it: object, words: str) -> 
         values[:, :9],
         torch.from_numpy(np.packbits((w != 0).numpy(), axis=-1, bitorder="little")),
     )
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         decompress(*break_it(values, bitmask), 12)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Weights of dense and 2:4 blocks: which blocks are chosen, and what pruning leaves of a weight."""
+"""Weights of dense and 2:4 blocks: choice of blocks, and pruned weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HALF = MixedPattern(Fraction(1, 2))
 
 
 def chosen(costs: torch.Tensor, share: Fraction) -> torch.Tensor:
-    """The chosen blocks, bool [strips, blocks], of costs of groups of four."""
+    """Return the chosen blocks, bool [strips, blocks], for costs of groups of four."""
     return choose_blocks(costs, share)[::STRIP, :: BLOCK // 4]
 
 
@@ -34,22 +34,22 @@ def chosen(costs: torch.Tensor, share: Fraction) -> torch.Tensor:
 )
 def test_each_strip_has_its_share_of_blocks(rows: int, groups: int, share: Fraction, seed: int) -> None:
     costs = torch.rand(rows, groups, generator=torch.Generator().manual_seed(seed))
-    found = chosen(costs, share)
-    assert int(found.sum()) == math.ceil(share * found.numel())
-    assert int(found.sum(1).max() - found.sum(1).min()) <= 1
-    whole = choose_blocks(costs, share)
-    assert torch.equal(whole, found.repeat_interleave(STRIP, 0)[:rows].repeat_interleave(32, 1)[:, :groups])
+    is_dense = chosen(costs, share)
+    assert int(is_dense.sum()) == math.ceil(share * is_dense.numel())
+    assert int(is_dense.sum(1).max() - is_dense.sum(1).min()) <= 1
+    mask = choose_blocks(costs, share)
+    assert torch.equal(mask, is_dense.repeat_interleave(STRIP, 0)[:rows].repeat_interleave(32, 1)[:, :groups])
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4, 8])
 @pytest.mark.parametrize("share", [Fraction(1, 3), Fraction(1, 2), Fraction(2, 3)])
 def test_tensor_parallel_shards_have_their_share_of_blocks(shards: int, share: Fraction) -> None:
-    """Shards of rows and of columns have it, though some columns are always cheaper than others."""
+    """Shards of rows and of columns have the share even if some columns are cheaper than others."""
     costs = torch.rand(16 * STRIP, 32 * 16, generator=torch.Generator().manual_seed(0))
     costs *= torch.linspace(1, 3, costs.shape[1])
-    found = chosen(costs, share)
+    is_dense = chosen(costs, share)
     for dim in (0, 1):
-        for shard in found.chunk(shards, dim):
+        for shard in is_dense.chunk(shards, dim):
             assert abs(int(shard.sum()) - float(share) * shard.numel()) <= 2
 
 
@@ -73,9 +73,9 @@ def test_pruned_weights_obey_mixed_pattern(dtype: torch.dtype, shape: tuple[int,
         assert obeys(pruned, HALF)
         dense = dense_blocks(pruned)
         assert missing(dense, HALF) == 0
-        kept = dense.repeat_interleave(STRIP, 0)[: shape[0]].repeat_interleave(BLOCK, 1)[:, : shape[1]]
-        assert torch.equal(pruned.float()[kept], w.float()[kept])
-        assert bool((pruned.float() == 0)[~kept].any())
+        is_dense = dense.repeat_interleave(STRIP, 0)[: shape[0]].repeat_interleave(BLOCK, 1)[:, : shape[1]]
+        assert torch.equal(pruned.float()[is_dense], w.float()[is_dense])
+        assert bool((pruned.float() == 0)[~is_dense].any())
     assert not obeys(w, HALF)
     assert obeys(prune(w, SlidePattern(4)), HALF)
 
@@ -102,8 +102,9 @@ def test_sparsegpt_compensates_for_pruned_weights() -> None:
     def error(pruned: torch.Tensor) -> float:
         return float(((w - pruned) @ inputs.mT).square().mean())
 
-    found = SparseGPT().calibrated(h, len(inputs), 2)(w, HALF, None)
-    assert obeys(found, HALF)
-    assert error(found) < 0.8 * error(wanda(w, h, HALF)) < 0.8 * error(prune(w, HALF, "random"))
-    alone = SparseGPT().calibrated(h, len(inputs), 2)(w, SlidePattern(4), None)
-    assert error(found) < 0.6 * error(alone)  # half the blocks, and the other half makes up for them
+    mixed = SparseGPT().calibrated(h, len(inputs), 2)(w, HALF, None)
+    assert obeys(mixed, HALF)
+    assert error(mixed) < 0.8 * error(wanda(w, h, HALF)) < 0.8 * error(prune(w, HALF, "random"))
+    two_four = SparseGPT().calibrated(h, len(inputs), 2)(w, SlidePattern(4), None)
+    # only half the blocks are pruned, and the other half compensates
+    assert error(mixed) < 0.6 * error(two_four)

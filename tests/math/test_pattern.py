@@ -1,4 +1,4 @@
-"""Patterns: both spellings, the figures of the paper, the geometry of windows, and refusals."""
+"""Patterns: both spellings, the paper's numbers, the geometry of windows, and refusals."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_layout_sizes(n: int, columns: int, data: st.DataObject) -> None:
     assert layout.windows == n - 1
     assert layout.padded == layout.blocks * 2 * n
     assert layout.slided == layout.blocks * (n - 1) * 4 == pattern.expansion * layout.padded
-    if columns:  # the fewest blocks that hold phase and row
+    if columns:  # the fewest blocks that contain phase and row
         assert layout.padded - 2 * n < phase + columns <= layout.padded
     else:
         assert layout.blocks == layout.slided == 0
@@ -148,8 +148,8 @@ def test_parse_mixed_patterns() -> None:
     assert str(parse_pattern(" Dense ")) == "dense (nothing pruned)"
     assert parse_pattern("6:8") == SlidePattern(8)
     for text in ("33.333333", "99.999999", "12.3", "0.000001", "10"):  # metadata hold the ratio as text
-        found = MixedPattern.parse(f"2:4@{text}%")
-        assert (found.ratio, MixedPattern.parse(found.ratio)) == (f"2:4@{text}%", found)
+        pattern = MixedPattern.parse(f"2:4@{text}%")
+        assert (pattern.ratio, MixedPattern.parse(pattern.ratio)) == (f"2:4@{text}%", pattern)
     for text in ("6:8@50%", "2:4@50", "2:4@", "2:4@-1%", "2:4@5e1%"):
         with pytest.raises(PatternError, match="is not a share of 2:4 blocks"):
             parse_pattern(text)

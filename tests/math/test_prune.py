@@ -1,4 +1,4 @@
-"""Pruning against a brute force that sorts each block: the fewest that must, the smallest, no other."""
+"""Pruning against a brute force that sorts each block and zeroes only the smallest surplus weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIX_EIGHT = SlidePattern.parse("6:8")
 
 
 def any_weight(rows: int, columns: int, dtype: torch.dtype, seed: int, levels: int) -> Tensor:
-    """Random finite weights; few ``levels`` make ties, zeros and -0.0 common."""
+    """Return random finite weights; with few ``levels``, ties, zeros and -0.0 are common."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(-levels, levels + 1, (rows, columns), generator=generator)
     if dtype == torch.int8:
@@ -40,7 +40,7 @@ phases = st.integers(0, 199)
 
 
 def blocks_and_surplus(columns: int, pattern: SlidePattern, phase: int) -> list[tuple[slice, int]]:
-    """The columns of each block, and how many of them must go when none is zero yet."""
+    """Return the columns of each block, and how many must be pruned if none is zero."""
     if pattern.length is None:
         return []
     edges = range(-phase, columns, pattern.length)
@@ -75,25 +75,25 @@ def test_prune_obeys_the_pattern_with_fewest_zeros(
     w: Tensor, pattern: SlidePattern, method: str, seed: int, phase: int
 ) -> None:
     phase = phase_of(pattern, phase)
-    before = w.clone()
+    original = w.clone()
     pruned = prune(w, pattern, method, seed, phase)
-    assert_same_bits(w, before)  # its input is left alone
+    assert_same_bits(w, original)  # the input is unchanged
     assert violations(pruned, pattern, phase) is None
-    kept = ~is_zero(pruned)
-    # survivors, bit for bit
-    assert_same_bits(torch.where(kept, raw(pruned), 0), torch.where(kept, raw(w), 0))
+    is_kept = ~is_zero(pruned)
+    # kept weights are bitwise unchanged
+    assert_same_bits(torch.where(is_kept, raw(pruned), 0), torch.where(is_kept, raw(w), 0))
     for columns, surplus in blocks_and_surplus(w.shape[1], pattern, phase):
-        block, was = kept[:, columns], ~is_zero(w[:, columns])
+        block, was = is_kept[:, columns], ~is_zero(w[:, columns])
         dropped = (was & ~block).sum(-1)
         assert bool((dropped <= surplus).all())
-        if method == "magnitude":  # zeros that are there already count among those that go
+        if method == "magnitude":  # existing zeros count as pruned
             needed = (was.sum(-1) - (block.shape[1] - surplus)).clamp(min=0)
             assert torch.equal(dropped, needed)
 
 
 @given(cases())
 def test_prune_keeps_weights_that_obey(case: Case) -> None:
-    """This holds for any bits (NaN and Inf count as the largest); a -0.0 may become 0.0, a non-zero never."""
+    """This holds for any bits (NaN and Inf count as the largest); -0.0 may become 0.0, but no non-zero changes."""
     pattern, phase, w = case
     pruned = prune(w, pattern, phase=phase)
     assert torch.equal(is_zero(pruned), is_zero(w))
@@ -116,9 +116,7 @@ def test_random_pruning_depends_only_on_its_seed(name: str) -> None:
 
 
 def test_random_pruning_is_uniform_over_pairs() -> None:
-    """There are 28 pairs of 8: 28000 draws put 1000 in each, with a deviation of sqrt(28000 * 1/28 * 27/28) =
-    31.
-    """
+    """Each of the 28 pairs of 8 occurs in 1000 of 28000 draws, with a deviation of sqrt(28000 * 1/28 * 27/28) = 31."""
     zero = prune(torch.ones(28_000, 8), SIX_EIGHT, "random", seed=0) == 0
     assert bool((zero.sum(-1) == 2).all())
     counts = (zero.long() * 2 ** torch.arange(8)).sum(-1).bincount()

@@ -17,7 +17,7 @@ from slidesparse.quantize import FP8, INT8, LARGEST, dequantize_rows, quantize_r
 ARITHMETICS = ("cuda", "cpu")
 SOURCES = (torch.float32, torch.float16, torch.bfloat16)
 MIN_FP8_SCALE = np.float32(1 / (448 * 512))
-# 127 / absmax leaves float32 below this: codes then carry the sign only, as those of vLLM's CUDA kernel
+# 127 / absmax overflows float32 below this: codes then have only the sign, like those of vLLM's CUDA kernel
 MIN_INT8_ABSMAX = 2.0**-121
 
 # Every non-negative E4M3 number, by its code 0..126: subnormals of 2^-9, then 1.mmm * 2^(e - 7).
@@ -27,7 +27,7 @@ E4M3 = np.array([m * 2.0**-9 if e == 0 else (8 + m) * 2.0 ** (e - 10) for e in r
 
 
 def to_e4m3(values: np.ndarray) -> np.ndarray:
-    """float32 within +-448 -> codes, to the nearest, ties to the even code; NaN -> 0x7f."""
+    """Round float32 within +-448 to the nearest E4M3 codes, ties to the even code; NaN becomes 0x7f."""
     magnitude = np.abs(values.astype(np.float64))
     upper = np.clip(np.searchsorted(E4M3, magnitude), 1, 126)
     below, above = magnitude - E4M3[upper - 1], E4M3[upper] - magnitude
@@ -38,7 +38,7 @@ def to_e4m3(values: np.ndarray) -> np.ndarray:
 
 
 def quantize_by_numpy(x: Tensor, dtype: torch.dtype, arithmetic: str) -> tuple[np.ndarray, np.ndarray]:
-    """The formulas of the module's table in numpy float32, row by row: codes and scales."""
+    """Return codes and scales by the formulas of the module's table, row by row in numpy float32."""
     values = x.float().numpy()
     codes = np.zeros(values.shape, np.int8 if dtype == INT8 else np.uint8)
     scales = np.zeros((len(values), 1), np.float32)
@@ -68,7 +68,7 @@ def rows(draw: st.DrawFn) -> Tensor:
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     m, k = draw(st.integers(0, 6)), draw(st.one_of(st.sampled_from([0, 1]), st.integers(1, 80)))
     x = torch.randn(m, k, generator=generator)
-    if draw(st.booleans()):  # halves of whole numbers, so that exact ties arise
+    if draw(st.booleans()):  # halves of integers, for exact ties
         x = torch.randint(-254, 255, (m, k), generator=generator) / 2
     x = x * 2.0 ** torch.randint(-135, 110, (m, 1), generator=generator)
     x = torch.where(torch.rand(m, k, generator=generator) < 0.1, torch.zeros(()), x).to(source)
@@ -83,17 +83,17 @@ def rows(draw: st.DrawFn) -> Tensor:
 @pytest.mark.parametrize("dtype", [INT8, FP8])
 @given(x=rows())
 def test_quantize_rows_equals_numpy_formulas(x: Tensor, dtype: torch.dtype, arithmetic: str) -> None:
-    before = x.clone()
+    original = x.clone()
     q, scale = quantize_rows(x, dtype, arithmetic)
-    assert_same_bits(x, before)
+    assert_same_bits(x, original)
     assert (q.dtype, q.shape) == (dtype, x.shape)
     assert (scale.dtype, scale.shape) == (torch.float32, (x.shape[0], 1))
     codes, scales = quantize_by_numpy(x, dtype, arithmetic)
     assert_same_bits(scale, torch.from_numpy(scales))
-    found, expected = raw(q), torch.from_numpy(codes.view(np.int8))
-    if dtype == FP8:  # the sign of a NaN means nothing
-        found, expected = (torch.where((c & 0x7F) == 0x7F, 0x7F, c) for c in (found, expected))
-    assert_same_bits(found, expected)
+    actual, expected = raw(q), torch.from_numpy(codes.view(np.int8))
+    if dtype == FP8:  # the sign of a NaN is arbitrary
+        actual, expected = (torch.where((c & 0x7F) == 0x7F, 0x7F, c) for c in (actual, expected))
+    assert_same_bits(actual, expected)
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS)
@@ -101,7 +101,7 @@ def test_quantize_rows_equals_numpy_formulas(x: Tensor, dtype: torch.dtype, arit
 def test_int8_error_is_within_half_a_step(x: Tensor, arithmetic: str) -> None:
     """|x - q * scale| <= scale * (1/2 + 127 * 2^-20).
 
-    Rounding gives the half.  absmax/127, its inverse and the product are each rounded to 2^-24, or to 2^-22
+    Rounding gives the 1/2. absmax/127, its inverse and the product are each rounded to 2^-24, or to 2^-22
     where the scale is subnormal (2^-149 against at least 2^-128); four such errors on a code of at most 127
     stay below 127 * 2^-20.
     """
@@ -111,7 +111,7 @@ def test_int8_error_is_within_half_a_step(x: Tensor, arithmetic: str) -> None:
     error = (x.double() - q.double() * step).abs()
     assert bool((error <= step * (0.5 + 127 * 2.0**-20)).all())
     if x.numel():
-        assert bool((q.abs().amax(-1) == 127).all())  # the largest of a row uses the whole range
+        assert bool((q.abs().amax(-1) == 127).all())  # the largest of a row uses the full range
         assert int(q.min()) >= -127
 
 
@@ -138,13 +138,13 @@ def test_fp8_error_is_within_half_an_ulp(x: Tensor, arithmetic: str) -> None:
 @pytest.mark.parametrize("dtype", [INT8, FP8])
 def test_rows_with_inf_dequantize_to_nan(dtype: torch.dtype, arithmetic: str) -> None:
     x = torch.tensor([[torch.inf, 1.0, -1.0], [-torch.inf, torch.nan, 2.0], [1.0, 2.0, 3.0]])
-    found = dequantize_rows(*quantize_rows(x, dtype, arithmetic))
-    assert found.isnan().all(-1).tolist() == [True, True, False]
+    dequantized = dequantize_rows(*quantize_rows(x, dtype, arithmetic))
+    assert dequantized.isnan().all(-1).tolist() == [True, True, False]
 
 
 def test_cuda_and_cpu_arithmetic_differ_only_in_near_ties() -> None:
-    """INT8 differs by one code; in FP8 whole numbers make x * 448 / absmax a tie, where x / scale and x * (1
-    / scale) part.
+    """INT8 codes differ by at most one. In FP8, integers make x * 448 / absmax a tie, where x / scale and
+    x * (1 / scale) round differently.
     """
     x = torch.randn(400, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float32).bfloat16()
     cuda, cpu = (quantize_rows(x, INT8, arithmetic)[0].int() for arithmetic in ARITHMETICS)
@@ -153,8 +153,10 @@ def test_cuda_and_cpu_arithmetic_differ_only_in_near_ties() -> None:
     x = torch.arange(256.0).repeat(255, 1).minimum(torch.arange(1.0, 256)[:, None])
     cuda, cpu = (quantize_rows(x, FP8, arithmetic)[0] for arithmetic in ARITHMETICS)
     assert 0 < int((raw(cuda) != raw(cpu)).sum()) < x.numel() // 100
-    for found, arithmetic in ((cuda, "cuda"), (cpu, "cpu")):
-        assert_same_bits(raw(found), torch.from_numpy(quantize_by_numpy(x, FP8, arithmetic)[0].view(np.int8)))
+    for actual, arithmetic in ((cuda, "cuda"), (cpu, "cpu")):
+        assert_same_bits(
+            raw(actual), torch.from_numpy(quantize_by_numpy(x, FP8, arithmetic)[0].view(np.int8))
+        )
 
 
 @pytest.mark.parametrize(
@@ -166,7 +168,7 @@ def test_quantize_rows_refuses_other_dtypes_and_arithmetics(dtype: torch.dtype, 
 
 
 def ordinary_rows(source: torch.dtype, columns: int) -> Tensor:
-    """Random rows of many magnitudes, none of them zero, subnormal or infinite."""
+    """Return random rows of many magnitudes, none of them zero, subnormal or infinite."""
     generator = torch.Generator().manual_seed(columns)
     return torch.cat(
         [torch.randn(60, columns, generator=generator) * 2.0**e for e in (-30, -8, 0, 7, 20)]
@@ -181,10 +183,10 @@ def test_int8_codes_equal_vllms_cpu_kernel(source: torch.dtype, columns: int) ->
     if not hasattr(torch.ops._C, "dynamic_scaled_int8_quant") or not hasattr(ops, "onednn_scaled_int8_quant"):
         pytest.skip("this vLLM is not its CPU build")
     x = ordinary_rows(source, columns)
-    theirs, their_scale, _ = ops.onednn_scaled_int8_quant(x.contiguous(), None, None, True)
+    vllm_codes, vllm_scale, _ = ops.onednn_scaled_int8_quant(x.contiguous(), None, None, True)
     q, scale = quantize_rows(x, INT8, "cpu")
-    assert_same_bits(scale, their_scale)
-    assert_same_bits(q, theirs)
+    assert_same_bits(scale, vllm_scale)
+    assert_same_bits(q, vllm_codes)
 
 
 @pytest.mark.vllm
@@ -196,7 +198,7 @@ def test_fp8_codes_equal_vllms_native_formula(source: torch.dtype, columns: int)
     layer = SimpleNamespace(is_group_quant=False, static=False, group_shape=per_token, num_token_padding=None)
     layer.use_per_token_if_dynamic = True
     x = torch.cat([ordinary_rows(source, columns), torch.zeros(1, columns, dtype=source)])
-    theirs, their_scale = module.QuantFP8.forward_native(layer, x)
+    vllm_codes, vllm_scale = module.QuantFP8.forward_native(layer, x)
     q, scale = quantize_rows(x, FP8, "cpu")
-    assert_same_bits(scale, their_scale)
-    assert_same_bits(q, theirs)
+    assert_same_bits(scale, vllm_scale)
+    assert_same_bits(q, vllm_codes)

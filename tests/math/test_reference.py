@@ -1,4 +1,4 @@
-"""The oracle itself: exact accumulators at the extremes, the order of scaling, empty shapes."""
+"""The reference implementation: exact accumulators at the extremes, the order of scaling, empty shapes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from slidesparse.reference import dequant_bias, matmul, quant_slide
 from slidesparse.slide import lift, slide
 
 SIX_EIGHT = SlidePattern.parse("6:8")
-LARGE = 3 * reference.EXACT_COLUMNS + 4  # three chunks of columns and a rest
+LARGE = 3 * reference.EXACT_COLUMNS + 4  # three chunks of columns and a remainder
 
 
 def two_four(rows: int, columns: int, seed: int, value: int | None = None) -> Tensor:
-    """Random INT8 with two non-zeros in every group of four, all ``value`` where one is given."""
+    """Return random INT8 weights with two non-zeros in every group of four, all equal to ``value`` if given."""
     generator = torch.Generator().manual_seed(seed)
     keep = torch.rand(rows, columns // 4, 4, generator=generator).argsort(-1) < 2
     values = torch.randint(-128, 128, keep.shape, generator=generator)
@@ -36,21 +36,21 @@ def exact(q: Tensor, w: Tensor) -> Tensor:
 @pytest.mark.parametrize("activation", [-128, 127])
 @pytest.mark.parametrize("weight", [-128, 127, None])
 def test_extreme_int8_sums_are_exact(tokens: int, activation: int, weight: int | None) -> None:
-    """All products have one sign and the largest magnitude, over chunks that are full and one that is not."""
+    """All products have one sign and the largest magnitude, over full chunks and a partial one."""
     q = torch.full((tokens, LARGE), activation, dtype=INT8)
     w = two_four(7, LARGE, seed=tokens, value=weight)
     acc = matmul(q, w)
     assert acc.dtype == torch.int32
     assert torch.equal(acc.long(), exact(q, w))
     if weight is not None:
-        # 1538 * 16384 leaves float32's whole numbers
+        # 1538 * 16384 exceeds the exact integers of float32
         assert int(acc[0, 0]) == LARGE // 2 * activation * weight
 
 
 @pytest.mark.parametrize("tokens", [2, 6])
 @pytest.mark.parametrize("columns", [LARGE - 1, LARGE])
 def test_int8_sums_of_dense_weights_above_2_24_are_exact(columns: int, tokens: int) -> None:
-    """There is one 126 among 127s: of a few more columns in a chunk the sum would be odd and above 2^24."""
+    """With one 126 among 127s, a chunk of a few more columns would have an odd sum above 2^24."""
     q = torch.full((tokens, columns), 127, dtype=INT8)
     w = torch.full((3, columns), 127, dtype=INT8)
     w[:, 0] -= 1
@@ -111,11 +111,11 @@ def test_fp8_sums_are_within_the_error_of_float32_summation(outputs: int) -> Non
     a, b = q.float().double(), w.float().double()
     bound = 1536 * 2.0**-24 * (a.abs() @ b.abs().t())
     assert bool(((acc.double() - a @ b.t()).abs() <= bound).all())
-    assert bool(((a @ b.t()).abs() > bound).any(-1).all())  # so a token whose result is zero would fail
+    assert bool(((a @ b.t()).abs() > bound).any(-1).all())  # fails for a token whose result is zero
 
 
 def test_dequant_scales_by_the_channel_first_and_rounds_once() -> None:
-    """(acc * s_w) * s_x + bias in float32, then one rounding; the other order differs on some of these."""
+    """The result is (acc * s_w) * s_x + bias in float32, rounded once; the other order differs on some inputs."""
     generator = np.random.default_rng(0)
     acc = generator.integers(-(2**30), 2**30, (64, 96)).astype(np.int32)
     s_x, s_w = generator.random((64, 1), np.float32), generator.random((96, 1), np.float32)
@@ -124,13 +124,13 @@ def test_dequant_scales_by_the_channel_first_and_rounds_once() -> None:
     tensors = [torch.from_numpy(value) for value in (acc, s_x, s_w, bias.astype(np.float32))]
     assert_same_bits(dequant_bias(*tensors, torch.float32, "cpu"), torch.from_numpy(expected))
     assert_same_bits(dequant_bias(*tensors, torch.bfloat16, "cpu"), torch.from_numpy(expected).bfloat16())
-    # CUDA fuses the last product and the bias: exact in the 64 bits of a long double, rounded once
+    # CUDA fuses the last product and the bias: exact in the 64-bit mantissa of a long double, rounded once
     product = (acc.astype(np.float32) * s_w.T).astype(np.longdouble) * s_x.astype(np.longdouble)
     fused = (product + bias.astype(np.longdouble)).astype(np.float32)
     assert int((fused != expected).sum()) > 100
     assert_same_bits(dequant_bias(*tensors, torch.float32, "cuda"), torch.from_numpy(fused))
-    other = (acc.astype(np.float32) * s_x) * s_w.T + bias.astype(np.float32)
-    assert int((expected != other).sum()) > 100
+    token_first = (acc.astype(np.float32) * s_x) * s_w.T + bias.astype(np.float32)
+    assert int((expected != token_first).sum()) > 100
     twice = (torch.from_numpy(expected - bias).bfloat16() + tensors[3].bfloat16()).bfloat16()
     assert not torch.equal(twice, torch.from_numpy(expected).bfloat16())
 
@@ -152,4 +152,4 @@ def test_inf_activations_give_nan_outputs() -> None:
     q, scale = quant_slide(x, SIX_EIGHT.layout(8), INT8)
     y = dequant_bias(matmul(q, slide(w, SIX_EIGHT)), scale, torch.ones(1), None, torch.float32)
     assert bool(y[0].isnan().all())
-    assert bool(y[1].isfinite().all())  # rows do not disturb each other
+    assert bool(y[1].isfinite().all())  # rows are independent

@@ -24,7 +24,7 @@ SIX_EIGHT = SlidePattern.parse("6:8")
 
 
 def algorithm_2(row: list[int], zero: list[bool], length: int) -> list[int]:
-    """Algorithm 2 of the paper, word for word: a padded row of bits, which of them are zero, length 2N."""
+    """Run Algorithm 2 of the paper on a padded row of bits, with flags of its zeros and block length 2N."""
     n = length // 2
     packed = [0] * (len(row) // length * (n - 1) * 4)
     used = [False] * len(row)
@@ -41,9 +41,9 @@ def algorithm_2(row: list[int], zero: list[bool], length: int) -> list[int]:
 
 
 def literal_slide(w: Tensor, pattern: SlidePattern, phase: int) -> list[list[int]]:
-    """Algorithm 2 on every row of ``w``, padded as the pattern says; bits as integers."""
+    """Run Algorithm 2 on every row of ``w``, padded for the pattern; return bits as integers."""
     columns = w.shape[1]
-    # 2_inf: one block, the row padded to even and one padding pair (a block has at least one window)
+    # 2_inf: one block, the row padded to an even length and by one pair (a block has at least one window)
     length = pattern.length or max(columns + columns % 2, 2) + 2
     left = phase if columns else 0
     right = -(left + columns) % length
@@ -82,11 +82,11 @@ def test_is_slided_refuses_duplicated_and_misplaced_weights() -> None:
 
 
 def test_is_slided_refuses_another_pattern_of_equal_width() -> None:
-    other, w = SlidePattern.parse("18:20"), torch.ones(1, 20, dtype=torch.int8)
+    other_pattern, w = SlidePattern.parse("18:20"), torch.ones(1, 20, dtype=torch.int8)
     w[0, ::4] = 0
     slided = slide(w, SIX_EIGHT)
-    assert other.layout(20).slided == slided.shape[1]
-    assert not is_slided(slided, other.layout(20))
+    assert other_pattern.layout(20).slided == slided.shape[1]
+    assert not is_slided(slided, other_pattern.layout(20))
 
 
 @given(cases())
@@ -96,15 +96,16 @@ def test_slided_windows_obey_2_4(case: Case) -> None:
     assert obeys(slided, SlidePattern(4))
     counts = (~is_zero(slided)).reshape(w.shape[0], -1, 4).sum(-1) if slided.numel() else torch.zeros(1)
     assert int(counts.max() if counts.numel() else 0) <= 2
-    assert int((~is_zero(slided)).sum()) == int((~is_zero(w)).sum())  # nothing lost, nothing twice
+    assert int((~is_zero(slided)).sum()) == int((~is_zero(w)).sum())  # no value is lost or duplicated
 
 
 @given(cases())
 def test_slide_equals_algorithm_2_of_the_paper(case: Case) -> None:
     pattern, phase, w = case
     slided = slide(w, pattern, phase)
-    found = torch.where(is_zero(slided), 0, raw(slided)).tolist()  # where a -0.0 stands, Algorithm 2 leaves 0
-    assert found == literal_slide(w, pattern, phase)
+    # Algorithm 2 leaves 0 in place of -0.0
+    actual = torch.where(is_zero(slided), 0, raw(slided)).tolist()
+    assert actual == literal_slide(w, pattern, phase)
 
 
 @given(cases(dtypes=(torch.int8,)), st.integers(0, 5), st.integers(0, 2**20))
@@ -135,9 +136,9 @@ def test_lift_equals_the_index_formula(
         for d in range(4)
     ]
     expected = [[row[k] if 0 <= k < columns else 0 for k in source] for row in raw(x).tolist()]
-    found = lift(x, pattern, phase)
-    assert found.dtype == dtype
-    assert raw(found).tolist() == expected
+    lifted = lift(x, pattern, phase)
+    assert lifted.dtype == dtype
+    assert raw(lifted).tolist() == expected
 
 
 def test_lift_keeps_leading_dimensions() -> None:
@@ -158,7 +159,7 @@ def test_small_shapes_have_the_width_of_the_layout(name: str) -> None:
 
 
 def test_slide_of_weights_above_one_chunk() -> None:
-    """Rows are processed in chunks; the seam shows in neither the result nor an error's row."""
+    """Rows are processed in chunks, which affects neither the result nor the row of an error."""
     columns = 2048
     rows = CHUNK_ELEMENTS // columns + 3
     w = obeying(SIX_EIGHT, 8, columns, 0, torch.int8, "full", 3).repeat(-(-rows // 8), 1)[:rows]
@@ -181,8 +182,8 @@ def test_slide_of_blocks_longer_than_a_byte_counts(length: int, dtype: torch.dty
     for row, last in enumerate((1, 3, 40, 100)):
         w[row, length - last : length] = w[row, -last:] = 1
     slided = slide(w, pattern)
-    found = torch.where(is_zero(slided), 0, raw(slided)).tolist()
-    assert found == literal_slide(w, pattern, 0)
+    actual = torch.where(is_zero(slided), 0, raw(slided)).tolist()
+    assert actual == literal_slide(w, pattern, 0)
     assert_same_bits(unslide(slided, pattern, 2 * length), w)
 
 
@@ -196,9 +197,9 @@ def test_slide_and_lift_of_strided_input() -> None:
 
 def test_slide_is_deterministic_and_keeps_its_input() -> None:
     w = obeying(SIX_EIGHT, 7, 29, 5, torch.bfloat16, "mixed", 5)
-    before = w.clone()
+    original = w.clone()
     assert_same_bits(slide(w, SIX_EIGHT, 5), slide(w, SIX_EIGHT, 5))
-    assert_same_bits(w, before)
+    assert_same_bits(w, original)
 
 
 @given(cases(), st.data())
@@ -222,8 +223,8 @@ def test_violations_locates_the_first_violation(case: Case, data: st.DataObject)
         start = max(0, block * length - phase)
         broken[row, start : block * length - phase + length] = torch.ones((), dtype=w.dtype)
     row, block = min(chosen)
-    held = _width(block, length, phase, columns)
-    assert violations(broken, pattern, phase) == (len(set(chosen)), row, block, held)
+    nonzeros = _width(block, length, phase, columns)
+    assert violations(broken, pattern, phase) == (len(set(chosen)), row, block, nonzeros)
     assert violations(w, pattern, phase) is None
     assert obeys(w, pattern, phase)
     assert not obeys(broken, pattern, phase)
@@ -232,14 +233,14 @@ def test_violations_locates_the_first_violation(case: Case, data: st.DataObject)
     facts = (
         "model.layers.3.mlp.down_proj",
         f"row {row}, block {block}",
-        f"{held} non-zeros",
+        f"{nonzeros} non-zeros",
         f"{len(set(chosen))} ",
     )
     assert [fact for fact in facts if fact not in str(error.value)] == []
 
 
 def _width(block: int, length: int, phase: int, columns: int) -> int:
-    """Columns of the row inside a block: L but at the ends."""
+    """Return the number of the row's columns in a block: L except at the ends."""
     return min(phase + columns, (block + 1) * length) - max(phase, block * length)
 
 
@@ -253,8 +254,8 @@ def test_unslide_refuses_wrong_width(name: str, off: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "found"),
+    ("row", "expected"),
     [([1.0, 1.0, 0.0, 1.0], False), ([1.0, -0.0, 0.0, 1.0], True), ([0, 0, 0, 0, 1, 1, 1, 0], False)],
 )
-def test_obeys_2_4_of_single_rows(row: list[float], found: bool) -> None:
-    assert obeys(torch.tensor([row]), SlidePattern(4)) == found
+def test_obeys_2_4_of_single_rows(row: list[float], expected: bool) -> None:
+    assert obeys(torch.tensor([row]), SlidePattern(4)) == expected

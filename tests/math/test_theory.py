@@ -1,4 +1,4 @@
-"""The general theory: the appendix's table, and brute force over every small pattern and hardware."""
+"""The general theory against the appendix's table, and brute force over all small patterns and hardware."""
 
 from __future__ import annotations
 
@@ -52,26 +52,26 @@ def test_windows_equal_the_table_of_the_appendix(
 
 
 def windows_seeing(w: Windows) -> list[list[int]]:
-    """By position of the block, the windows that contain it, from the definition of a window."""
+    """Return the windows that contain each position of the block, by the definition of a window."""
     spans = [range(j * w.stride, j * w.stride + w.hardware.length) for j in range(w.count)]
     return [[j for j, span in enumerate(spans) if position in span] for position in range(w.length)]
 
 
-def assignable(seen: Sequence[Iterable[int]], nonzeros: Iterable[int], windows: int, m: int) -> bool:
-    """Whether each non-zero finds a window that sees it, at most ``m`` a window: augmenting paths."""
-    held: list[list[int]] = [[] for _ in range(windows)]
+def assignable(windows_of: Sequence[Iterable[int]], nonzeros: Iterable[int], windows: int, m: int) -> bool:
+    """Return whether each non-zero can be assigned to a window with at most ``m``, by augmenting paths."""
+    assigned: list[list[int]] = [[] for _ in range(windows)]
 
     def place(nonzero: int, tried: set[int]) -> bool:
-        for j in seen[nonzero]:
+        for j in windows_of[nonzero]:
             if j in tried:
                 continue
             tried.add(j)
-            if len(held[j]) < m:
-                held[j].append(nonzero)
+            if len(assigned[j]) < m:
+                assigned[j].append(nonzero)
                 return True
-            for i, other in enumerate(held[j]):
-                if place(other, tried):
-                    held[j][i] = nonzero
+            for i, owner in enumerate(assigned[j]):
+                if place(owner, tried):
+                    assigned[j][i] = nonzero
                     return True
         return False
 
@@ -79,12 +79,12 @@ def assignable(seen: Sequence[Iterable[int]], nonzeros: Iterable[int], windows: 
 
 
 def greedy(w: Windows, nonzeros: Iterable[int]) -> bool:
-    """Algorithm 2 for any hardware: windows in order, each takes its leftmost M that are still there."""
-    left = sorted(nonzeros)
+    """Return whether Algorithm 2 assigns all non-zeros: each window in order takes its M leftmost remaining ones."""
+    remaining = sorted(nonzeros)
     for j in range(w.count):
-        taken = [p for p in left if j * w.stride <= p < j * w.stride + w.hardware.length]
-        left = [p for p in left if p not in taken[: w.hardware.nonzeros]]
-    return not left
+        inside = [p for p in remaining if j * w.stride <= p < j * w.stride + w.hardware.length]
+        remaining = [p for p in remaining if p not in inside[: w.hardware.nonzeros]]
+    return not remaining
 
 
 def all_windows(longest: int, any_stride: bool) -> Iterable[Windows]:
@@ -97,15 +97,13 @@ def all_windows(longest: int, any_stride: bool) -> Iterable[Windows]:
 
 
 def test_covers_equals_brute_force_for_small_patterns() -> None:
-    """Every block up to L = 9, on every hardware up to N = 6, is checked by matching and by the greedy
-    algorithm.
-    """
+    """Matching and the greedy algorithm check every block up to L = 9 on all hardware up to N = 6."""
     checked = failing = 0
     for w in all_windows(9, any_stride=True):
-        seen = windows_seeing(w)
+        windows_of = windows_seeing(w)
         blocks = list(combinations(range(w.length), w.nonzeros))
         m = w.hardware.nonzeros
-        by_matching = all(assignable(seen, block, w.count, m) for block in blocks)
+        by_matching = all(assignable(windows_of, block, w.count, m) for block in blocks)
         assert w.covers == by_matching == all(greedy(w, block) for block in blocks), w
         checked += 1
         failing += not by_matching
@@ -117,10 +115,10 @@ def test_seen_only_by_equals_counted_positions() -> None:
     for w in all_windows(16, any_stride=True):
         if w.nonzeros > 1:
             continue
-        seen = windows_seeing(w)
+        windows_of = windows_seeing(w)
         for first in range(w.count):
             for last in range(first, w.count):
-                inside = sum(first <= windows[0] and windows[-1] <= last for windows in seen)
+                inside = sum(first <= windows[0] and windows[-1] <= last for windows in windows_of)
                 assert w.seen_only_by(first, last) == inside, (w, first, last)
 
 
@@ -160,19 +158,19 @@ def test_speedup_is_at_most_density_bound() -> None:
 
 
 def test_reaches_bound_equals_brute_force() -> None:
-    """Every choice of Z/M windows, of any N positions each, is checked against every block."""
+    """Every choice of Z/M windows of any N positions is checked against every block."""
     for n, m, longest in [(2, 1, 5), (3, 1, 5), (3, 2, 6), (4, 1, 6), (4, 2, 6), (4, 3, 6)]:
         for length in range(n, longest + 1):
             for z in range(1, length + 1):
-                found = z % m == 0 and any_windows_fit(z, length, m, n)
-                assert reaches_bound(z, length, Hardware(m, n)) == found, (z, length, m, n)
+                expected = z % m == 0 and any_windows_fit(z, length, m, n)
+                assert reaches_bound(z, length, Hardware(m, n)) == expected, (z, length, m, n)
 
 
 def any_windows_fit(z: int, length: int, m: int, n: int) -> bool:
     blocks = list(combinations(range(length), z))
     for windows in combinations_with_replacement(list(combinations(range(length), n)), z // m):
-        seen = [[j for j, window in enumerate(windows) if p in window] for p in range(length)]
-        if all(assignable(seen, block, z // m, m) for block in blocks):
+        windows_of = [[j for j, window in enumerate(windows) if p in window] for p in range(length)]
+        if all(assignable(windows_of, block, z // m, m) for block in blocks):
             return True
     return False
 
@@ -180,7 +178,7 @@ def any_windows_fit(z: int, length: int, m: int, n: int) -> bool:
 def test_hardware_1_4_reaches_bound_with_at_most_three_zeros() -> None:
     assert [z for z in range(1, 9) if reaches_bound(z, 8, ONE_FOUR)] == [5, 6, 7, 8]
     assert Windows(5, 8, ONE_FOUR, stride=1).speedup == Fraction(8, 5)
-    for z in range(1, 9):  # what C.1.7 computes, for windows gathered row by row
+    for z in range(1, 9):  # the value that C.1.7 computes for windows gathered row by row
         assert gathered_expansion(z, 8, ONE_FOUR) == Fraction(4 * z, 8)
         assert ONE_FOUR.speedup / gathered_expansion(z, 8, ONE_FOUR) == density_bound(z, 8)
     assert gathered_expansion(3, 8, TWO_FOUR) == 1  # two groups of four for three non-zeros
@@ -191,10 +189,10 @@ PAIRED = [(2, 4), (2, 6), (4, 6), (2, 8), (4, 8), (6, 8)]
 
 @pytest.mark.parametrize(
     ("z", "length", "whole_pairs"),
-    [*((*each, True) for each in PAIRED), *((*each, False) for each in [*PAIRED, (1, 4), (3, 4), (3, 8)])],
+    [*((*case, True) for case in PAIRED), *((*case, False) for case in [*PAIRED, (1, 4), (3, 4), (3, 8)])],
 )
 def test_paired_windows_hold_any_two_blocks(z: int, length: int, whole_pairs: bool) -> None:
-    """The values of every two blocks are taken by windows of 8 values, 4 apart, two pairs a window."""
+    """Windows of 8 values, 4 apart, with two pairs each, take the values of any two blocks."""
     values = range(0, length, 2) if whole_pairs else range(length)
     size = 2 if whole_pairs else 1
     blocks = {
@@ -202,14 +200,14 @@ def test_paired_windows_hold_any_two_blocks(z: int, length: int, whole_pairs: bo
     }  # the pairs of a block with a non-zero
     windows = Windows(*paired(z, length, whole_pairs))
     assert windows.nonzeros == 2 * max(map(len, blocks))
-    held = []
+    results = []
     for first, second in product(blocks, repeat=2):
-        left = [*sorted(first), *sorted(pair + length // 2 for pair in second)]
+        remaining = [*sorted(first), *sorted(pair + length // 2 for pair in second)]
         for start in range(0, 2 * length - 4, 4):
-            taken = [pair for pair in left if start <= 2 * pair < start + 8][:2]
-            left = [pair for pair in left if pair not in taken]
-        held.append(not left)
-    assert windows.covers == all(held) == (max(map(len, blocks)) < length // 2)
+            taken = [pair for pair in remaining if start <= 2 * pair < start + 8][:2]
+            remaining = [pair for pair in remaining if pair not in taken]
+        results.append(not remaining)
+    assert windows.covers == all(results) == (max(map(len, blocks)) < length // 2)
     if 2 * z >= length:
         assert windows.covers == whole_pairs
     if windows.covers and z == length - 2:
@@ -217,7 +215,7 @@ def test_paired_windows_hold_any_two_blocks(z: int, length: int, whole_pairs: bo
 
 
 @pytest.mark.parametrize(
-    ("make", "found"),
+    ("make", "message"),
     [
         (lambda: Hardware(4, 4), "4:4"),
         (lambda: Hardware(0, 4), "0:4"),
@@ -233,6 +231,6 @@ def test_paired_windows_hold_any_two_blocks(z: int, length: int, whole_pairs: bo
         (lambda: paired(3, 4, True), "3:4"),
     ],
 )
-def test_invalid_hardware_and_windows_are_refused(make: Callable[[], object], found: str) -> None:
-    with pytest.raises(TheoryError, match=found):
+def test_invalid_hardware_and_windows_are_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(TheoryError, match=message):
         make()
