@@ -50,17 +50,17 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 def test_convert_rounds_master_weights_like_transformers(master: Path, tmp_path: Path) -> None:
     torch.compiler.set_stance("force_eager")
     out = converted(master, tmp_path / "out", "2_inf")
-    found, source = tensors(out), tensors(master)
+    output, source = tensors(out), tensors(master)
     layers = DECODER.layers(list(source))
     assert len(layers) == 14
     for name in layers:
-        codes, scale = found[f"{name}.weight"], found[f"{name}.weight_scale"]
+        codes, scale = output[f"{name}.weight"], output[f"{name}.weight_scale"]
         assert codes.dtype == torch.int8
         assert scale.shape == (len(codes), 1)
         assert sorted(codes.unique().tolist()) == [-1, 0, 1]
         torch.testing.assert_close(codes * scale, WeightQuant.apply(source[f"{name}.weight"].float()))
     for name in set(source) - {f"{layer}.weight" for layer in layers}:
-        assert torch.equal(found[name], source[name])
+        assert torch.equal(output[name], source[name])
     assert verify(master, out).equal
     config = json.loads((out / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
@@ -73,9 +73,9 @@ def test_ternary_sources_convert_like_their_master_weights(
 ) -> None:
     offline = write_offline(master, tmp_path / "offline", block, packed)
     out = converted(offline, tmp_path / "out", "2_inf")
-    found, expected = tensors(out), tensors(converted(master, tmp_path / "expected", "2_inf"))
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
+    actual, expected = tensors(out), tensors(converted(master, tmp_path / "expected", "2_inf"))
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
         if name.endswith("_scale"):  # BF16 in such a source
             torch.testing.assert_close(tensor, expected[name], rtol=2**-7, atol=0)
         elif tensor.dtype == torch.int8:  # near ties round by the rounded scale
@@ -90,10 +90,10 @@ def test_pruned_codes_stay_ternary(master: Path, tmp_path: Path, layout: str) ->
     dense = converted(out, tmp_path / "back", "6:8")
     source = tensors(converted(master, tmp_path / "whole", "2_inf"))
     for name, tensor in tensors(dense).items():
-        whole = source[name]
-        assert torch.equal(tensor[tensor != 0], whole[tensor != 0])
+        unpruned = source[name]
+        assert torch.equal(tensor[tensor != 0], unpruned[tensor != 0])
         if name.endswith("_proj.weight"):
-            blocks, before = ((w != 0).unflatten(1, (-1, 8)).sum(-1) for w in (tensor, whole))
+            blocks, before = ((w != 0).unflatten(1, (-1, 8)).sum(-1) for w in (tensor, unpruned))
             assert torch.equal(blocks, before.clamp(max=6))  # natural zeros count among those that go
 
 
@@ -128,36 +128,34 @@ def ids(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_calibration_blocks_equal_transformers(master: Path, ids: str) -> None:
-    """Blocks have codes times scales for weights, as the served model has; activations are not quantized
-    here.
-    """
-    whole = transformers_model(ONLINE)
+    """The weights of blocks are codes times scales, as in the served model; activations are not quantized."""
+    reference = transformers_model(ONLINE)
     model, tokens = open_model(as_int8(Checkpoint.open(master))), torch.from_numpy(np.load(ids))[:2]
-    load(whole, master)
-    for name in DECODER.layers(whole.state_dict()):
-        layer = whole.get_submodule(name)
+    load(reference, master)
+    for name in DECODER.layers(reference.state_dict()):
+        layer = reference.get_submodule(name)
         layer.forward = partial(lambda layer, x: x @ WeightQuant.apply(layer.weight).t(), layer)
     with as_int8(model.checkpoint).reader() as reader, torch.inference_mode():
         x = model.embedder(reader, list(tokens), torch.device("cpu"))(tokens)
         for number in range(2):
             x = model.load(reader, number, torch.device("cpu")).output(x)
-        expected = whole.model(input_ids=tokens, output_hidden_states=True).hidden_states[-1]
-        found = whole.model.norm(x)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        expected = reference.model(input_ids=tokens, output_hidden_states=True).hidden_states[-1]
+        actual = reference.model.norm(x)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("method", ["sparsegpt", "wanda"])
 def test_calibrated_codes_stay_ternary(master: Path, tmp_path: Path, ids: str, method: str) -> None:
-    calibration = Calibration(ids, device="cpu", seqlen=64, target="own")  # what the errors below are of
+    calibration = Calibration(ids, device="cpu", seqlen=64, target="own")  # the errors below refer to it
     reports = {}
-    for how in (method, "magnitude"):
-        reports[how] = convert(master, tmp_path / how, "6:8", method=how, calibration=calibration)
-    found, whole = tensors(tmp_path / method), tensors(converted(master, tmp_path / "whole", "2_inf"))
+    for variant in (method, "magnitude"):
+        reports[variant] = convert(master, tmp_path / variant, "6:8", method=variant, calibration=calibration)
+    pruned, unpruned = tensors(tmp_path / method), tensors(converted(master, tmp_path / "whole", "2_inf"))
     assert inspect(tmp_path / method).violations == 0
-    for name in DECODER.layers(list(found)):
-        assert set(found[f"{name}.weight"].unique().tolist()) <= {-1, 0, 1}
-        assert torch.equal(found[f"{name}.weight_scale"], whole[f"{name}.weight_scale"])
-    errors = {how: sum(final_error(row) for row in report.layers) for how, report in reports.items()}
+    for name in DECODER.layers(list(pruned)):
+        assert set(pruned[f"{name}.weight"].unique().tolist()) <= {-1, 0, 1}
+        assert torch.equal(pruned[f"{name}.weight_scale"], unpruned[f"{name}.weight_scale"])
+    errors = {variant: sum(final_error(row) for row in report.layers) for variant, report in reports.items()}
     assert errors[method] < 0.95 * errors["magnitude"]
 
 
@@ -166,21 +164,19 @@ def test_synth_writes_ternary_weights(tmp_path: Path, pattern: str | None) -> No
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
     out = tmp_path / "out"
     synth(tmp_path / "config.json", out, pattern=SlidePattern.parse(pattern) if pattern else None)
-    found, report = tensors(out), inspect(out)
+    weights, report = tensors(out), inspect(out)
     assert report.violations == 0
     assert report.fits[0].zeros == pytest.approx(0.42 if pattern is None else 0.43, abs=0.01)
-    assert found["model.layers.1.mlp.ffn_sub_norm.weight"].shape == (320,)
-    for name in DECODER.layers(list(found)):
-        codes, scale = found[f"{name}.weight"], found[f"{name}.weight_scale"]
+    assert weights["model.layers.1.mlp.ffn_sub_norm.weight"].shape == (320,)
+    for name in DECODER.layers(list(weights)):
+        codes, scale = weights[f"{name}.weight"], weights[f"{name}.weight_scale"]
         assert sorted(codes.unique().tolist()) == [-1, 0, 1]
         assert len(scale.unique()) == 1
         assert float((codes * scale).std()) * codes.shape[1] ** 0.5 == pytest.approx(1, abs=0.05)
 
 
 def test_inspect_counts_weights_a_pattern_would_prune(tmp_path: Path) -> None:
-    """Rows begin with two zeros, then 14 non-zeros: 6:8 takes nothing from the first block, two from the
-    second.
-    """
+    """Rows repeat two zeros and 14 non-zeros: 6:8 prunes none of the first block and two of the second."""
     master = write_master(tmp_path / "master")
     weights = tensors(master)
     for name in DECODER.layers(list(weights)):

@@ -1,4 +1,4 @@
-"""Checkpoints a share of whose blocks is 2:4: converted, inspected, compared, damaged, and made of random weights."""
+"""Conversion, inspection, damage and synthesis of checkpoints in which a share of the blocks is 2:4."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def test_convert_prunes_half_of_the_blocks(
     block = config_of(tmp_path / "out")["quantization_config"]
     assert block["quant_method"] == "compressed-tensors"  # stock vLLM serves it
     assert Metadata.from_json(block[KEY]).layers[UP].pattern == HALF
-    found = inspect(tmp_path / "out")
-    assert (found.pattern, found.violations) == ("2:4@50%", 0)
-    layers = {layer.name: layer for layer in found.layers}
+    inspected = inspect(tmp_path / "out")
+    assert (inspected.pattern, inspected.violations) == ("2:4@50%", 0)
+    layers = {layer.name: layer for layer in inspected.layers}
     assert (layers[UP].pattern, layers[UP].satisfies, layers[UP].expansion) == ("2:4@50%", None, 1.0)
     monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 256 * 100)  # a hundred rows, less than two strips
     convert(source, tmp_path / "again", "2:4@50%", quant=quant)
@@ -108,10 +108,10 @@ def test_inspect_and_convert_find_violations(tmp_path: Path, source: Path) -> No
     strip, block = (int(i) for i in (~dense_blocks(tensors[f"{UP}.weight"])).nonzero()[3])
     tensors[f"{UP}.weight"][STRIP * strip, BLOCK * block : BLOCK * (block + 1)] = 1
     save_file(tensors, tmp_path / "out" / MODEL, metadata={"format": "pt"})
-    found = {layer.name: layer for layer in inspect(tmp_path / "out").layers if layer.violations}
-    assert list(found) == [UP]
-    assert found[UP].violations == 1
-    assert "2:4@50% needs 1 more" in str(found[UP].first_violation)
+    violated = {layer.name: layer for layer in inspect(tmp_path / "out").layers if layer.violations}
+    assert list(violated) == [UP]
+    assert violated[UP].violations == 1
+    assert "2:4@50% needs 1 more" in str(violated[UP].first_violation)
     with pytest.raises(CheckFailed, match="needs 1 more"):
         convert(tmp_path / "out", tmp_path / "again", "2:4@50%", check=True)
 

@@ -1,4 +1,4 @@
-"""Conversions write what pruning, quantizing and sliding whole tensors gives; kills and interrupts."""
+"""Conversions equal pruning, quantizing and sliding whole tensors; kills and interrupts leave no output."""
 
 from __future__ import annotations
 
@@ -147,20 +147,20 @@ def test_output_does_not_depend_on_number_of_processors(
         convert(source, tmp_path / f"{count}", method=method, seed=seed)
         runs.append(snapshot(tmp_path / f"{count}"))
     assert runs[0] == runs[1]
-    assert (runs[0] == runs[2]) == (method == "magnitude")  # which does not look at the seed
+    assert (runs[0] == runs[2]) == (method == "magnitude")  # magnitude does not use the seed
 
 
 def test_random_pruning_does_not_depend_on_shards(tmp_path: Path) -> None:
     for shards in (1, 3):
         source = llama(tmp_path / f"source{shards}", shards=shards)
         convert(source, tmp_path / f"out{shards}", method="random", seed=3)
-    one, three = tensors_of(tmp_path / "out1"), tensors_of(tmp_path / "out3")
-    assert one.keys() == three.keys()
-    for name, tensor in one.items():
-        assert_same_bits(three[name], tensor)
-    masks = {tuple((one[f"{name}.weight"][:32, :64] != 0).flatten().tolist()) for name in LINEARS}
-    assert len(masks) == len(LINEARS)  # each tensor draws for itself
-    assert all(violations(one[f"{name}.weight"], SIX_EIGHT) is None for name in LINEARS)
+    single, sharded = tensors_of(tmp_path / "out1"), tensors_of(tmp_path / "out3")
+    assert single.keys() == sharded.keys()
+    for name, tensor in single.items():
+        assert_same_bits(sharded[name], tensor)
+    masks = {tuple((single[f"{name}.weight"][:32, :64] != 0).flatten().tolist()) for name in LINEARS}
+    assert len(masks) == len(LINEARS)  # each tensor has its own random numbers
+    assert all(violations(single[f"{name}.weight"], SIX_EIGHT) is None for name in LINEARS)
 
 
 TOY = """
@@ -177,7 +177,7 @@ class Leftmost(Method):
 
 
 def test_registered_custom_method_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A toy method drops the two leftmost weights of each block, by the command line, with data and without."""
+    """A toy method prunes the two leftmost weights of each block, with and without calibration data."""
     (tmp_path / "leftmost.py").write_text(TOY)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(methods.METHODS, "leftmost", "leftmost:Leftmost")
@@ -185,15 +185,15 @@ def test_registered_custom_method_is_used(tmp_path: Path, monkeypatch: pytest.Mo
     data = ("--calib", "random", "--samples", 2, "--seqlen", 8, "--device", "cpu")
     for name, more in (("plain", ()), ("calibrated", data)):
         out = tmp_path / name
-        done = Done("convert", source, out, "-s", "6:8", "--method", "leftmost", *more)
-        assert done.code == 0, done.err
+        result = Done("convert", source, out, "-s", "6:8", "--method", "leftmost", *more)
+        assert result.code == 0, result.err
         report = inspect(out)
         assert report.violations == 0
         for layer in report.layers:
             weight = tensors_of(out)[f"{layer.name}.weight"]
             zeros = (weight[:, : weight.shape[1] // 8 * 8] == 0).unflatten(1, (-1, 8)).float().mean((0, 1))
             assert (zeros[:2] == 1).all() == (layer.pattern is not None)
-    assert "leftmost, calibrated with random tokens" in done.out
+    assert "leftmost, calibrated with random tokens" in result.out
     assert (
         Done("convert", source, tmp_path / "x", "-s", "6:8", "--method", "leftmost", "--sweeps", 1).code == 2
     )
@@ -204,13 +204,13 @@ def test_convert_keeps_shard_names_and_writes_an_index(tmp_path: Path) -> None:
     convert(source, tmp_path / "out")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(p.name for p in source.iterdir())
     index = json.loads((tmp_path / "out" / INDEX).read_text())
-    found, total = {}, 0
+    weight_map, total = {}, 0
     for path in (tmp_path / "out").glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             assert file.metadata() == {"format": "pt"}
             for name in file.keys():  # noqa: SIM118
-                found[name], total = path.name, total + file.get_tensor(name).nbytes
-    assert index["weight_map"] == found
+                weight_map[name], total = path.name, total + file.get_tensor(name).nbytes
+    assert index["weight_map"] == weight_map
     assert index["metadata"] == {"total_size": total, "note": "kept"}
 
 
@@ -245,7 +245,7 @@ def test_convert_bert_copies_other_files(tmp_path: Path) -> None:
         (source / "checkpoint-500" / name).write_bytes(b"of the training")
     report = convert(source, tmp_path / "out", "4:6", ignore=["1.intermediate", "0.attention.self"])
     assert len(report.pruned) == 8
-    kept = {name: why for name, why in report.kept.items() if "attention" not in name}
+    kept = {name: reason for name, reason in report.kept.items() if "attention" not in name}
     assert kept == {
         "encoder.layer.1.intermediate.dense": "--ignore",
         "pooler.dense": "not a linear layer of a block",
@@ -273,7 +273,7 @@ def test_convert_bert_copies_other_files(tmp_path: Path) -> None:
 
 
 def test_convert_drops_auto_map_of_known_architectures(tmp_path: Path) -> None:
-    """With --trust-remote-code, transformers would look for the code that config.json names, which is not copied."""
+    """With --trust-remote-code, transformers would search for the code named in config.json, which is not copied."""
     code = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
     source = llama(tmp_path / "source")
     edit_json(source / "config.json", auto_map=code)
@@ -281,8 +281,8 @@ def test_convert_drops_auto_map_of_known_architectures(tmp_path: Path) -> None:
     assert convert(source, tmp_path / "out").left_out == ("configuration_own.py",)
     assert "auto_map" not in config_of(tmp_path / "out")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    found = transformers.AutoConfig.from_pretrained(tmp_path / "out", trust_remote_code=True)
-    assert type(found) is transformers.LlamaConfig
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert type(config) is transformers.LlamaConfig
 
     edit_json(source / "config.json", architectures=["OwnForCausalLM"])
     convert(source, tmp_path / "own", linear=r"_proj\Z")
@@ -307,7 +307,7 @@ def test_convert_drops_auto_map_of_known_architectures(tmp_path: Path) -> None:
     ],
 )
 def test_linear_layers_of_each_architecture(architecture: str, first: str, linears: str) -> None:
-    wanted = [first + name for name in linears.split()]
+    expected = [first + name for name in linears.split()]
     others = (
         "lm_head",
         "embed_tokens",
@@ -316,8 +316,8 @@ def test_linear_layers_of_each_architecture(architecture: str, first: str, linea
         "pooler.dense",
         "classifier.dense",
     )
-    names = [f"{name}.weight" for name in (*others, *wanted)]
-    assert family_of({"architectures": [architecture]}).layers(names) == wanted
+    names = [f"{name}.weight" for name in (*others, *expected)]
+    assert family_of({"architectures": [architecture]}).layers(names) == expected
 
 
 def test_linear_option_selects_layers_of_unknown_architecture(tmp_path: Path) -> None:
@@ -327,9 +327,9 @@ def test_linear_option_selects_layers_of_unknown_architecture(tmp_path: Path) ->
     assert report.pruned == ("blocks.0.fc1",)
     assert report.kept == {"head": "not a linear layer of a block"}
     assert config_of(tmp_path / "out")["quantization_config"]["ignore"] == ["lm_head", "head"]
-    again = convert(tmp_path / "out", tmp_path / "slided", layout="slided")
-    assert again.pruned == report.pruned
-    assert again.kept == {"head": "not quantized in the source"}
+    second_report = convert(tmp_path / "out", tmp_path / "slided", layout="slided")
+    assert second_report.pruned == report.pruned
+    assert second_report.kept == {"head": "not quantized in the source"}
 
 
 def test_linear_option_prunes_only_matrices(tmp_path: Path) -> None:
@@ -368,9 +368,9 @@ def test_progress_counts_both_passes_in_bytes(tmp_path: Path) -> None:
     total = sum(tensor.nbytes for tensor in float_tensors(LLAMA).values())
     assert report.bytes_in == total
     for phase in ("checking", "writing"):
-        done = [call[1] for call in calls if call[0] == phase]
-        assert done == sorted(done)
-        assert done[-1] == total
+        counts = [call[1] for call in calls if call[0] == phase]
+        assert counts == sorted(counts)
+        assert counts[-1] == total
     assert {call[2] for call in calls} == {total}
 
 
@@ -441,16 +441,16 @@ def test_killed_conversion_leaves_no_output(tmp_path: Path, monkeypatch: pytest.
     source = llama(tmp_path / "source")
     out = tmp_path / "out"
     command = [sys.executable, "-c", KILLED, str(source), str(out)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=120, check=False)
-    assert done.returncode == -signal.SIGKILL
+    process = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=120, check=False)
+    assert process.returncode == -signal.SIGKILL
     assert not out.exists()
     (partial,) = (path for path in tmp_path.iterdir() if path != source)
     assert re.fullmatch(r"\.out\.partial-\w+", partial.name)
     assert (partial / MODEL).exists()
     assert not (partial / "config.json").exists()
-    usage = shutil.disk_usage(tmp_path)  # what was left does not count as space that is taken
+    usage = shutil.disk_usage(tmp_path)  # the leftover folder does not count as used space
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0) if partial.exists() else usage)
-    convert(source, out)  # the same again just works, and cleans up
+    convert(source, out)  # a second run succeeds and removes the leftover folder
     assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
     convert(source, tmp_path / "other")
     assert snapshot(out) == snapshot(tmp_path / "other")

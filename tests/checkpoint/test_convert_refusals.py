@@ -1,4 +1,4 @@
-"""Bad input to a conversion: the error names the fact, and nothing is written."""
+"""Invalid input to a conversion: the error names the fault, and nothing is written."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_convert_refuses_nonfinite_weights(
 
 
 def test_convert_refuses_missing_part_of_a_fused_layer(tmp_path: Path) -> None:
-    """vLLM would serve uninitialized memory in its place."""
+    """Otherwise vLLM would serve uninitialized memory in its place."""
     source = llama(tmp_path / "source", **{WEIGHT: None})
     refused(source, f"{Q} is not there", "checkpoint is incomplete: fetch it again")
 
@@ -91,7 +91,7 @@ def test_convert_refuses_mount_point_as_output(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("make", [llama, w8a8, bert])
 def test_convert_refuses_wrong_number_of_blocks(tmp_path: Path, make: Callable[[Path], Path]) -> None:
-    """Nothing else tells that the first of several files, without their index, is not the whole model."""
+    """Nothing else shows that the first of several files, without their index, is incomplete."""
     source = make(tmp_path / "source")
     (source / MODEL).rename(source / "model-00001-of-00002.safetensors")
     edit_json(source / "config.json", num_hidden_layers=3)
@@ -477,7 +477,7 @@ def layer_of(block: dict[str, Any]) -> dict[str, Any]:
     return block["slidesparse"]["layers"][Q]
 
 
-# A lie in the quantization_config of a converted checkpoint, and the facts that each command names
+# A false entry in the quantization_config of a converted checkpoint, and the fact that each command names
 METADATA: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "absent layer": (
         lambda b: b["slidesparse"]["layers"].update(ghost={"pattern": "6:8", "in_features": 64}),
@@ -509,7 +509,7 @@ DENSE = {"another layout": (lambda b: b["slidesparse"].update(layout="slided"), 
 
 
 def commands_refuse(folder: Path, fact: str) -> None:
-    """Require that `convert`, `inspect` and `verify` refuse, with the same words."""
+    """Check that `convert`, `inspect` and `verify` refuse with the same message."""
     message = refused(folder, fact, error=SlideSparseError)
     assert "\n" not in message
     for read in (inspect, lambda folder: verify(folder, folder)):
@@ -522,9 +522,9 @@ def commands_refuse(folder: Path, fact: str) -> None:
 def test_commands_refuse_inconsistent_metadata(tmp_path: Path, layout: str) -> None:
     source = llama(tmp_path / "source")
     convert(source, tmp_path / "out0", layout=layout)
-    good = config_of(tmp_path / "out0")["quantization_config"]
+    valid = config_of(tmp_path / "out0")["quantization_config"]
     for change, fact in [*METADATA.values(), *(SLIDED if layout == "slided" else DENSE).values()]:
-        block = copy.deepcopy(good)
+        block = copy.deepcopy(valid)
         change(block)
         edit_json(tmp_path / "out0" / "config.json", quantization_config=block)
         commands_refuse(tmp_path / "out0", fact)

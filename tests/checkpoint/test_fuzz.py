@@ -12,9 +12,11 @@ from slidesparse.errors import SlideSparseError
 
 
 def count_outcomes(first: int, count: int) -> tuple[list[str], dict[str, int]]:
-    """Count the outcomes, and collect what is wrong."""
+    """Run the fuzzer, and return its defects and the counts of outcomes."""
     defects: list[str] = []
-    counts = fuzz.run(first, count, lambda case, done, wrong: defects.append(f"case {case}, {done}: {wrong}"))
+    counts = fuzz.run(
+        first, count, lambda case, damage, message: defects.append(f"case {case}, {damage}: {message}")
+    )
     return defects, counts
 
 
@@ -31,7 +33,7 @@ def test_damaged_checkpoints_are_refused_or_read_right() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("command", "message"),
     [
         (lambda: {}["x"], "KeyError"),
         (lambda: bytearray(2 << 30), "MemoryError"),
@@ -39,7 +41,9 @@ def test_damaged_checkpoints_are_refused_or_read_right() -> None:
         (lambda: (_ for _ in ()).throw(SlideSparseError("two\nlines")), "no clear line"),
     ],
 )
-def test_fuzzer_detects_each_kind_of_defect(monkeypatch: pytest.MonkeyPatch, wrong: Any, words: str) -> None:
+def test_fuzzer_detects_each_kind_of_defect(
+    monkeypatch: pytest.MonkeyPatch, command: Any, message: str
+) -> None:
     monkeypatch.setattr(fuzz, "SECONDS", 0.1)
-    with pytest.raises(fuzz.Defect, match=words):
-        fuzz.outcome(wrong)
+    with pytest.raises(fuzz.Defect, match=message):
+        fuzz.outcome(command)

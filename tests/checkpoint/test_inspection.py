@@ -1,4 +1,4 @@
-"""``slidesparse inspect`` and ``verify`` as functions: violations, patterns that nobody claimed, first differences."""
+"""``slidesparse inspect`` and ``verify`` as functions: violations, unlisted patterns, first differences."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ def dense_and_slided(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_verify_compares_across_layouts_and_shards(dense_and_slided: tuple[Path, Path]) -> None:
     for pair in (dense_and_slided, dense_and_slided[::-1]):
-        found = verify(*pair)
-        assert (found.equal, found.difference, found.slided) == (True, None, 14)
-        assert found.tensors == len(tensors_of(dense_and_slided[0]))
+        result = verify(*pair)
+        assert (result.equal, result.difference, result.slided) == (True, None, 14)
+        assert result.tensors == len(tensors_of(dense_and_slided[0]))
 
 
 @pytest.mark.parametrize("name", [f"{Q}.weight", f"{Q}.weight_scale", "lm_head.weight", f"{DOWN}.bias"])
@@ -138,7 +138,7 @@ def test_verify_compares_dtypes_and_shapes(tmp_path: Path) -> None:
 
 
 def test_verify_refuses_slided_rows_with_split_weights(dense_and_slided: tuple[Path, Path]) -> None:
-    """The two places of one weight hold parts of its bits, which unslide would join to a plausible weight."""
+    """The two positions of one weight hold parts of its bits, which unslide would combine to a plausible weight."""
     path = next(p for p in dense_and_slided[1].glob("*.safetensors") if f"{Q}.weight" in load_file(p))
     tensors = load_file(path)
     row = tensors[f"{Q}.weight"][7].view(-1, 3, 4)
@@ -149,5 +149,5 @@ def test_verify_refuses_slided_rows_with_split_weights(dense_and_slided: tuple[P
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(DamagedError, match=f"{Q}: row 7 "):
         verify(*dense_and_slided)
-    with pytest.raises(DamagedError, match=f"{Q}: row 7 "):  # nor is it a source
+    with pytest.raises(DamagedError, match=f"{Q}: row 7 "):  # conversion refuses it too
         convert(dense_and_slided[1], dense_and_slided[1].parent / "again")

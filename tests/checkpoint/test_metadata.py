@@ -1,4 +1,4 @@
-"""The metadata block of config.json: round trip, and what each damaged form says."""
+"""The metadata block of config.json: round trip, and errors of damaged blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slidesparse.checkpoint import metadata
 from slidesparse.checkpoint.metadata import LayerEntry, Metadata, MetadataError
 from slidesparse.pattern import SlidePattern
 
-GOOD: dict[str, Any] = {
+VALID: dict[str, Any] = {
     "version": 1,
     "pattern": "6:8",
     "layout": "dense",
@@ -24,14 +24,14 @@ GOOD: dict[str, Any] = {
 
 
 def test_metadata_from_json_and_back() -> None:
-    found = Metadata.from_json(GOOD)
-    assert found == Metadata(
+    block = Metadata.from_json(VALID)
+    assert block == Metadata(
         SlidePattern(8),
         "dense",
         {"model.layers.0.mlp.down_proj": LayerEntry(SlidePattern(8), 4864)},
         "slidesparse 0.1.0",
     )
-    assert found.to_json() == GOOD
+    assert block.to_json() == VALID
 
 
 layers = st.dictionaries(
@@ -51,18 +51,18 @@ def test_metadata_json_round_trip(block: Metadata) -> None:
 def test_metadata_of_config() -> None:
     assert Metadata.of_config(None) is None
     assert Metadata.of_config({"quant_method": "compressed-tensors"}) is None
-    assert Metadata.of_config({metadata.KEY: GOOD}) == Metadata.from_json(GOOD)
+    assert Metadata.of_config({metadata.KEY: VALID}) == Metadata.from_json(VALID)
     with pytest.raises(MetadataError, match="must be an object, found '6:8'"):
         Metadata.of_config({metadata.KEY: "6:8"})
 
 
 def without(key: str) -> dict[str, Any]:
-    return {name: value for name, value in GOOD.items() if name != key}
+    return {name: value for name, value in VALID.items() if name != key}
 
 
 def layer(**changed: Any) -> dict[str, Any]:
-    """The block with one layer, whose entry is another."""
-    return {**GOOD, "layers": {"fc": {"pattern": "6:8", "in_features": 64, **changed}}}
+    """The block with one layer, whose entry has ``changed`` values."""
+    return {**VALID, "layers": {"fc": {"pattern": "6:8", "in_features": 64, **changed}}}
 
 
 @pytest.mark.parametrize(
@@ -70,25 +70,25 @@ def layer(**changed: Any) -> dict[str, Any]:
     [
         (None, ["must be an object, found None"]),
         ([], ["must be an object, found []"]),
-        ({**GOOD, "version": 2}, ["version: found 2", "reads 1"]),
-        ({**GOOD, "version": True}, ["version: found True"]),
-        ({**GOOD, "version": 1.0}, ["version: found 1.0"]),
+        ({**VALID, "version": 2}, ["version: found 2", "reads 1"]),
+        ({**VALID, "version": True}, ["version: found True"]),
+        ({**VALID, "version": 1.0}, ["version: found 1.0"]),
         (without("version"), ["version: found None"]),
         (without("pattern"), ["pattern: must be a text, found None"]),
         (without("layout"), ["layout: must be a text, found None"]),
         (without("layers"), ["layers: must be an object, found None"]),
-        ({**GOOD, "pattern": ["6:8"]}, ["pattern: must be a text"]),
-        ({**GOOD, "pattern": 6.8}, ["pattern: must be a text, found 6.8"]),
-        ({**GOOD, "layout": ["dense"]}, ["layout: must be a text"]),
-        ({**GOOD, "layers": 3}, ["layers: must be an object, found 3"]),
-        ({**GOOD, "layers": [["fc", {}]]}, ["layers: must be an object"]),
-        ({**GOOD, "layers": {"fc": "6:8"}}, ["'fc': must be an object, found '6:8'"]),
-        ({**GOOD, "layers": {"fc": {}}}, ["'fc': pattern: must be a text"]),
-        ({**GOOD, "layers": {"": {}}}, ["'': a layer's name"]),
-        ({**GOOD, "layers": {"f\nc": {}}}, ["'f\\nc': a layer's name"]),
-        ({**GOOD, "layers": {"\x1b[31mfc": {}}}, ["'\\x1b[31mfc': a layer's name"]),
-        ({**GOOD, "layers": {"\ud800": {}}}, ["'\\ud800': a layer's name"]),
-        ({**GOOD, "layers": {"x" * 1001: {}}}, ["xxx...xxx", "1 to 1000"]),
+        ({**VALID, "pattern": ["6:8"]}, ["pattern: must be a text"]),
+        ({**VALID, "pattern": 6.8}, ["pattern: must be a text, found 6.8"]),
+        ({**VALID, "layout": ["dense"]}, ["layout: must be a text"]),
+        ({**VALID, "layers": 3}, ["layers: must be an object, found 3"]),
+        ({**VALID, "layers": [["fc", {}]]}, ["layers: must be an object"]),
+        ({**VALID, "layers": {"fc": "6:8"}}, ["'fc': must be an object, found '6:8'"]),
+        ({**VALID, "layers": {"fc": {}}}, ["'fc': pattern: must be a text"]),
+        ({**VALID, "layers": {"": {}}}, ["'': a layer's name"]),
+        ({**VALID, "layers": {"f\nc": {}}}, ["'f\\nc': a layer's name"]),
+        ({**VALID, "layers": {"\x1b[31mfc": {}}}, ["'\\x1b[31mfc': a layer's name"]),
+        ({**VALID, "layers": {"\ud800": {}}}, ["'\\ud800': a layer's name"]),
+        ({**VALID, "layers": {"x" * 1001: {}}}, ["xxx...xxx", "1 to 1000"]),
         (layer(in_features="many"), ["'fc': in_features is 'many'"]),
         (layer(in_features=-8), ["in_features is -8"]),
         (layer(in_features=0), ["in_features is 0"]),
@@ -100,10 +100,10 @@ def layer(**changed: Any) -> dict[str, Any]:
         (layer(pattern="5:7"), ["'fc': pattern", "'5:7'"]),
         (layer(pattern="9999999998:10000000000"), ["'9999999998:10000000000' is not a pattern"]),
         (layer(pattern="4096:4098"), ["from 4 to 4096, found 4098"]),
-        ({**GOOD, "pattern": "2:8"}, ["did you mean 6:8"]),
-        ({**GOOD, "pattern": "6" * 5000 + ":8"}, ["pattern: sparsity '666", "is not a pattern"]),
-        ({**GOOD, "layout": "zipped"}, ["'zipped'"]),
-        ({**GOOD, "tool": 7}, ["tool: must be a text, found 7"]),
+        ({**VALID, "pattern": "2:8"}, ["did you mean 6:8"]),
+        ({**VALID, "pattern": "6" * 5000 + ":8"}, ["pattern: sparsity '666", "is not a pattern"]),
+        ({**VALID, "layout": "zipped"}, ["'zipped'"]),
+        ({**VALID, "tool": 7}, ["tool: must be a text, found 7"]),
     ],
 )
 def test_damaged_metadata_errors_name_the_fault(block: Any, facts: list[str]) -> None:

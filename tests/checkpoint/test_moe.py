@@ -1,4 +1,4 @@
-"""Mixture-of-experts models: what is pruned, what is only quantized, what is left."""
+"""Conversion of mixture-of-experts models: pruned, only quantized, and unchanged layers."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ def vllm_ignores(folder: Path, layer: str) -> bool:
 @pytest.mark.vllm
 @pytest.mark.parametrize("name", MODELS)
 def test_ignored_experts_are_left_unquantized(tmp_path: Path, name: str) -> None:
-    """All experts of the layer are ignored by the names that vLLM asks for, whatever the checkpoint's."""
+    """All experts of the layer are ignored by the names that vLLM uses, which may differ from the checkpoint's."""
     model = MODELS[name]
     source = model.write(tmp_path / "source")
     report = convert(source, tmp_path / "out", ignore=[r"layers\.1\..*\.experts\."])
-    left = {layer for layer in model.experts() if "layers.1." in layer}
-    assert report.experts == {"w8a8": len(model.experts()) - len(left), "kept": len(left)}
-    assert {layer for layer, why in report.kept.items() if why == "--ignore"} == left
+    ignored = {layer for layer in model.experts() if "layers.1." in layer}
+    assert report.experts == {"w8a8": len(model.experts()) - len(ignored), "kept": len(ignored)}
+    assert {layer for layer, reason in report.kept.items() if reason == "--ignore"} == ignored
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
-    for layer in left:
+    for layer in ignored:
         assert_same_bits(after[f"{layer}.weight"], before[f"{layer}.weight"])
     for i in range(LAYERS):
         module = f"model.layers.{i}.{model.module}.experts"
@@ -80,7 +80,7 @@ def test_convert_refuses_to_ignore_some_experts_of_a_layer(tmp_path: Path) -> No
 
 
 def test_layer_options_do_not_apply_to_experts(tmp_path: Path) -> None:
-    """A pattern for all layers called down_proj is for those that are pruned; one for experts alone is refused."""
+    """A pattern for down_proj applies only to pruned layers; a pattern that matches only experts is refused."""
     source = MODELS["qwen2"].write(tmp_path / "source")
     report = convert(source, tmp_path / "out", layer=["down_proj=8:10"], linear="proj")
     assert {p.ratio for name, p in report.patterns.items() if name.endswith("down_proj")} == {"8:10"}
@@ -93,7 +93,7 @@ def test_layer_options_do_not_apply_to_experts(tmp_path: Path) -> None:
 
 
 def write_joined_experts(model: Moe, folder: Path) -> Path:
-    """Write a checkpoint with all experts of a layer in one tensor, as some models have them."""
+    """Write a checkpoint with all experts of a layer in one tensor, as some models store them."""
     tensors = {name: tensor for name, tensor in model.tensors().items() if ".experts." not in name}
     for i in range(LAYERS):
         tensors[f"model.layers.{i}.mlp.experts.gate_up_proj"] = torch.randn(EXPERTS, 128, HIDDEN).bfloat16()
@@ -123,23 +123,23 @@ def test_converting_between_layouts_is_lossless(tmp_path: Path, layout: str) -> 
     convert(source, tmp_path / "dense")
     convert(source, tmp_path / layout, layout=layout)
     convert(tmp_path / layout, tmp_path / "again")
-    first, again = tensors_of(tmp_path / "dense"), tensors_of(tmp_path / "again")
-    assert first.keys() == again.keys()
-    for name, tensor in first.items():
-        assert_same_bits(again[name], tensor)
+    dense, restored = tensors_of(tmp_path / "dense"), tensors_of(tmp_path / "again")
+    assert dense.keys() == restored.keys()
+    for name, tensor in dense.items():
+        assert_same_bits(restored[name], tensor)
 
 
 def test_commands_report_number_of_experts(tmp_path: Path) -> None:
     source = MODELS["mixtral"].write(tmp_path / "source")
     report = tmp_path / "report.json"
-    done = Done("convert", source, tmp_path / "out", "-s", "6:8", "--report", report)
-    assert done.code == 0, done.err
-    assert "skipped   24 quantized, not pruned (routed experts, which vLLM serves): " in done.out
+    result = Done("convert", source, tmp_path / "out", "-s", "6:8", "--report", report)
+    assert result.code == 0, result.err
+    assert "skipped   24 quantized, not pruned (routed experts, which vLLM serves): " in result.out
     assert json.loads(report.read_text())["experts"] == {"w8a8": 24, "kept": 0}
-    done = Done("convert", source, tmp_path / "kept", "-s", "6:8", "--ignore", *KEEP)
-    assert "kept      24 as in the source (--ignore): " in done.out
+    result = Done("convert", source, tmp_path / "kept", "-s", "6:8", "--ignore", *KEEP)
+    assert "kept      24 as in the source (--ignore): " in result.out
     for folder, dtype in (("out", "I8"), ("kept", "BF16")):
         assert inspect(tmp_path / folder).experts == {dtype: 24}
-        done = Done("inspect", tmp_path / folder)
-        assert "8 layers" in done.out
-        assert f"24 matrices of routed experts in {dtype}" in done.out
+        result = Done("inspect", tmp_path / folder)
+        assert "8 layers" in result.out
+        assert f"24 matrices of routed experts in {dtype}" in result.out

@@ -1,6 +1,6 @@
-"""Weights stored without their zeros: the packed layout, and the formats that compressed-tensors had up to 0.14.
+"""Weights stored without their zeros: the packed layout, and the sparse formats of compressed-tensors up to 0.14.
 
-``stored_sparse`` holds checkpoints that its 0.14.0 made (tests/support/stored_sparse.py).
+``stored_sparse`` holds checkpoints made by its release 0.14.0 (tests/support/stored_sparse.py).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def dense(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint as conversions see them."""
+    """Read all tensors of a checkpoint as conversions do, with packed weights unpacked."""
     checkpoint = Checkpoint.open(folder)
     with checkpoint.reader() as reader:
         return {
@@ -66,7 +66,7 @@ def dense(folder: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
 @pytest.mark.parametrize("ratio", ["2:4", "4:6", "6:8", "14:16"])
 def test_converting_between_layouts_is_lossless(tmp_path: Path, ratio: str, quant: str) -> None:
-    """K is 64 and 88: blocks of 6 and 16 leave short ones.  Between packed weights lie others of the same type."""
+    """K is 64 and 88: blocks of 6 and 16 leave tails.  Unpacked layers lie between packed ones."""
     source = llama(tmp_path / "source", shards=2)
     for layout in ("dense", "packed", "slided"):
         convert(source, tmp_path / layout, ratio, quant=quant, layout=layout, skip=["o_proj"])
@@ -88,8 +88,8 @@ def test_packed_layout_tensors(tmp_path: Path, ratio: str) -> None:
     assert tensors[f"{layer}.compressed"].shape == (64, places(pattern, 88))
     assert (tensors[f"{layer}.bitmask"].shape, tensors[f"{layer}.bitmask"].dtype) == ((64, 11), torch.uint8)
     assert tensors[f"{layer}.shape"].tolist() == [[64], [88]]
-    plain = [name for name in tensors if name.endswith("_proj.weight")]
-    assert sorted(plain) == [
+    unpacked = [name for name in tensors if name.endswith("_proj.weight")]
+    assert sorted(unpacked) == [
         f"{DOWN}.weight",
         *(f"model.layers.{i}.self_attn.o_proj.weight" for i in range(2)),
     ]
@@ -102,16 +102,17 @@ def test_packed_layout_tensors(tmp_path: Path, ratio: str) -> None:
         88,
     )
     report = inspect(tmp_path / "out")
-    (found,) = (one for one in report.layers if one.name == layer)
-    assert (report.layout, report.violations, found.in_features, found.pattern) == ("packed", 0, 88, ratio)
+    (inspected,) = (row for row in report.layers if row.name == layer)
+    assert (report.layout, report.violations) == ("packed", 0)
+    assert (inspected.in_features, inspected.pattern) == (88, ratio)
     stored = (
         tensors[f"{layer}.{part}"].nbytes for part in ("compressed", "bitmask", "shape", "weight_scale")
     )
-    assert found.bytes == sum(stored)
+    assert inspected.bytes == sum(stored)
 
 
 def test_packed_weight_that_violates_its_pattern_is_found(tmp_path: Path) -> None:
-    """The bitmask shows it: a block of eight bits set, and one of four."""
+    """The bitmask has a block with eight bits set, and one with four."""
     convert(llama(tmp_path / "source"), tmp_path / "out", layout="packed")
     tensors = tensors_of(tmp_path / "out")
     tensors[f"{Q}.bitmask"][11, :2] = torch.tensor([0xFF, 0x0F], dtype=torch.uint8)
@@ -119,13 +120,13 @@ def test_packed_weight_that_violates_its_pattern_is_found(tmp_path: Path) -> Non
     write(tmp_path / "out", config_of(tmp_path / "out"), tensors)
     report = inspect(tmp_path / "out")
     assert report.violations == 1
-    (first,) = (one.first_violation for one in report.layers if one.violations)
-    assert first is not None
-    assert f"{Q}: row 11, block 0 (columns from 0) has 8 non-zeros" in first
+    (violation,) = (row.first_violation for row in report.layers if row.violations)
+    assert violation is not None
+    assert f"{Q}: row 11, block 0 (columns from 0) has 8 non-zeros" in violation
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "message"),
     [
         ({"bitmask": None}, f"no tensor {Q}.bitmask"),
         ({"shape": None}, f"no tensor {Q}.shape"),
@@ -144,7 +145,7 @@ def test_packed_weight_that_violates_its_pattern_is_found(tmp_path: Path) -> Non
     ],
 )
 def test_damaged_packed_tensors_are_refused(
-    tmp_path: Path, changed: dict[str, Tensor | None], words: str
+    tmp_path: Path, changed: dict[str, Tensor | None], message: str
 ) -> None:
     out = tmp_path / "out"
     convert(llama(tmp_path / "source"), out, layout="packed")
@@ -153,21 +154,22 @@ def test_damaged_packed_tensors_are_refused(
     write(out, config_of(out), tensors)
     with pytest.raises(CheckpointError) as caught:
         inspect(out)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
-# What compressed-tensors stored
+# Sparse formats of compressed-tensors
 
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("quant", ["int8", "fp8", "bf16"])
 def test_weights_equal_those_of_compressed_tensors(quant: str, form: str) -> None:
     folder = STORED / f"{quant}-{form}"
-    expected, found = json.loads((folder / "weights.json").read_text()), dense(folder)
-    assert set(expected) == {name for name in found if name.endswith("_proj.weight")}
+    expected, actual = json.loads((folder / "weights.json").read_text()), dense(folder)
+    assert set(expected) == {name for name in actual if name.endswith("_proj.weight")}
     for name, digest in expected.items():
         assert (
-            hashlib.sha256(found[name].contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() == digest
+            hashlib.sha256(actual[name].contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+            == digest
         ), name
     report = inspect(folder)
     assert (report.pattern, report.layout) == (None, form)
@@ -203,18 +205,18 @@ def test_convert_quantizes_sparse_formats_in_16_bits(tmp_path: Path, form: str) 
 
 
 def test_packed_2_4_layout_equals_sparse_24_bitmask(tmp_path: Path) -> None:
-    """Names, dtypes and shapes are those that the release itself made; up_proj it left dense."""
+    """Names, dtypes and shapes equal those of the release itself, which left up_proj dense."""
     source = STORED / "int8-sparse-24-bitmask"
     convert(source, tmp_path / "out", "2:4", layout="packed")
-    theirs, ours = tensors_of(source), tensors_of(tmp_path / "out")
-    form = {name: (tensor.dtype, tensor.shape) for name, tensor in ours.items() if "up_proj" not in name}
+    expected, actual = tensors_of(source), tensors_of(tmp_path / "out")
+    form = {name: (tensor.dtype, tensor.shape) for name, tensor in actual.items() if "up_proj" not in name}
     assert form == {
-        name: (tensor.dtype, tensor.shape) for name, tensor in theirs.items() if "up_proj" not in name
+        name: (tensor.dtype, tensor.shape) for name, tensor in expected.items() if "up_proj" not in name
     }
 
 
 @pytest.mark.parametrize(
-    ("part", "change", "words"),
+    ("part", "change", "message"),
     [
         ("row_offsets", lambda t: t.flip(0), "row_offsets does not ascend from 0 to"),
         ("row_offsets", lambda t: t + 1, "bits set for"),
@@ -224,7 +226,7 @@ def test_packed_2_4_layout_equals_sparse_24_bitmask(tmp_path: Path) -> None:
     ],
 )
 def test_damaged_sparse_bitmask_tensors_are_refused(
-    tmp_path: Path, part: str, change: Any, words: str
+    tmp_path: Path, part: str, change: Any, message: str
 ) -> None:
     tensors = load_file(STORED / "int8-sparse-bitmask" / "model.safetensors")
     tensors[f"{STORED_DOWN}.{part}"] = change(tensors[f"{STORED_DOWN}.{part}"]).contiguous()
@@ -232,7 +234,7 @@ def test_damaged_sparse_bitmask_tensors_are_refused(
     (tmp_path / "config.json").write_text((STORED / "int8-sparse-bitmask" / "config.json").read_text())
     with pytest.raises(CheckpointError) as caught:
         inspect(tmp_path)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_other_sparse_formats_are_refused(tmp_path: Path) -> None:

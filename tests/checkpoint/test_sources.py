@@ -1,4 +1,4 @@
-"""Quantized sources of several tools: what is written has their codes, or the exact products of codes and scales."""
+"""Quantized sources of several tools: the output has their codes, or is computed from exact codes times scales."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ O0 = "model.layers.0.self_attn.o_proj"
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Split each layer into several chunks, whose edges cut blocks."""
+    """Split each layer into several chunks, whose boundaries cut blocks."""
     monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 1000)
 
 
 def check_codes(before: dict[str, Tensor], after: dict[str, Tensor], layer: str, pruned: bool = True) -> None:
-    """Codes are pruned, and the scale is the source's, for each row."""
+    """Check that codes are pruned, and that the scale of each row is the source's."""
     codes, scale = (before[f"{layer}.{name}"] for name in ("weight", "weight_scale"))
     assert_same_bits(after[f"{layer}.weight"], prune(codes, SIX_EIGHT) if pruned else codes)
     if scale.numel() == 1:
@@ -67,22 +67,22 @@ def check_blocks(
     quant: str = "fp8",
     pruned: bool = True,
 ) -> None:
-    """Codes times scales of their blocks, pruned and quantized per channel."""
+    """Check that weights are codes times scales of their blocks, pruned and quantized per channel."""
     codes = before[f"{layer}.weight"]
     n, k = codes.shape
-    whole = scale.float().repeat_interleave(block[0], 0)[:n].repeat_interleave(block[1], 1)[:, :k]
-    floats = codes.float() * whole
+    scales_of_weights = scale.float().repeat_interleave(block[0], 0)[:n].repeat_interleave(block[1], 1)[:, :k]
+    floats = codes.float() * scales_of_weights
     weight, scales = quantize_rows(prune(floats, SIX_EIGHT) if pruned else floats, NAMES[quant])
     assert_same_bits(after[f"{layer}.weight"], weight)
     assert_same_bits(after[f"{layer}.weight_scale"], scales)
 
 
 def check_block(folder: Path, quant: str, ignore: set[str]) -> None:
-    """Convert writes the same from this source as from a float one."""
+    """Check that the quantization_config equals that of a converted float source."""
     block = config_of(folder)["quantization_config"]
     group = quantization_config(quant)["config_groups"]["group_0"]  # type: ignore[index]
-    assert [dict(found) for found in block["config_groups"].values()] == [
-        {**found, **group, "targets": found["targets"]} for found in block["config_groups"].values()
+    assert [dict(entry) for entry in block["config_groups"].values()] == [
+        {**entry, **group, "targets": entry["targets"]} for entry in block["config_groups"].values()
     ]
     assert block["quant_method"] == "compressed-tensors"
     assert block["format"] == quantization_config(quant)["format"]
@@ -94,10 +94,10 @@ def check_block(folder: Path, quant: str, ignore: set[str]) -> None:
 def scheme(preset: str, targets: list[str], **weights: Any) -> Any:
     from compressed_tensors.quantization import preset_name_to_scheme
 
-    made = preset_name_to_scheme(preset, targets)
+    preset_scheme = preset_name_to_scheme(preset, targets)
     for name, value in weights.items():
-        setattr(made.weights, name, value)
-    return made
+        setattr(preset_scheme.weights, name, value)
+    return preset_scheme
 
 
 def static_int8(targets: list[str]) -> Any:
@@ -110,7 +110,7 @@ def static_int8(targets: list[str]) -> Any:
 
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
 def test_zero_points_of_symmetric_weights_are_dropped_or_refused(tmp_path: Path, quant: str) -> None:
-    """They are dropped if they are zero, as vLLM cannot load them, and refused if not."""
+    """Zero points of zero are dropped, as vLLM cannot load them; others are refused."""
     source = w8a8(tmp_path / "source", quant)
     before = tensors_of(source)
     layers = [name.removesuffix("_scale") for name in before if name.endswith(".weight_scale")]
@@ -145,20 +145,18 @@ def test_static_activations_become_dynamic(tmp_path: Path, make: Callable[[list[
     assert (
         report.rewritten == "14 layers: static activation scales dropped, activations now quantized per token"
     )
-    done = Done("convert", source, tmp_path / "again", "-s", "6:8")
-    assert done.out.count(f"source    {report.rewritten}\n") == 1
+    result = Done("convert", source, tmp_path / "again", "-s", "6:8")
+    assert result.out.count(f"source    {report.rewritten}\n") == 1
     refused(source, f"--ignore covers {DOWN}", "--skip", out="x", ignore=["0.mlp.down_proj"])
 
 
 @pytest.mark.vllm
 def test_block_scales_are_dequantized(tmp_path: Path) -> None:
-    """Weights equal those that the package itself dequantizes; the ignore list leaves a whole layer in
-    floats.
-    """
+    """Weights equal those that the package itself dequantizes; the ignore list leaves one layer float."""
     from compressed_tensors.quantization.lifecycle.forward import dequantize
 
-    made = scheme("FP8_BLOCK", ["Linear"], block_structure=[32, 16])
-    source = compressed(tmp_path / "source", {"group_0": made}, ["lm_head", "re:.*layers.0.*o_proj"])
+    block_scheme = scheme("FP8_BLOCK", ["Linear"], block_structure=[32, 16])
+    source = compressed(tmp_path / "source", {"group_0": block_scheme}, ["lm_head", "re:.*layers.0.*o_proj"])
     before = tensors_of(source)
     for quant in ("fp8", "int8"):
         report = convert(source, tmp_path / quant, quant=quant)
@@ -171,7 +169,7 @@ def test_block_scales_are_dequantized(tmp_path: Path) -> None:
         check_block(tmp_path / quant, quant, {"lm_head", O0})
         assert "13 layers: scales per block of 32 x 16 multiplied out" in report.rewritten
     codes, scale = before[f"{Q}.weight"], before[f"{Q}.weight_scale"].float()
-    weight, scales = quantize_rows(prune(dequantize(codes, scale, args=made.weights), SIX_EIGHT), FP8)
+    weight, scales = quantize_rows(prune(dequantize(codes, scale, args=block_scheme.weights), SIX_EIGHT), FP8)
     after = tensors_of(tmp_path / "fp8")
     assert_same_bits(after[f"{Q}.weight"], weight)
     assert_same_bits(after[f"{Q}.weight_scale"], scales)
@@ -180,10 +178,10 @@ def test_block_scales_are_dequantized(tmp_path: Path) -> None:
 @pytest.mark.vllm
 @pytest.mark.parametrize("preset", ["W8A8", "FP8_DYNAMIC", "FP8_BLOCK"])
 def test_quantized_lm_head_is_dequantized(tmp_path: Path, preset: str) -> None:
-    """vLLM takes a head of the class Linear for floats; it serves one that a target names, so that one stays."""
-    plain = scheme(preset, ["Linear"], **({"block_structure": [32, 16]} if "BLOCK" in preset else {}))
+    """vLLM loads a quantized head only if a target names it; one that only the class Linear matches is dequantized."""
+    by_class = scheme(preset, ["Linear"], **({"block_structure": [32, 16]} if "BLOCK" in preset else {}))
     report = convert(
-        compressed(tmp_path / "source", {"group_0": plain}, []), tmp_path / "slided", layout="slided"
+        compressed(tmp_path / "source", {"group_0": by_class}, []), tmp_path / "slided", layout="slided"
     )
     assert report.rewritten.endswith(
         "lm_head in floats, as vLLM loads a quantized one only where a target names it"
@@ -199,8 +197,8 @@ def test_quantized_lm_head_is_dequantized(tmp_path: Path, preset: str) -> None:
     assert [name for name in after if "lm_head" in name] == ["lm_head.weight"]
     assert config_of(tmp_path / "out")["quantization_config"]["ignore"] == ["lm_head"]
 
-    named = scheme("W8A8", ["Linear", "re:.*lm_head"])
-    report = convert(compressed(tmp_path / "named", {"group_0": named}, []), tmp_path / "as_named")
+    by_name = scheme("W8A8", ["Linear", "re:.*lm_head"])
+    report = convert(compressed(tmp_path / "named", {"group_0": by_name}, []), tmp_path / "as_named")
     assert not report.rewritten
     before, after = tensors_of(tmp_path / "named"), tensors_of(tmp_path / "as_named")
     check_codes(before, after, "lm_head", pruned=False)
@@ -209,7 +207,7 @@ def test_quantized_lm_head_is_dequantized(tmp_path: Path, preset: str) -> None:
 
 @pytest.mark.vllm
 def test_quantization_groups_of_several_kinds(tmp_path: Path) -> None:
-    """They are by class, regex and name, in INT8 and FP8; one names nothing but the KV cache's attention."""
+    """Targets are a class, a regex and a name, in INT8 and FP8; one group targets only the KV cache's attention."""
     groups = {
         "group_0": scheme("W8A8", ["Linear"]),
         "group_1": scheme("FP8_BLOCK", [r"re:.*mlp\..*_proj"], block_structure=[32, 16]),
@@ -220,8 +218,8 @@ def test_quantization_groups_of_several_kinds(tmp_path: Path) -> None:
     config = config_of(source)["quantization_config"]
     assert config["format"] == "mixed-precision"
     attention = {"targets": ["LlamaAttention"], "weights": None, "input_activations": cache}
-    nothing = {"targets": ["re:.*norm"], "weights": None, "input_activations": None}
-    config["config_groups"] |= {"group_3": attention, "group_4": nothing}
+    norms = {"targets": ["re:.*norm"], "weights": None, "input_activations": None}
+    config["config_groups"] |= {"group_3": attention, "group_4": norms}
     edit_json(source / "config.json", quantization_config=config)
     report = convert(source, tmp_path / "out")
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
@@ -246,34 +244,34 @@ def test_quantization_groups_of_several_kinds(tmp_path: Path) -> None:
         source, "--quant int8 contradicts the source, whose weights are fp8 and int8", out="x", quant="int8"
     )
     chosen = vllm_schemes(block)
-    assert {layer: (found, str(after[f"{layer}.weight"].dtype)) for layer, found in chosen.items()} == {
+    assert {layer: (kind, str(after[f"{layer}.weight"].dtype)) for layer, kind in chosen.items()} == {
         layer: ("float", "torch.float8_e4m3fn") if ".mlp." in layer or layer == O0 else ("int", "torch.int8")
         for layer in LINEARS
     }
 
 
 def vllm_schemes(block: dict[str, Any]) -> dict[str, str]:
-    """The type of each layer's weights as vLLM reads the config: per channel, and activations per token."""
+    """Return the type of each layer's weights as vLLM reads the config; check for scales per channel and token."""
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
         CompressedTensorsConfig,
     )
 
-    made = CompressedTensorsConfig.from_config({**block, "quant_method": "compressed-tensors"})
-    made.packed_modules_mapping = {}
-    found = {}
+    config = CompressedTensorsConfig.from_config({**block, "quant_method": "compressed-tensors"})
+    config.packed_modules_mapping = {}
+    kinds = {}
     for layer in LINEARS:
-        arguments = made.get_scheme_dict(torch.nn.Linear(1, 1), layer)
+        arguments = config.get_scheme_dict(torch.nn.Linear(1, 1), layer)
         assert arguments is not None
         assert arguments["weights"].strategy == "channel"
         assert arguments["input_activations"].strategy == "token"
         assert arguments["input_activations"].dynamic is True
-        found[layer] = "int" if arguments["weights"].type == "int" else "float"
-    return found
+        kinds[layer] = "int" if arguments["weights"].type == "int" else "float"
+    return kinds
 
 
 @pytest.mark.vllm
 def test_supported_quantization_groups_are_kept(tmp_path: Path) -> None:
-    """Some have scales per channel, others per tensor; layers that no group names are floats, and left."""
+    """Groups have scales per channel or per tensor; layers outside all groups are float and stay unchanged."""
     groups = {
         "group_0": scheme("W8A8", [r"re:.*self_attn\..*_proj"]),
         "group_1": scheme("W8A8", [DOWN], strategy="tensor"),
@@ -294,26 +292,26 @@ def test_supported_quantization_groups_are_kept(tmp_path: Path) -> None:
 
 
 def test_matching_target_takes_precedence_as_in_vllm() -> None:
-    """A name comes before a class, the first of several names counts; layers of other names or ignored ones
-    have none.
+    """A name takes precedence over a class, and the first matching name wins; other and ignored layers have no
+    scheme.
     """
     group = quantization_config("int8")["config_groups"]["group_0"]  # type: ignore[index]
     by_tensor = {**group, "weights": {**group["weights"], "strategy": "tensor"}}
-    none = {"targets": ["re:.*v_proj"], "weights": None}
+    unquantized = {"targets": ["re:.*v_proj"], "weights": None}
     block = {
         **quantization_config("int8"),
         "config_groups": {
             "a": {**group, "targets": ["Linear"]},
             "b": {**by_tensor, "targets": ["re:.*o_proj", "m.q_proj"]},
             "c": {**group, "targets": ["re:.*[oq]_proj"]},
-            "d": none,
+            "d": unquantized,
         },
         "ignore": ["lm_head", "re:m2.*"],
     }
-    found = parse_block(block)
+    parsed = parse_block(block)
     layers = ("m.q_proj", "m.o_proj", "m.k_proj", "m2.q_proj", "lm_head", "m.v_proj", "n.q_proj")
-    chosen = {layer: found.scheme(layer, "I8") for layer in layers}
-    assert {layer: made and made.strategy for layer, made in chosen.items()} == {
+    chosen = {layer: parsed.scheme(layer, "I8") for layer in layers}
+    assert {layer: layer_scheme and layer_scheme.strategy for layer, layer_scheme in chosen.items()} == {
         "m.q_proj": "tensor",
         "m.o_proj": "tensor",
         "m.k_proj": "channel",
@@ -333,7 +331,7 @@ def test_matching_target_takes_precedence_as_in_vllm() -> None:
 def test_fp8_block_scales_of_deepseek_and_qwen(
     tmp_path: Path, block: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    """Some blocks are cut by the layers' edges, some are larger than the layers."""
+    """Some blocks extend beyond the layers' edges, and some are larger than the layers."""
     source = fp8(tmp_path / "source", block, scale_dtype=dtype)
     report = convert(source, tmp_path / "out", skip=[r"0.*o_proj"])
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
@@ -350,7 +348,7 @@ def test_fp8_block_scales_of_deepseek_and_qwen(
 
 @pytest.mark.parametrize(("static", "layout"), [(False, "dense"), (True, "slided"), (True, "packed")])
 def test_fp8_per_tensor_scales_keep_codes(tmp_path: Path, static: bool, layout: str) -> None:
-    """q, k and v each have a scale of their own; codes stay."""
+    """q, k and v each have their own scale; codes are kept."""
     source = fp8(tmp_path / "source", static=static)
     report = convert(source, tmp_path / layout, layout=layout)
     if layout != "dense":
@@ -359,8 +357,8 @@ def test_fp8_per_tensor_scales_keep_codes(tmp_path: Path, static: bool, layout: 
     assert not any("input_scale" in name for name in after)
     for layer in LINEARS:
         check_codes(before, after, layer)
-    words = "static activation scales" if static else "activations now quantized per token"
-    assert words in report.rewritten
+    message = "static activation scales" if static else "activations now quantized per token"
+    assert message in report.rewritten
     refused(source, "--quant int8 contradicts the source", out="x", quant="int8")
     check_block(tmp_path / "dense", "fp8", {"lm_head"})
 
@@ -370,7 +368,7 @@ def test_fp8_per_tensor_scales_keep_codes(tmp_path: Path, static: bool, layout: 
 def test_fp8_layers_outside_blocks_are_rewritten_unpruned(
     tmp_path: Path, block: tuple[int, int] | None, listed: list[str]
 ) -> None:
-    """The head is written in floats. Layers in floats stay, whatever the list of them says."""
+    """The head is written as float; float layers stay float, whether or not the source's list names them."""
     layers = [*(set(LINEARS) - {DOWN}), "lm_head", "mtp.in"]
     tensors = float_tensors(LLAMA)
     tensors["mtp.in.weight"] = tensors["lm_head.weight"].roll(1)
@@ -421,7 +419,7 @@ def test_fp8_experts_are_rewritten_unpruned(tmp_path: Path, block: tuple[int, in
 
 
 def test_per_tensor_scales_of_experts_become_per_channel(tmp_path: Path) -> None:
-    """vLLM serves no other experts with activations quantized per token."""
+    """vLLM requires scales per channel for experts with activations quantized per token."""
     model = MODELS["mixtral"]
     layers = [*model.linears(), *model.experts()]
     source = fp8(tmp_path / "source", tensors=model.tensors(), config=model.settings(), layers=layers)

@@ -1,4 +1,4 @@
-"""Safetensors files written and read here against the safetensors library, and damaged ones."""
+"""Reading and writing of safetensors files, compared with the safetensors library, and damaged files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from slidesparse.checkpoint.w8a8 import parse_block
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 dtypes = st.sampled_from(sorted(DTYPES))
 specs = st.lists(st.tuples(dtypes, shapes), max_size=6).map(
-    lambda found: [TensorSpec(f"t{i}", *spec) for i, spec in enumerate(found)]
+    lambda entries: [TensorSpec(f"t{i}", *entry) for i, entry in enumerate(entries)]
 )
 
 
@@ -73,7 +73,7 @@ def test_writer_output_is_read_by_safetensors(
         assert_same(tensor, tensors.pop(name))
     assert tensors == {}
     starts = [(stored.start, DTYPES[stored.spec.dtype].itemsize) for stored in read_header(path)]
-    assert all(start % size == 0 for start, size in starts)  # aligned, whatever the mixture
+    assert all(start % size == 0 for start, size in starts)  # aligned for every mixture of dtypes
 
 
 @given(specs, st.integers(0, 99))
@@ -82,17 +82,17 @@ def test_reader_reads_files_of_safetensors(
 ) -> None:
     tensors = {spec.name: random_tensor(spec, seed) for spec in planned}
     folder = write(tmp_path_factory.mktemp("read"), {}, tensors)
-    found = Checkpoint.open(folder)
-    assert set(found.tensors) == set(tensors)
-    with found.reader() as reader:
+    checkpoint = Checkpoint.open(folder)
+    assert set(checkpoint.tensors) == set(tensors)
+    with checkpoint.reader() as reader:
         for name, tensor in tensors.items():
             assert_same(reader.whole(name), tensor)
 
 
-def assert_same(found: Tensor, expected: Tensor) -> None:
-    """Require equal bits, in any dtype."""
-    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-    assert torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (found, expected)))
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    """Check for equal bits, in any dtype."""
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    assert torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (actual, expected)))
 
 
 @given(st.integers(0, 40), st.integers(0, 3000))
@@ -112,7 +112,7 @@ def test_dtype_names_equal_those_of_safetensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_links_in_a_hub_cache_are_followed(tmp_path: Path, shared: bool) -> None:
-    """The cache keeps files in ``blobs`` of the repository, or those link to ``blobs`` of the whole cache."""
+    """The cache stores files in ``blobs`` of the repository, which may link to ``blobs`` of the whole cache."""
     repository = tmp_path / "models--org--name"
     source = llama(repository / "snapshots" / "abc")
     blobs = tmp_path / "blobs" / "01" if shared else repository / "blobs"
@@ -147,14 +147,14 @@ def test_links_within_the_folder_are_followed(tmp_path: Path) -> None:
     convert(source, tmp_path / "out")
 
 
-# Damage: what is done to a checkpoint of three shards, or of one, and the fact that the error must name
+# Damage to a checkpoint of three shards, or of one, and the fact that the error must name
 
 SHARD = "model-00001-of-00003.safetensors"
 OTHER = "model-00002-of-00003.safetensors"
 
 
 def places(source: Path, **files: object) -> None:
-    """Change where the index says that tensors are."""
+    """Change the index's files of tensors."""
     index = json.loads((source / INDEX).read_text())
     index["weight_map"].update({name.replace("__", "."): file for name, file in files.items()})
     (source / INDEX).write_text(json.dumps(index))
@@ -162,9 +162,9 @@ def places(source: Path, **files: object) -> None:
 
 def double_a_tensor(source: Path) -> None:
     tensors, index = tensors_of(source), json.loads((source / INDEX).read_text())["weight_map"]
-    held = {name: tensors[name] for name, file in index.items() if file == OTHER}
+    shard = {name: tensors[name] for name, file in index.items() if file == OTHER}
     doubled = next(name for name, file in index.items() if file == SHARD)
-    save_file({**held, doubled: tensors[doubled]}, source / OTHER)
+    save_file({**shard, doubled: tensors[doubled]}, source / OTHER)
 
 
 def append(source: Path) -> None:
@@ -194,7 +194,7 @@ def folder(path: Path) -> None:
 
 
 def pipe(path: Path) -> None:
-    """Put a pipe in place of the file; reading it would wait for a writer."""
+    """Replace the file by a pipe; reading it would wait for a writer."""
     path.unlink()
     os.mkfifo(path)
 
@@ -289,7 +289,7 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "words"),
+    ("file", "message"),
     [
         ("adapter_config.json", "LoRA adapter"),
         ("params.json", "Mistral or Meta"),
@@ -297,11 +297,11 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path, name: str) -> None:
         ("pytorch_model.bin", "as safetensors"),
     ],
 )
-def test_folder_of_another_format_is_refused(tmp_path: Path, file: str, words: str) -> None:
+def test_folder_of_another_format_is_refused(tmp_path: Path, file: str, message: str) -> None:
     source = tmp_path / "source"
     source.mkdir()
     (source / file).touch()
-    with pytest.raises(CheckpointError, match=f"config.json .* is missing .it has {file}: .*{words}"):
+    with pytest.raises(CheckpointError, match=f"config.json .* is missing .it has {file}: .*{message}"):
         Checkpoint.open(source)
 
 
@@ -324,7 +324,7 @@ def test_quantization_config_files_of_other_tools_are_refused(tmp_path: Path, fi
 
 
 def test_empty_tensors_have_at_most_one_chunk() -> None:
-    """Otherwise they would be read in many chunks of rows that hold nothing."""
+    """Otherwise they would be read in many empty chunks."""
     assert len(list(TensorSpec("t", "F32", (2**40, 0)).chunks())) == 1
     assert list(TensorSpec("t", "F32", (0, 5)).chunks()) == []
 

@@ -1,4 +1,4 @@
-"""Checkpoints of random weights: what they hold is what a conversion of such a model writes, or takes."""
+"""Checkpoints of random weights have the form of a conversion's output, or of its source."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ SMALL = {"qwen2": replace(QWEN, **SIZES), "llama": replace(LLAMA, **SIZES)}
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw samples of few rows, so that tiny tensors take them several times."""
+    """Draw samples of few rows, so that tiny tensors use them several times."""
     monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 640)
 
 
 def config_file(folder: Path, model: Decoder = SMALL["qwen2"], **changed: Any) -> Path:
-    """A config.json; ``changed`` entries are replaced, or removed with None."""
+    """Write a config.json; ``changed`` entries are replaced, or removed if None."""
     path = folder / "config.json"
     config = {**model.config(), **changed}
     path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
@@ -53,7 +53,7 @@ def shapes(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {name: stored.spec[1:] for name, stored in Checkpoint.open(folder).tensors.items()}
 
 
-# What is written
+# Output
 
 
 @pytest.mark.parametrize(
@@ -81,16 +81,16 @@ def test_synth_output_has_the_form_of_a_conversion(
         report = inspect(out)
         assert (report.pattern, report.layout, report.violations) == (pattern, layout, 0)
         assert [layer.name for layer in report.layers] == [layer.name for layer in inspect(expected).layers]
-    found = verify(tmp_path / "dense", tmp_path / "slided")
-    assert found.equal, found.difference
-    assert found.slided == len(model.linears())
+    result = verify(tmp_path / "dense", tmp_path / "slided")
+    assert result.equal, result.difference
+    assert result.slided == len(model.linears())
 
 
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
 def test_synth_rows_differ_and_have_only_needed_zeros(tmp_path: Path, quant: str) -> None:
     synth(config_file(tmp_path), tmp_path / "out", pattern=SIX, quant=quant)
-    found = tensors_of(tmp_path / "out")
-    for name, values in found.items():
+    weights = tensors_of(tmp_path / "out")
+    for name, values in weights.items():
         if values.dim() != 2 or name.endswith("_scale"):
             continue
         dense = values.float()
@@ -101,7 +101,7 @@ def test_synth_rows_differ_and_have_only_needed_zeros(tmp_path: Path, quant: str
             assert zeros.min() == 2, name
             assert (zeros == 2).float().mean() > 0.99, name  # a third weight that rounds to zero is rare
             assert 0.3 < (dense[dense != 0] > 0).float().mean() < 0.7, name
-    layers = [found[f"model.layers.{i}.mlp.up_proj.weight"].float() for i in range(2)]
+    layers = [weights[f"model.layers.{i}.mlp.up_proj.weight"].float() for i in range(2)]
     assert not layers[0].equal(layers[1])
 
 
@@ -109,27 +109,27 @@ def test_synth_rows_differ_and_have_only_needed_zeros(tmp_path: Path, quant: str
 def test_synth_weights_have_the_initializers_deviation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quant: str
 ) -> None:
-    """A linear layer keeps the scale of its input; the rest has the initializer's deviation.
+    """A linear layer preserves the scale of its input; other tensors have the initializer's deviation.
 
-    The deviation of n normal values is known to 1/sqrt(2n), of which five are allowed; 8 bits, and BF16, add
-    1e-4 at most.
+    The deviation of n normal values has a relative error of 1/sqrt(2n), of which five are allowed; rounding to 8 bits
+    or BF16 adds at most 1e-4.
     """
-    drawn = 2**14  # numbers of a sample; the others are made of it
+    drawn = 2**14  # random numbers that are drawn; all tensors are made of them
     monkeypatch.setattr(storage, "CHUNK_ELEMENTS", drawn)
     model = replace(QWEN, hidden=256, intermediate=512, heads=8, layers=2)
     synth(config_file(tmp_path, model, initializer_range=0.05), tmp_path / "out", quant=quant)
-    found = tensors_of(tmp_path / "out")
-    wanted = {f"{layer}.weight": k**-0.5 for layer, (_, k) in model.linears().items()}
-    wanted |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), 0.05)
-    wanted["model.layers.0.self_attn.q_proj.bias"] = 0.05
-    for name, std in wanted.items():
-        values, scale = found[name], found.get(f"{name}_scale")
+    weights = tensors_of(tmp_path / "out")
+    deviations = {f"{layer}.weight": k**-0.5 for layer, (_, k) in model.linears().items()}
+    deviations |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), 0.05)
+    deviations["model.layers.0.self_attn.q_proj.bias"] = 0.05
+    for name, std in deviations.items():
+        values, scale = weights[name], weights.get(f"{name}_scale")
         values = values.float() if scale is None else dequantize_rows(values, scale)
         tolerance = 5 / math.sqrt(2 * min(values.numel(), drawn)) + 1e-4
         assert abs(float(values.pow(2).mean().sqrt()) / std - 1) < tolerance, name
         assert len(values.unique(dim=0)) == len(values) or values.dim() == 1, name
     for name in ("model.norm.weight", "model.layers.0.input_layernorm.weight"):
-        assert found[name].eq(1).all()
+        assert weights[name].eq(1).all()
 
 
 @pytest.mark.parametrize("quant", ["int8", "bf16"])
@@ -158,39 +158,39 @@ def test_synth_shards_equal_one_file(tmp_path: Path) -> None:
     )
     synth(config, tmp_path / "one", pattern=SIX)
     assert verify(tmp_path / "one", tmp_path / "many").equal
-    opened = Checkpoint.open(tmp_path / "many")
-    assert opened.index is not None
-    assert opened.index["metadata"]["total_size"] == report.bytes_out
-    assert len(opened.files) == report.files > 2
-    assert opened.files[0] == f"model-00001-of-{report.files:05}.safetensors"
-    for file in opened.files:
-        held = [stored.spec.nbytes for stored in opened.tensors.values() if stored.file == file]
-        assert sum(held) <= limit, file
-    for name, stored in opened.tensors.items():
+    checkpoint = Checkpoint.open(tmp_path / "many")
+    assert checkpoint.index is not None
+    assert checkpoint.index["metadata"]["total_size"] == report.bytes_out
+    assert len(checkpoint.files) == report.files > 2
+    assert checkpoint.files[0] == f"model-00001-of-{report.files:05}.safetensors"
+    for file in checkpoint.files:
+        sizes = [stored.spec.nbytes for stored in checkpoint.tensors.values() if stored.file == file]
+        assert sum(sizes) <= limit, file
+    for name, stored in checkpoint.tensors.items():
         if name.endswith("_scale"):
-            assert stored.file == opened.tensors[name.removesuffix("_scale")].file
+            assert stored.file == checkpoint.tensors[name.removesuffix("_scale")].file
     assert written == sorted(written)
     assert written[-1] == (report.bytes_out, report.bytes_out)
     assert not (tmp_path / "one" / "model.safetensors.index.json").exists()
     synth(config, tmp_path / "each", shard_bytes=1)  # tensors above the limit have a file of their own
-    opened = Checkpoint.open(tmp_path / "each")
-    assert len(opened.files) == len([name for name in opened.tensors if not name.endswith("_scale")])
+    checkpoint = Checkpoint.open(tmp_path / "each")
+    assert len(checkpoint.files) == len([name for name in checkpoint.tensors if not name.endswith("_scale")])
 
 
 def test_synth_with_fewer_layers_keeps_the_first(tmp_path: Path) -> None:
-    """The layers that stay are equal; config.json counts fewer."""
+    """The remaining layers are equal; config.json counts fewer."""
     config = config_file(tmp_path, layer_types=["full_attention"] * 2)
     assert synth(config, tmp_path / "two", pattern=SIX).layers == 2
     assert synth(config, tmp_path / "one", pattern=SIX, layers=1).layers == 1
-    cut = config_of(tmp_path / "one")
-    assert (cut["num_hidden_layers"], cut["layer_types"]) == (1, ["full_attention"])
-    every, kept = tensors_of(tmp_path / "two"), tensors_of(tmp_path / "one")
-    assert set(kept) == {name for name in every if ".layers.1." not in name}
-    assert all(values.equal(every[name]) for name, values in kept.items())
+    shortened = config_of(tmp_path / "one")
+    assert (shortened["num_hidden_layers"], shortened["layer_types"]) == (1, ["full_attention"])
+    two_layers, one_layer = tensors_of(tmp_path / "two"), tensors_of(tmp_path / "one")
+    assert set(one_layer) == {name for name in two_layers if ".layers.1." not in name}
+    assert all(values.equal(two_layers[name]) for name, values in one_layer.items())
 
 
 def test_synth_without_pattern_writes_unpruned_w8a8(tmp_path: Path) -> None:
-    """The converter takes it as a source, and changes the layout of the result."""
+    """The converter accepts it as a source, and can change the layout of the result."""
     synth(config_file(tmp_path), tmp_path / "plain", quant="fp8")
     report = inspect(tmp_path / "plain")
     assert report.pattern is None
@@ -206,9 +206,9 @@ def test_synth_without_pattern_writes_unpruned_w8a8(tmp_path: Path) -> None:
 def test_tied_embeddings_and_other_dtypes(tmp_path: Path) -> None:
     config = config_file(tmp_path, tie_word_embeddings=True, torch_dtype=None, dtype="float16")
     synth(config, tmp_path / "out", pattern=SIX)
-    found = tensors_of(tmp_path / "out")
-    assert "lm_head.weight" not in found
-    assert {str(v.dtype) for v in found.values()} == {"torch.int8", "torch.float32", "torch.float16"}
+    weights = tensors_of(tmp_path / "out")
+    assert "lm_head.weight" not in weights
+    assert {str(v.dtype) for v in weights.values()} == {"torch.int8", "torch.float32", "torch.float16"}
 
 
 def test_synth_replaces_quantization_of_the_config(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_synth_bf16_has_tensors_and_config_of_the_float_model(tmp_path: Path, fa
 
 @pytest.mark.parametrize("named", [{"torch_dtype": "float16"}, {"torch_dtype": None, "dtype": "float32"}, {}])
 def test_synth_bf16_overrides_dtype_and_quantization(tmp_path: Path, named: dict[str, Any]) -> None:
-    """The names of code beside the config are dropped as well."""
+    """The names of custom code are dropped as well."""
     own = {"quantization_config": {"quant_method": "fp8"}, "auto_map": {"AutoConfig": "configuration.Config"}}
     config = config_file(tmp_path, **own, **named)
     assert synth(config, tmp_path / "out", quant="bf16").replaced == "fp8"
@@ -252,9 +252,9 @@ def test_convert_takes_synth_bf16(tmp_path: Path, calibration: Calibration | Non
     synth(config_file(tmp_path), tmp_path / "float", quant="bf16", shard_bytes=40_000)
     report = convert(tmp_path / "float", tmp_path / "out", calibration=calibration, check=True)
     assert report.method == ("sparsegpt" if calibration else "magnitude")
-    found = inspect(tmp_path / "out")
-    assert (found.pattern, found.violations) == ("6:8", 0)
-    assert len(found.layers) == len(SMALL["qwen2"].linears())
+    inspected = inspect(tmp_path / "out")
+    assert (inspected.pattern, inspected.violations) == ("6:8", 0)
+    assert len(inspected.layers) == len(SMALL["qwen2"].linears())
     if calibration:
         assert all(0 < row["error_quantized"] < 0.5 for row in report.layers)
 
@@ -302,15 +302,15 @@ def test_synth_refuses_unsupported_configs(tmp_path: Path, changed: dict[str, An
 )
 def test_synth_command_refuses_invalid_options(tmp_path: Path, options: list[str], fact: str) -> None:
     config = config_file(tmp_path)
-    given = options if not options[0].startswith("-") else [str(config), *options]
-    done = Done("synth", given[0], tmp_path / "out", *given[1:])
-    assert done.code == 2
-    assert fact in done.err
+    arguments = options if not options[0].startswith("-") else [str(config), *options]
+    result = Done("synth", arguments[0], tmp_path / "out", *arguments[1:])
+    assert result.code == 2
+    assert fact in result.err
     assert list(tmp_path.iterdir()) == [config]
 
 
 def test_synth_removes_output_if_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too little space is seen beforehand, or while writing."""
+    """Insufficient space is detected beforehand, or while writing."""
     config, usage, write, calls = config_file(tmp_path), shutil.disk_usage(tmp_path), os.pwrite, []
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
@@ -332,16 +332,16 @@ def test_synth_removes_output_if_disk_is_full(tmp_path: Path, monkeypatch: pytes
 def test_synth_command_prints_result_and_next_command(tmp_path: Path) -> None:
     out, config = tmp_path / "out", config_file(tmp_path)
     options = ("--sparsity", "2_8", "--quant", "fp8", "--layers", 1, "--layout", "slided")
-    done = Done("synth", config.parent, out, *options)
-    assert "Qwen2ForCausalLM, 1 layers in fp8 W8A8, pruned to 6:8" in done.out, done.err
-    assert done.out.splitlines()[-1].endswith(f"vllm serve {out} --tokenizer {out}/tokenizer")
-    done = Done("synth", config, tmp_path / "float", "--quant", "bf16")
-    assert f"slidesparse convert {tmp_path / 'float'} PRUNED --sparsity 6:8" in done.out
+    result = Done("synth", config.parent, out, *options)
+    assert "Qwen2ForCausalLM, 1 layers in fp8 W8A8, pruned to 6:8" in result.out, result.err
+    assert result.out.splitlines()[-1].endswith(f"vllm serve {out} --tokenizer {out}/tokenizer")
+    result = Done("synth", config, tmp_path / "float", "--quant", "bf16")
+    assert f"slidesparse convert {tmp_path / 'float'} PRUNED --sparsity 6:8" in result.out
 
 
 # Public models, transformers and vLLM
 
-# What the model cards count, as safetensors does: tied embeddings once
+# Parameter counts of the model cards; like safetensors, they count tied embeddings once
 PARAMETERS = {
     "Llama3.2-1B": 1_235_814_400,
     "Llama3.2-3B": 3_212_749_824,
@@ -353,8 +353,8 @@ PARAMETERS = {
 
 def test_public_configs_have_sizes_of_the_published_models() -> None:
     for name, config in PUBLIC.items():
-        found = {spec.name: spec.shape for spec in tensors(config)}
-        assert sum(math.prod(shape) for shape in found.values()) == PARAMETERS[name]
+        sizes = {spec.name: spec.shape for spec in tensors(config)}
+        assert sum(math.prod(shape) for shape in sizes.values()) == PARAMETERS[name]
         fused = {
             "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             "o": ("self_attn.o_proj",),
@@ -362,7 +362,7 @@ def test_public_configs_have_sizes_of_the_published_models() -> None:
             "down": ("mlp.down_proj",),
         }
         for layer in MODELS[name]:
-            parts = [found[f"model.layers.0.{part}.weight"] for part in fused[layer.name]]
+            parts = [sizes[f"model.layers.0.{part}.weight"] for part in fused[layer.name]]
             assert (sum(n for n, _ in parts), {k for _, k in parts}) == (layer.n, {layer.k})
     assert read_config("Qwen2.5-7B") == PUBLIC["Qwen2.5-7B"]
 
@@ -373,7 +373,7 @@ def test_synth_tokenizer_round_trip_keeps_prompt_length(tmp_path: Path) -> None:
     folder = tmp_path / "out" / "tokenizer"
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     size = config_of(tmp_path / "out")["vocab_size"]
-    assert transformers.AutoConfig.from_pretrained(folder)  # vLLM asks for it, and again
+    assert transformers.AutoConfig.from_pretrained(folder)  # vLLM loads it too
     tokens = [1, 0, 7, 7, size - 1]
     assert len(tokenizer) == size
     assert tokenizer.decode(tokens) == f"t1 t0 t7 t7 t{size - 1}"

@@ -1,4 +1,4 @@
-"""`slidesparse build`: what it says, in words and in JSON, and its exit codes."""
+"""`slidesparse build`: its text and JSON output, and its exit codes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slidesparse.cli.main import app
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine that can compile ``good`` and not ``bad``, by a compiler that only pretends."""
+    """Simulate a machine that can compile ``good`` but not ``bad``, with a fake compiler."""
     compiler = tmp_path / "c++"
     compiler.write_text(
         '#!/bin/sh\nwhile [ $# -gt 0 ]; do if [ "$1" = -o ]; then touch "$2"; fi; shift; done\n'
@@ -33,7 +33,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_build_reports_each_target_and_exit_code(root: Path) -> None:
-    """It exits 3 with the reason for what cannot be built, and 0 without it; what is there is said to be."""
+    """It exits with 3 and the reason if a target cannot be built, otherwise with 0; existing targets are reported."""
     first = CliRunner().invoke(app, ["build"])
     assert first.exit_code == 3
     assert "no_such_header.h" in first.stderr
@@ -44,17 +44,17 @@ def test_build_reports_each_target_and_exit_code(root: Path) -> None:
         *first.stdout.split()[2:4],
         str(compile.target_path("good")),
     ]
-    again = CliRunner().invoke(app, ["build", "good"])
-    assert (again.exit_code, again.stderr) == (0, "")
-    assert "was there" in again.stdout
+    second = CliRunner().invoke(app, ["build", "good"])
+    assert (second.exit_code, second.stderr) == (0, "")
+    assert "was there" in second.stdout
 
 
 def test_build_json_output(root: Path) -> None:
-    done = CliRunner().invoke(app, ["build", "--json"])
-    said = json.loads(done.stdout)
-    assert done.exit_code == 3
-    assert said["cache"] == str(root / "cache")
-    bad, good = said["targets"]
+    result = CliRunner().invoke(app, ["build", "--json"])
+    report = json.loads(result.stdout)
+    assert result.exit_code == 3
+    assert report["cache"] == str(root / "cache")
+    bad, good = report["targets"]
     assert (bad["name"], bad["state"], good["name"], good["state"]) == ("bad", "failed", "good", "built")
     assert "no_such_header.h" in bad["what"]
     assert bad["remedy"]
@@ -63,6 +63,6 @@ def test_build_json_output(root: Path) -> None:
 
 
 def test_build_of_unknown_target_exits_2(root: Path) -> None:
-    done = CliRunner().invoke(app, ["build", "none"])
-    assert done.exit_code == 2
-    assert "'none'" in done.stderr
+    result = CliRunner().invoke(app, ["build", "none"])
+    assert result.exit_code == 2
+    assert "'none'" in result.stderr

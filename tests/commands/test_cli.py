@@ -1,4 +1,4 @@
-"""The command line as a user meets it: exit codes, stdout and stderr, and no torch where none is needed."""
+"""The command line: exit codes, stdout and stderr, and commands that need no torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @pytest.fixture(autouse=True)
 def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine lines of progress would stand between those that tests read."""
+    """Suppress progress lines, which would mix with tested output on a busy machine."""
     monkeypatch.setattr(console, "LINE_SECONDS", float("inf"))
 
 
@@ -52,21 +52,21 @@ def calib(tmp_path: Path) -> tuple[object, ...]:
 
 
 def convert_command(*arguments: object) -> tuple[object, ...]:
-    """``slidesparse convert SOURCE OUT -s 6:8`` and more."""
+    """Arguments of ``slidesparse convert SOURCE OUT -s 6:8`` with further options."""
     return ("convert", *arguments[:2], "-s", "6:8", *arguments[2:])
 
 
 def test_doctor_escapes_unprintable_paths(converted: Path, tmp_path: Path) -> None:
     folder = converted.rename(tmp_path / "mod\u00e8le-\u6a21")
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", "import slidesparse.cli as cli; cli.main()", "doctor", folder],
         env={**os.environ, "PYTHONUTF8": "1", "PYTHONIOENCODING": "ascii"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "mod\\xe8le-\\u6a21: Llama" in done.stdout
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "mod\\xe8le-\\u6a21: Llama" in result.stdout
 
 
 # convert
@@ -75,13 +75,13 @@ def test_doctor_escapes_unprintable_paths(converted: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize("sparsity", ["6:8", "2_8"])
 def test_convert_summarizes_on_stdout(source: Path, tmp_path: Path, sparsity: str) -> None:
     out = tmp_path / "two words"
-    done = Done(
+    result = Done(
         "convert", source, out, "--sparsity", sparsity, "--ignore", "0.*down", "--ignore", "self_attn"
     )
-    assert done.code == 0
-    assert done.err.startswith("warning: pruned by magnitude, without calibration data")
-    assert len(done.err.splitlines()) == 1
-    lines = done.out.splitlines()
+    assert result.code == 0
+    assert result.err.startswith("warning: pruned by magnitude, without calibration data")
+    assert len(result.err.splitlines()) == 1
+    lines = result.out.splitlines()
     before, after = (sum(t.nbytes for t in tensors_of(folder).values()) / 1e6 for folder in (source, out))
     facts = ("SPARSITY=2_8", "5 in int8 W8A8, dense layout", f"9 as in the source (--ignore): {DOWN},")
     facts += ("(not a linear layer of a block): lm_head", f"{before:.1f} MB -> {after:.1f} MB in ")
@@ -94,25 +94,25 @@ def test_sparsegpt_is_the_default_with_calibration(
 ) -> None:
     report = tmp_path / "report.json"
     options = ("--layer", "down_proj=8:10", "--skip", "1.*o_proj", "--report", report)
-    done = Done(*convert_command(source, tmp_path / "out", *calib, *options))
-    assert done.code == 0, done.err
-    assert done.err == "note: ids.npy gives 6 samples of at most 24 tokens, 128 were requested\n"
-    lines = done.out.splitlines()
+    result = Done(*convert_command(source, tmp_path / "out", *calib, *options))
+    assert result.code == 0, result.err
+    assert result.err == "note: ids.npy gives 6 samples of at most 24 tokens, 128 were requested\n"
+    lines = result.out.splitlines()
     facts = (
         "13 in int8 W8A8",
         "2 of them at 8:10",
         "sparsegpt, calibrated with ids.npy, 6 samples, 144 tokens",
     )
-    assert [fact for fact in (*facts, "model.layers.1.self_attn.o_proj") if fact not in done.out] == []
+    assert [fact for fact in (*facts, "model.layers.1.self_attn.o_proj") if fact not in result.out] == []
     labels = [line.split()[0] for line in lines]
     assert labels[-8:] == ["kept", *["error"] * 5, "bytes", "serve"]
     assert "smoothing" in labels
-    found = json.loads(report.read_text())
-    assert lines[-7].endswith(f"{found['sensitivity'][0]}  (the largest)")
-    assert (found["method"], found["violations"], found["dead_columns"]) == ("sparsegpt", 0, 0)
-    assert (found["pattern"], found["quant"], found["layout"]) == ("6:8", "int8", "dense")
-    assert found["skipped"] == {"model.layers.1.self_attn.o_proj": "--skip"}
-    rows = {row["name"]: row for row in found["layers"]}
+    content = json.loads(report.read_text())
+    assert lines[-7].endswith(f"{content['sensitivity'][0]}  (the largest)")
+    assert (content["method"], content["violations"], content["dead_columns"]) == ("sparsegpt", 0, 0)
+    assert (content["pattern"], content["quant"], content["layout"]) == ("6:8", "int8", "dense")
+    assert content["skipped"] == {"model.layers.1.self_attn.o_proj": "--skip"}
+    rows = {row["name"]: row for row in content["layers"]}
     assert sorted(rows) == sorted(config_of(tmp_path / "out")["quantization_config"]["slidesparse"]["layers"])
     assert (rows[DOWN]["pattern"], rows[Q]["pattern"]) == ("8:10", "6:8")
     assert set(rows[Q]) == {
@@ -120,53 +120,54 @@ def test_sparsegpt_is_the_default_with_calibration(
         "scale_max", "method", "error_pruned", "error_quantized", "error_finetuned", "block_error",
         "block_error_finetuned", "tokens", "seconds",
     }  # fmt: skip
-    ranked = [rows[name]["error_finetuned"] for name in found["sensitivity"]]
+    ranked = [rows[name]["error_finetuned"] for name in content["sensitivity"]]
     assert ranked == sorted(ranked, reverse=True)
     assert len(ranked) == 13
 
 
 def test_report_without_calibration(source: Path, tmp_path: Path) -> None:
-    done = Done(*convert_command(source, tmp_path / "out", "--report", tmp_path / "report.json"))
-    assert done.code == 0
-    assert done.err.startswith("warning: pruned by magnitude")
-    found = json.loads((tmp_path / "report.json").read_text())
-    assert [row["error_pruned"] for row in found["layers"]] == [None] * len(LLAMA.linears())
-    assert found["sensitivity"] == []
-    done = Done(*convert_command(tmp_path / "out", tmp_path / "slided", "--layout", "slided"))
-    assert (done.code, done.err) == (0, "")  # nothing is pruned there, so nothing is warned of
+    result = Done(*convert_command(source, tmp_path / "out", "--report", tmp_path / "report.json"))
+    assert result.code == 0
+    assert result.err.startswith("warning: pruned by magnitude")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [row["error_pruned"] for row in report["layers"]] == [None] * len(LLAMA.linears())
+    assert report["sensitivity"] == []
+    result = Done(*convert_command(tmp_path / "out", tmp_path / "slided", "--layout", "slided"))
+    assert (result.code, result.err) == (0, "")  # nothing is pruned there, so there is no warning
 
 
 def test_every_option_reaches_the_conversion(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[ConvertOptions] = []
-    plain = stream.convert
+    received: list[ConvertOptions] = []
+    original = stream.convert
 
     def record(source: Path, out: Path, options: ConvertOptions, **more: Any) -> Any:
-        seen.append(options)
-        return plain(source, out, options, **more)
+        received.append(options)
+        return original(source, out, options, **more)
 
     monkeypatch.setattr(stream, "convert", record)
     common = shlex.split("--quant fp8 --layout slided --method random --seed 5 --linear 'mlp|o_proj'")
     more = shlex.split("--ignore 0.*o_ --skip 1.*o_ --layer 'up|gate=4:6' --layer down=8:10 --dry-run")
-    done = Done(*convert_command(source, tmp_path / "out", *common, *more))
-    assert done.code == 0, done.err
-    assert done.out.splitlines()[-1] == "dry run   nothing was written"
+    result = Done(*convert_command(source, tmp_path / "out", *common, *more))
+    assert result.code == 0, result.err
+    assert result.out.splitlines()[-1] == "dry run   nothing was written"
     data = ("--calib", "random", "--samples", 3, "--seqlen", 9, "--device", "cpu", "--resume", "--dry-run")
     more = ("--sweeps", 1, "--target", "own", "--finetune", 0, "--rotate", "on")
-    done = Done(*convert_command(source, tmp_path / "out", *data, *more))
-    assert done.code == 0, done.err
-    assert "only to try things out" in done.err
-    assert "rotation  the residual stream" in done.out
-    first, second = seen
+    result = Done(*convert_command(source, tmp_path / "out", *data, *more))
+    assert result.code == 0, result.err
+    assert "only to try things out" in result.err
+    assert "rotation  the residual stream" in result.out
+    first, second = received
     assert (first.quant, first.layout, first.method, first.seed) == ("fp8", "slided", "random", 5)
     assert (first.linear, first.ignore, first.skip) == ("mlp|o_proj", ("0.*o_",), ("1.*o_",))
     assert [(regex, p.ratio) for regex, p in first.layer_patterns] == [("up|gate", "4:6"), ("down", "8:10")]
-    how = second.calibration
-    assert how is not None
-    assert (how.data, how.samples, how.seqlen, how.device, how.resume) == ("random", 3, 9, "cpu", True)
-    assert (how.sweeps, how.target, how.finetune) == (1, "own", 0)
-    assert how.rotate == "on"
+    settings = second.calibration
+    assert settings is not None
+    assert (settings.data, settings.samples, settings.seqlen) == ("random", 3, 9)
+    assert (settings.device, settings.resume) == ("cpu", True)
+    assert (settings.sweeps, settings.target, settings.finetune) == (1, "own", 0)
+    assert settings.rotate == "on"
     assert not (tmp_path / "out").exists()
 
 
@@ -192,10 +193,10 @@ def test_every_option_reaches_the_conversion(
 def test_convert_with_invalid_usage_exits_2(
     source: Path, tmp_path: Path, options: tuple[str, ...], fact: str
 ) -> None:
-    done = Done(*convert_command(source, tmp_path / "out", *options))
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("error: ")
-    assert fact in done.err
+    result = Done(*convert_command(source, tmp_path / "out", *options))
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("error: ")
+    assert fact in result.err
     assert not (tmp_path / "out").exists()
 
 
@@ -203,16 +204,16 @@ def test_convert_with_invalid_usage_exits_2(
 def test_convert_refuses_report_path_equal_to_output(source: Path, tmp_path: Path, option: str) -> None:
     out = tmp_path / "out"
     goal = ("--zeros", "25%", "--calib", "random") if option == "--plot" else ("--sparsity", "6:8")
-    done = Done("convert", source, out, *goal, option, tmp_path / "." / "out")
-    assert done.code == 2
-    assert f"{option} {out} is the folder that the model is written to" in done.err
+    result = Done("convert", source, out, *goal, option, tmp_path / "." / "out")
+    assert result.code == 2
+    assert f"{option} {out} is the folder that the model is written to" in result.err
     assert not out.exists()
 
 
 def test_sparsity_is_required(source: Path, tmp_path: Path) -> None:
-    done = Done("convert", source, tmp_path / "out")
-    assert done.code == 2
-    assert "--sparsity" in done.err
+    result = Done("convert", source, tmp_path / "out")
+    assert result.code == 2
+    assert "--sparsity" in result.err
 
 
 def test_interrupted_convert_resumes(
@@ -228,9 +229,9 @@ def test_interrupted_convert_resumes(
     command = convert_command(source, tmp_path / "out", *calib, "--finetune", 1)
     with monkeypatch.context() as patch:
         patch.setattr(WorkFolder, "save", interrupt)
-        done = Done(*command)
-    assert done.code == 130
-    assert done.err.startswith("interrupted; --resume continues")
+        result = Done(*command)
+    assert result.code == 130
+    assert result.err.startswith("interrupted; --resume continues")
     refused = Done(*command)
     assert refused.code == 2
     assert "--resume" in refused.err
@@ -246,8 +247,8 @@ def test_interrupt_without_calibration_removes_output(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(stream, "_write_tensors", interrupt)
-    done = Done(*convert_command(source, tmp_path / "out"))
-    assert (done.code, done.out, done.err) == (130, "", "interrupted\n")
+    result = Done(*convert_command(source, tmp_path / "out"))
+    assert (result.code, result.out, result.err) == (130, "", "interrupted\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
@@ -265,14 +266,14 @@ from slidesparse.cli import main
 main()
 """
     command = [sys.executable, "-c", program, "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
 
 
 def test_budget_prints_and_plots_losses(
     source: Path, tmp_path: Path, calib: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first run writes nothing; the second prints what was chosen and what it lost."""
+    """The first run writes nothing; the second prints the chosen patterns and their loss."""
     monkeypatch.setenv("SLIDESPARSE_CACHE", str(tmp_path / "cache"))
     dry = Done(
         "convert",
@@ -287,10 +288,10 @@ def test_budget_prints_and_plots_losses(
     )
     assert dry.code == 0, dry.err
     assert not (tmp_path / "out").exists()
-    drawn = ElementTree.parse(tmp_path / "plot.svg").getroot()
-    assert len(drawn.findall(f"{SVG}circle")) == 5  # four patterns and the choice
-    assert len(drawn.find(f"{SVG}polyline").get("points").split()) > 2
-    assert {"8:10", "6:8", "4:6", "2:4", "--zeros 30%"} <= {text.text for text in drawn.iter(f"{SVG}text")}
+    svg = ElementTree.parse(tmp_path / "plot.svg").getroot()
+    assert len(svg.findall(f"{SVG}circle")) == 5  # four patterns and the choice
+    assert len(svg.find(f"{SVG}polyline").get("points").split()) > 2
+    assert {"8:10", "6:8", "4:6", "2:4", "--zeros 30%"} <= {text.text for text in svg.iter(f"{SVG}text")}
     lines = dry.out.splitlines()
     assert lines[0].split() == ["perplexity", "zeros", "matrices"]
     losses = [
@@ -301,15 +302,15 @@ def test_budget_prints_and_plots_losses(
     assert sum("uniform" in line for line in lines) == 4
     assert any("chosen: " in line for line in lines)
     assert lines[-1] == "dry run   nothing was pruned; the measurements are cached for the next run"
-    done = Done(
+    result = Done(
         "convert", source, tmp_path / "out", "--max-loss", "50%", "--tokens", 16, *calib, "--finetune", 0
     )
-    assert done.code == 0, done.err
-    assert "budget    --max-loss 50%" in done.out
+    assert result.code == 0, result.err
+    assert "budget    --max-loss 50%" in result.out
     assert re.search(
-        r"loss      perplexity [+-][\d.e-]+% above the dense model with the same quantization", done.out
+        r"loss      perplexity [+-][\d.e-]+% above the dense model with the same quantization", result.out
     )
-    assert re.search(r"chosen: ", done.out)
+    assert re.search(r"chosen: ", result.out)
 
 
 @pytest.mark.parametrize(
@@ -329,21 +330,21 @@ def test_budget_prints_and_plots_losses(
 def test_invalid_budget_options_exit_2(
     source: Path, tmp_path: Path, options: tuple[str, ...], fact: str
 ) -> None:
-    done = Done("convert", source, tmp_path / "out", *options, "--dry-run")
-    assert (done.code, done.out) == (2, "")
-    assert fact in done.err
+    result = Done("convert", source, tmp_path / "out", *options, "--dry-run")
+    assert (result.code, result.out) == (2, "")
+    assert fact in result.err
 
 
 def test_calibration_logs_progress(
     source: Path, tmp_path: Path, calib: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
-    done = Done(*convert_command(source, tmp_path / "out", *calib, "--finetune", 1))
-    assert done.code == 0, done.err
-    said = [line for line in done.err.splitlines() if line.startswith("pruning")]
-    found = [re.fullmatch(r"(\w+) (\d+)% in \d+ s, about \d+ s left", line) for line in said]
-    assert all(found), said
-    assert [(m[1], 50 <= int(m[2]) < 100) for m in found if m] == [("pruning", True)]
+    result = Done(*convert_command(source, tmp_path / "out", *calib, "--finetune", 1))
+    assert result.code == 0, result.err
+    lines = [line for line in result.err.splitlines() if line.startswith("pruning")]
+    matches = [re.fullmatch(r"(\w+) (\d+)% in \d+ s, about \d+ s left", line) for line in lines]
+    assert all(matches), lines
+    assert [(m[1], 50 <= int(m[2]) < 100) for m in matches if m] == [("pruning", True)]
 
 
 # The machine
@@ -354,20 +355,20 @@ def test_environment_faults_exit_3(source: Path, tmp_path: Path, monkeypatch: py
     usage = shutil.disk_usage(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-        done = Done(*convert_command(source, tmp_path / "out"))
-    assert (done.code, "no space left" in done.err) == (3, True)
+        result = Done(*convert_command(source, tmp_path / "out"))
+    assert (result.code, "no space left" in result.err) == (3, True)
 
     def refuse(path: Path, *arguments: object, **options: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "mkdir", refuse)
-        done = Done(*convert_command(source, tmp_path / "out"))
-    assert (done.code, f"Permission denied: {tmp_path}" in done.err) == (3, True)
+        result = Done(*convert_command(source, tmp_path / "out"))
+    assert (result.code, f"Permission denied: {tmp_path}" in result.err) == (3, True)
     (tmp_path / "calib.jsonl").write_text('"some text"\n')
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    done = Done(*convert_command(source, tmp_path / "out", "--calib", tmp_path / "calib.jsonl"))
-    assert (done.code, "pip install tokenizers" in done.err) == (3, True)
+    result = Done(*convert_command(source, tmp_path / "out", "--calib", tmp_path / "calib.jsonl"))
+    assert (result.code, "pip install tokenizers" in result.err) == (3, True)
 
 
 # inspect and verify
@@ -380,24 +381,24 @@ def test_unusable_input_exits_2(source: Path, tmp_path: Path) -> None:
         ("inspect", source),
         ("verify", source, source),
     ):
-        done = Done(*command)
-        assert (done.code, done.out) == (2, "")
-        assert f"error: {source / MODEL} is 1000 bytes" in done.err
-    done = Done("inspect", tmp_path / "[red]model[/red]")  # a name with brackets is printed as it is
-    assert done.code == 2
-    assert "[red]model[/red] is not a folder" in done.err
+        result = Done(*command)
+        assert (result.code, result.out) == (2, "")
+        assert f"error: {source / MODEL} is 1000 bytes" in result.err
+    result = Done("inspect", tmp_path / "[red]model[/red]")  # a name with brackets is printed as it is
+    assert result.code == 2
+    assert "[red]model[/red] is not a folder" in result.err
 
 
 def test_inspect_output(converted: Path) -> None:
-    done = Done("inspect", converted)
-    assert done.code == 0
-    assert "pattern 6:8 (dense layout)" in done.out
-    (line,) = (line for line in done.out.splitlines() if Q in line)
+    result = Done("inspect", converted)
+    assert result.code == 0
+    assert "pattern 6:8 (dense layout)" in result.out
+    (line,) = (line for line in result.out.splitlines() if Q in line)
     assert line.split() == [Q, "64", "x", "64", "I8", "6:8", "6:8", "0", "4,352", "1.500"]
-    assert done.out.splitlines()[-1].startswith("14 layers, ")
-    found = json.loads(Done("inspect", converted, "--json").out)
-    assert (found["pattern"], found["layout"], found["violations"]) == ("6:8", "dense", 0)
-    (layer,) = (layer for layer in found["layers"] if layer["name"] == Q)
+    assert result.out.splitlines()[-1].startswith("14 layers, ")
+    report = json.loads(Done("inspect", converted, "--json").out)
+    assert (report["pattern"], report["layout"], report["violations"]) == ("6:8", "dense", 0)
+    (layer,) = (layer for layer in report["layers"] if layer["name"] == Q)
     assert layer == {
         "name": Q, "out_features": 64, "in_features": 64, "dtype": "I8", "pattern": "6:8", "satisfies": "6:8",
         "violations": 0, "first_violation": None, "bytes": 4352, "expansion": 1.5,
@@ -424,27 +425,27 @@ def test_inspect_exits_1_for_a_violation(converted: Path, as_json: bool) -> None
     tensors = tensors_of(converted)
     tensors[f"{Q}.weight"][45] = 1
     write(converted, config_of(converted), tensors)
-    done = Done("inspect", converted, *(["--json"] if as_json else []))
-    assert done.code == 1
-    assert f"{Q}: row 45, block 0 (columns from 0) has 8 non-zeros" in done.out
+    result = Done("inspect", converted, *(["--json"] if as_json else []))
+    assert result.code == 1
+    assert f"{Q}: row 45, block 0 (columns from 0) has 8 non-zeros" in result.out
 
 
 def test_verify_output_and_exit_codes(source: Path, converted: Path, tmp_path: Path) -> None:
     slided = tmp_path / "slided"
     convert(source, slided, layout="slided")
-    done = Done("verify", converted, slided)
-    assert done.code == 0
-    assert done.out.startswith(f"equal: {len(tensors_of(slided))} tensors, 14 of them")
+    result = Done("verify", converted, slided)
+    assert result.code == 0
+    assert result.out.startswith(f"equal: {len(tensors_of(slided))} tensors, 14 of them")
     assert json.loads(Done("verify", converted, slided, "--json").out)["equal"] is True
     tensors = tensors_of(converted)
     before = int(tensors[f"{Q}.weight"][45, 9])
     tensors[f"{Q}.weight"][45, 9] = before ^ 64
     write(converted, config_of(converted), tensors)
-    done = Done("verify", converted, slided)
-    assert done.code == 1
-    assert done.out == f"different: {Q}.weight: row 45, column 9: {before ^ 64} and {before}\n"
-    found = json.loads(Done("verify", converted, slided, "--json").out)
-    assert (found["equal"], found["difference"]["row"], found["difference"]["column"]) == (False, 45, 9)
+    result = Done("verify", converted, slided)
+    assert result.code == 1
+    assert result.out == f"different: {Q}.weight: row 45, column 9: {before ^ 64} and {before}\n"
+    report = json.loads(Done("verify", converted, slided, "--json").out)
+    assert (report["equal"], report["difference"]["row"], report["difference"]["column"]) == (False, 45, 9)
 
 
 # Without torch
@@ -452,10 +453,10 @@ def test_verify_output_and_exit_codes(source: Path, converted: Path, tmp_path: P
 
 def test_version_and_help() -> None:
     assert Done("--version").out == f"slidesparse {__version__}\n"
-    help_text = Done("--help")
-    assert help_text.code == 0
+    result = Done("--help")
+    assert result.code == 0
     for command in ("convert", "inspect", "verify", "doctor", "synth", "tune", "eval"):
-        assert command in help_text.out
+        assert command in result.out
 
 
 WITHOUT_TORCH = """
@@ -484,20 +485,20 @@ def without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("arguments", [["convert", "--help"], ["--version"], ["doctor", "--json"]])
 def test_works_without_torch(arguments: list[str]) -> None:
-    done = without_torch(*arguments)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout
+    result = without_torch(*arguments)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout
 
 
 @pytest.mark.parametrize("command", [["convert", "a", "b", "-s", "6:8"], ["inspect", "a"]])
 def test_missing_torch_is_explained(command: list[str]) -> None:
-    done = without_torch(*command)
-    assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr.startswith("error: this command needs torch")
-    assert "pip install" in done.stderr
+    result = without_torch(*command)
+    assert (result.returncode, result.stdout) == (3, "")
+    assert result.stderr.startswith("error: this command needs torch")
+    assert "pip install" in result.stderr
 
 
 def test_sparsity_is_validated_without_torch() -> None:
-    done = without_torch("convert", "a", "b", "-s", "7:8")
-    assert done.returncode == 2
-    assert "'7:8'" in done.stderr
+    result = without_torch("convert", "a", "b", "-s", "7:8")
+    assert result.returncode == 2
+    assert "'7:8'" in result.stderr

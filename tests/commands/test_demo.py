@@ -1,4 +1,4 @@
-"""The real model through ``vllm serve`` and ``/v1/embeddings``, as the demo does it."""
+"""The demo: the real model served by ``vllm serve`` at ``/v1/embeddings``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_minilm_embeddings_over_http(tmp_path: Path) -> None:
 
 
 def test_server_start_failure_shows_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script in vLLM's place logs as vLLM does."""
+    """A script that replaces vLLM logs as vLLM does."""
     (tmp_path / "vllm").write_text(
         "#!/bin/sh\necho 'INFO starting'\necho '(APIServer pid=7) ValueError: no such architecture'\nexit 1\n"
     )
@@ -41,7 +41,7 @@ def test_server_start_failure_shows_the_cause(tmp_path: Path, monkeypatch: pytes
 
 def test_demo_does_not_overwrite_other_files(tmp_path: Path) -> None:
     (tmp_path / "precious.txt").write_text("mine")
-    done = CliRunner().invoke(demo.app, ["--out", str(tmp_path)])
-    assert done.exit_code == 2
-    assert "the demo's" in done.stderr
+    result = CliRunner().invoke(demo.app, ["--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "the demo's" in result.stderr
     assert (tmp_path / "precious.txt").read_text() == "mine"

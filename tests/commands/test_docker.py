@@ -1,4 +1,4 @@
-"""docker/Dockerfile and docker/check_image.py, as far as a machine without docker can tell."""
+"""docker/Dockerfile and docker/check_image.py, as far as they can be tested without docker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_dockerfile_copies_existing_unignored_files() -> None:
     ignored, *kept = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line[0] != "#"]
     assert ignored == "*"
     copies = re.findall(r"^COPY (.+)$", DOCKERFILE, re.M)
-    sources = [source for words in copies for source in shlex.split(words)[:-1]]
+    sources = [source for arguments in copies for source in shlex.split(arguments)[:-1]]
     assert {"slidesparse", "vllm_patch", "csrc", "setup.py"} <= set(sources)
     for source in sources:
         assert (ROOT / source).exists()
@@ -44,12 +44,12 @@ def test_check_image_names_what_is_missing(
 ) -> None:
     monkeypatch.setattr(doctor, "plugin", lambda: {"loads": version == "0.8.0", "words": "not installed"})
     monkeypatch.setattr(find, "find_library", lambda name: find.FoundFile(name, "a wheel", version))
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         runpy.run_path(str(ROOT / "docker" / "check_image.py"), run_name="__main__")
-    said = capsys.readouterr().err
-    assert ended.value.code == (version != "0.8.0")
+    stderr = capsys.readouterr().err
+    assert exit_info.value.code == (version != "0.8.0")
     assert (
-        ("cuSPARSELt 0.7.1 was found" in said)
-        == ("the plugin: not installed" in said)
-        == bool(ended.value.code)
+        ("cuSPARSELt 0.7.1 was found" in stderr)
+        == ("the plugin: not installed" in stderr)
+        == bool(exit_info.value.code)
     )

@@ -1,4 +1,4 @@
-"""Doctor never fails, whatever the machine lacks, and says what that is, and whether a checkpoint is served."""
+"""Doctor never fails, reports what the machine lacks, and says whether a checkpoint can be served."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ sys.exit(main(sys.argv[1:]))
 
 
 def run_doctor(*arguments: str, bare: bool = True, path: str = "", **environ: str) -> str:
-    """Standard output of doctor in a process of its own, without site-packages if ``bare``.
+    """Run doctor in a separate process, without site-packages if ``bare``, and return its standard output.
 
-    It is itself without torch in any case; where torch is installed, it starts another process to import it.
+    The process itself cannot import torch; where torch is installed, doctor starts another process that imports it.
     """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *(["-S"] if bare else []), "-c", DOCTOR, *arguments],
         capture_output=True,
         text=True,
@@ -53,8 +53,8 @@ def run_doctor(*arguments: str, bare: bool = True, path: str = "", **environ: st
         env={"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join([str(ROOT), path]), **environ},
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+    assert (process.returncode, process.stderr) == (0, "")
+    return process.stdout
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def report() -> dict[str, Any]:
 
 @pytest.fixture
 def collect(report: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Doctor in this process, with what is known of torch and backends, and no flags but the test's."""
+    """Doctor in this process, with the report's sections on torch and backends, and only flags that the test sets."""
     for name in [name for name in os.environ if doctor.is_flag(name)]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(doctor, "_probe", lambda: {key: report[key] for key in ("torch", "backends")})
@@ -81,9 +81,9 @@ def test_report_has_and_renders_every_section(report: dict[str, Any]) -> None:
     assert set(report["libraries"]) == {*find.LIBRARIES, "nvcc", "cxx"}
     assert set(report["compiled"]) == set(compile.TARGETS)
     text = doctor.render(report)
-    said = [report["python"], report["torch"], report["vllm"], *report["libraries"].values()]
-    for words in (section.get("words") or section["error"] for section in said):
-        assert words in text
+    sections = [report["python"], report["torch"], report["vllm"], *report["libraries"].values()]
+    for fragment in (section.get("words") or section["error"] for section in sections):
+        assert fragment in text
     assert f"Python               {'.'.join(map(str, sys.version_info[:3]))}" in text
 
 
@@ -94,53 +94,53 @@ def test_report_agrees_with_torch_and_backends(report: dict[str, Any]) -> None:
     assert report["torch"]["cuda_available"] == torch.cuda.is_available()
     assert list(report["backends"]) == list(gemm.REGISTRY)
     text = doctor.render(report)
-    for name, found in report["backends"].items():
+    for name, entry in report["backends"].items():
         backend = gemm.get(name)
         reason = backend.unusable(torch.device(backend.device_type))
-        assert found == {"usable": reason is None, "reason": reason}
+        assert entry == {"usable": reason is None, "reason": reason}
         assert re.search(rf"^  {name} +{'not usable: ' if reason else 'usable$'}", text, re.M)
 
 
 def test_doctor_runs_on_bare_python() -> None:
-    """There are no site-packages at all, and the report says that nothing is installed."""
-    found = json.loads(run_doctor("--json", PATH=""))
-    assert found["torch"]["version"] is None
-    assert found["vllm"]["words"].startswith("not installed: pip install")
-    for backend in found["backends"].values():
+    """Without site-packages the report says that nothing is installed."""
+    document = json.loads(run_doctor("--json", PATH=""))
+    assert document["torch"]["version"] is None
+    assert document["vllm"]["words"].startswith("not installed: pip install")
+    for backend in document["backends"].values():
         assert backend["reason"].startswith("torch is not installed: pip install")
-    assert found["gpus"] == {"list": [], "words": "none: nvidia-smi is not on the PATH"}
-    assert found["libraries"]["cxx"]["error"].startswith("no C++ compiler was found")
+    assert document["gpus"] == {"list": [], "words": "none: nvidia-smi is not on the PATH"}
+    assert document["libraries"]["cxx"]["error"].startswith("no C++ compiler was found")
     assert "remedy: install one (apt install g++)" in run_doctor(PATH="")
 
 
 @pytest.mark.parametrize(
-    ("torch", "words"),
+    ("torch", "message"),
     [
         ("raise OSError('libcudart.so.13: no such file')", "cannot be imported: .*libcudart.so.13"),
         ("import os; print('{', flush=True); os.abort()", r"cannot be imported: .* exited with -\d+"),
     ],
 )
-def test_broken_torch_is_reported(torch: str, words: str, tmp_path: Path) -> None:
+def test_broken_torch_is_reported(torch: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(torch)
-    found = json.loads(run_doctor("--json", bare=False, path=str(tmp_path)))
-    assert re.search(words, found["torch"].get("words") or found["torch"]["error"])
+    document = json.loads(run_doctor("--json", bare=False, path=str(tmp_path)))
+    assert re.search(message, document["torch"].get("words") or document["torch"]["error"])
 
 
 def test_broken_backend_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that raises has said why, and one that ends the process leaves what was said before."""
+    """A backend that raises is reported with its reason; if one ends the process, earlier results are kept."""
     script = doctor.PROBE.replace("gemm.REGISTRY:", "['none', *gemm.REGISTRY]:").replace(
         "say(backends={name:", "if name == 'cublaslt': os.abort()\n    say(backends={name:"
     )
     monkeypatch.setattr(doctor, "PROBE", f"import os\n{script}")
-    found = doctor.collect()["backends"]
-    assert "'none' is not known" in found["none"]["reason"]
-    assert found["hopper"]["reason"] is None or "exited" not in found["hopper"]["reason"]
-    assert "exited with -" in found["cublaslt"]["reason"]
-    assert "exited with -" in found["reference"]["reason"]
+    backends = doctor.collect()["backends"]
+    assert "'none' is not known" in backends["none"]["reason"]
+    assert backends["hopper"]["reason"] is None or "exited" not in backends["hopper"]["reason"]
+    assert "exited with -" in backends["cublaslt"]["reason"]
+    assert "exited with -" in backends["reference"]["reason"]
 
 
 def test_report_survives_failure_of_every_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever breaks inside, the report is made, is JSON, and can be rendered."""
+    """Even if every probe raises, the report is complete, valid JSON, and can be rendered."""
 
     def broken(*_: object, **__: object) -> None:
         raise OSError("the disk is gone")
@@ -166,10 +166,10 @@ def test_nvidia_smi_output_is_parsed(tmp_path: Path, collect: Any, monkeypatch: 
         "#!/bin/sh\necho 'NVIDIA H200, 580.95.05, 9.0, 143771'\necho 'NVIDIA A100, 580.95.05, 8.0, 81920'\n"
     )
     tool.chmod(0o755)
-    found = collect()
-    assert [gpu["name"] for gpu in found["gpus"]["list"]] == ["NVIDIA H200", "NVIDIA A100"]
+    collected = collect()
+    assert [gpu["name"] for gpu in collected["gpus"]["list"]] == ["NVIDIA H200", "NVIDIA A100"]
     assert re.search(
-        r"GPU +NVIDIA H200, compute capability 9.0, .* driver 580.*\n +NVIDIA A100", doctor.render(found)
+        r"GPU +NVIDIA H200, compute capability 9.0, .* driver 580.*\n +NVIDIA A100", doctor.render(collected)
     )
     tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed because of the driver.'\nexit 9\n")
     assert "none: nvidia-smi exited with 9: NVIDIA-SMI has failed" in doctor.render(collect())
@@ -178,8 +178,8 @@ def test_nvidia_smi_output_is_parsed(tmp_path: Path, collect: Any, monkeypatch: 
 def test_libraries_and_compiled_targets_are_reported(
     collect: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = find.FoundFile("lib.so", "a wheel", "0.7.1")
-    monkeypatch.setattr(find, "find_library", lambda name, major: found)
+    library = find.FoundFile("lib.so", "a wheel", "0.7.1")
+    monkeypatch.setattr(find, "find_library", lambda name, major: library)
     monkeypatch.setattr(compile, "target_path", lambda name: tmp_path / name)
     (tmp_path / "hopper").touch()
     text = doctor.render(collect())
@@ -199,7 +199,7 @@ def test_unwritable_cache_is_reported(collect: Any, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("flag", "value", "words"),
+    ("flag", "value", "message"),
     [
         ("SPARSITY", "\N{SNOWMAN} or so", "wrong: .*SPARSITY"),
         ("USE_CUSPARSELT", "maybe", "wrong: .*USE_CUSPARSELT='maybe'"),
@@ -208,13 +208,13 @@ def test_unwritable_cache_is_reported(collect: Any, tmp_path: Path, monkeypatch:
     ],
 )
 def test_flags_are_reported(
-    flag: str, value: str, words: str, collect: Any, monkeypatch: pytest.MonkeyPatch
+    flag: str, value: str, message: str, collect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(flag, value)
     monkeypatch.setenv("UNRELATED", "1")
-    found = collect()
-    assert found["flags"]["set"] == {flag: value}
-    assert re.search(words, doctor.render(found))
+    collected = collect()
+    assert collected["flags"]["set"] == {flag: value}
+    assert re.search(message, doctor.render(collected))
 
 
 def test_ascii_terminal_gets_escaped_output() -> None:
@@ -224,10 +224,10 @@ def test_ascii_terminal_gets_escaped_output() -> None:
 
 def test_closed_pipe_prints_no_error() -> None:
     command = f"{sys.executable} -S -m slidesparse.doctor | true; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=300, check=False
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 def test_plugin_section_says_whether_vllm_loads_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,9 +239,9 @@ def test_plugin_section_says_whether_vllm_loads_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda group: [Entry])
     for names in ("other,another", "other, slidesparse", ""):  # vLLM takes the space as part of the name
         monkeypatch.setenv("VLLM_PLUGINS", names)
-        found = doctor.plugin()
-        assert (found["registered"], found["loads"]) == (True, False)
-        assert f"VLLM_PLUGINS={names!r}" in found["words"]
+        section = doctor.plugin()
+        assert (section["registered"], section["loads"]) == (True, False)
+        assert f"VLLM_PLUGINS={names!r}" in section["words"]
     monkeypatch.setenv("VLLM_PLUGINS", "other,slidesparse")
     assert doctor.plugin() == {"registered": True, "loads": True, "words": "registered"}
 
@@ -250,7 +250,7 @@ GPU, CPU, OLDEST = versions.VLLM_ON_GPUS[0], versions.VLLM_ON_CPUS[0], versions.
 
 
 @pytest.mark.parametrize(
-    ("installed", "words"),
+    ("installed", "message"),
     [
         ({"vllm": "0.0.9"}, f"too old: slidesparse needs {OLDEST} or later"),
         ({"vllm": OLDEST}, ", not a tested release"),
@@ -266,7 +266,7 @@ GPU, CPU, OLDEST = versions.VLLM_ON_GPUS[0], versions.VLLM_ON_CPUS[0], versions.
     ],
 )
 def test_vllm_section_rates_the_release(
-    installed: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+    installed: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def version(name: str) -> str:
         if name not in installed:
@@ -274,7 +274,7 @@ def test_vllm_section_rates_the_release(
         return installed[name]
 
     monkeypatch.setattr(doctor.importlib.metadata, "version", version)
-    assert words in doctor.vllm()[0]["words"]
+    assert message in doctor.vllm()[0]["words"]
 
 
 def test_pinned_vllm_releases_are_tested_ones() -> None:
@@ -292,11 +292,11 @@ H200 = preflight.Machine("cuda", (9, 0), "NVIDIA H200", free=1 << 30)
 
 
 class TestCheckpoints:
-    """``slidesparse doctor MODEL``."""
+    """Reports of ``slidesparse doctor MODEL``."""
 
     @pytest.fixture(autouse=True)
     def _machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Pretend a machine without a GPU and without flags, whose vLLM has the plugin."""
+        """Simulate a machine without a GPU and without flags, whose vLLM has the plugin."""
         for name in [name for name in os.environ if doctor.is_flag(name)]:
             monkeypatch.delenv(name)
         monkeypatch.setattr(doctor, "vllm", lambda: ({"words": "a tested release"}, True))
@@ -306,7 +306,7 @@ class TestCheckpoints:
 
     @pytest.fixture
     def pretend_machine(self, monkeypatch: pytest.MonkeyPatch) -> Any:
-        """Pretend another machine: a function of it, and of why backends cannot run there."""
+        """Return a function that simulates a machine on which some backends cannot run, for the given reasons."""
 
         def pretend(machine: preflight.Machine, **missing: str) -> None:
             with_gpu(monkeypatch, **missing)
@@ -317,12 +317,12 @@ class TestCheckpoints:
 
     def test_doctor_reports_pattern_and_time_of_each_layer(self, tmp_path: Path) -> None:
         convert(llama(tmp_path / "source"), tmp_path / "out", layer=["down_proj=4:6"], skip=["o_proj"])
-        done = Done("doctor", tmp_path / "out", "--json")
-        found = json.loads(done.out)
-        assert (done.code, found["code"], found["backend"]) == (0, 0, "reference")
-        assert found["patterns"] == {"4:6": 2, "6:8": 4, "dense": 2}
-        assert (found["sparse"], found["dense"], found["left"]) == (8, 0, 0)
-        layers = {layer["name"]: layer for layer in found["layers"]}
+        json_result = Done("doctor", tmp_path / "out", "--json")
+        document = json.loads(json_result.out)
+        assert (json_result.code, document["code"], document["backend"]) == (0, 0, "reference")
+        assert document["patterns"] == {"4:6": 2, "6:8": 4, "dense": 2}
+        assert (document["sparse"], document["dense"], document["left"]) == (8, 0, 0)
+        layers = {layer["name"]: layer for layer in document["layers"]}
         shapes = {
             name: [layer[key] for key in ("count", "n", "k", "pattern")] for name, layer in layers.items()
         }
@@ -340,36 +340,40 @@ class TestCheckpoints:
             assert layers[name]["stock_us"] == [times.stock_us("int8", (n, k), m) for m in (16, 8192)]
         for i in (0, 1):
             sums = [sum(2 * layer[key][i] for layer in layers.values()) for key in ("stock_us", "us")]
-            assert found["speedups"][i] == pytest.approx(sums[0] / sums[1])
-        said = Done("doctor", tmp_path / "out")
-        assert said.code == 0
-        assert "8 for SlideSparse (2 at 4:6, 4 at 6:8, 2 dense), 0 quantized dense, 0 left" in said.out
-        assert "of nvidia-h200: there is no GPU here" in said.out
-        assert said.out.splitlines()[-1].startswith("yes: the backend reference serves 8 of 8 linear layers")
-        assert f"{layers['down_proj']['ratios'][0]:.2f}x" in said.out
+            assert document["speedups"][i] == pytest.approx(sums[0] / sums[1])
+        result = Done("doctor", tmp_path / "out")
+        assert result.code == 0
+        assert "8 for SlideSparse (2 at 4:6, 4 at 6:8, 2 dense), 0 quantized dense, 0 left" in result.out
+        assert "of nvidia-h200: there is no GPU here" in result.out
+        assert result.out.splitlines()[-1].startswith(
+            "yes: the backend reference serves 8 of 8 linear layers"
+        )
+        assert f"{layers['down_proj']['ratios'][0]:.2f}x" in result.out
 
     def test_doctor_reports_layout_and_bytes(self, tmp_path: Path) -> None:
-        """Whatever the layout, layers are [N, K], and the backend keeps the same form of them."""
-        source, found = llama(tmp_path / "source"), {}
+        """In any layout layers are [N, K], and the backend's packed weights have the same size."""
+        source, reports = llama(tmp_path / "source"), {}
         for layout in ("dense", "slided", "packed"):
             convert(source, tmp_path / layout, layout=layout)
-            found[layout] = preflight.examine(layout, tmp_path / layout)
-            assert (found[layout].layout, found[layout].code) == (layout, 0)
-            assert {(each.name, each.n, each.k) for each in found[layout].layers} >= {("down_proj", 64, 88)}
-        assert len({report.weight_bytes for report in found.values()}) == 1
+            reports[layout] = preflight.examine(layout, tmp_path / layout)
+            assert (reports[layout].layout, reports[layout].code) == (layout, 0)
+            assert {(layer.name, layer.n, layer.k) for layer in reports[layout].layers} >= {
+                ("down_proj", 64, 88)
+            }
+        assert len({report.weight_bytes for report in reports.values()}) == 1
         files = sum(path.stat().st_size for path in (tmp_path / "slided").glob("*.safetensors"))
-        # headers; the reference keeps K'
-        assert found["dense"].weight_bytes == pytest.approx(files, abs=20_000)
+        # the files have headers; the reference stores K' columns
+        assert reports["dense"].weight_bytes == pytest.approx(files, abs=20_000)
 
     def test_doctor_reads_only_scales_and_first_rows(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         convert(llama(tmp_path / "source"), tmp_path / "out")
-        read, plain = [], Reader._read
+        read, original = [], Reader._read
         monkeypatch.setattr(
             Reader,
             "_read",
-            lambda self, stored, rows: read.append((stored.spec.name, rows)) or plain(self, stored, rows),
+            lambda self, stored, rows: read.append((stored.spec.name, rows)) or original(self, stored, rows),
         )
         assert preflight.examine("out", tmp_path / "out").code == 0
         assert read
@@ -386,9 +390,9 @@ class TestCheckpoints:
         else:
             tensors[DOWN + ".weight"][3] = 1
         write(tmp_path / "broken", config_of(tmp_path / "out"), tensors)
-        done = Done("doctor", tmp_path / "broken")
-        assert done.code == 1
-        assert re.fullmatch(rf"no: {DOWN}: row \d breaks 6:8.*", done.out.splitlines()[-1])
+        result = Done("doctor", tmp_path / "broken")
+        assert result.code == 1
+        assert re.fullmatch(rf"no: {DOWN}: row \d breaks 6:8.*", result.out.splitlines()[-1])
 
     @pytest.mark.parametrize("claimed", ["dense", "slided"])
     def test_doctor_refuses_packed_weights_of_another_layout(self, claimed: str, tmp_path: Path) -> None:
@@ -396,17 +400,17 @@ class TestCheckpoints:
         block = config_of(tmp_path / "out")["quantization_config"]
         block[KEY]["layout"] = claimed
         edit_json(tmp_path / "out" / "config.json", quantization_config=block)
-        done = Done("doctor", tmp_path / "out")
-        assert (done.code, done.out) == (2, "")
-        assert f"is stored without its zeros, but the metadata say the {claimed} layout" in done.err
+        result = Done("doctor", tmp_path / "out")
+        assert (result.code, result.out) == (2, "")
+        assert f"is stored without its zeros, but the metadata say the {claimed} layout" in result.err
 
     def test_doctor_refuses_missing_quantization_config(self, tmp_path: Path) -> None:
         """The config.json is the original model's, but the weights were converted."""
         convert(llama(tmp_path / "source"), tmp_path / "out")
         edit_json(tmp_path / "out" / "config.json", quantization_config=None)
-        done = Done("doctor", tmp_path / "out")
-        assert (done.code, done.out) == (2, "")
-        assert "but no quantization_config in config.json; fetch its config.json again" in done.err
+        result = Done("doctor", tmp_path / "out")
+        assert (result.code, result.out) == (2, "")
+        assert "but no quantization_config in config.json; fetch its config.json again" in result.err
 
     def test_doctor_accepts_other_spellings_of_quant_method(self, tmp_path: Path) -> None:
         convert(llama(tmp_path / "source"), tmp_path / "out")
@@ -416,7 +420,7 @@ class TestCheckpoints:
         assert Done("doctor", tmp_path / "out").code == 0
 
     @pytest.mark.parametrize(
-        ("flags", "code", "words"),
+        ("flags", "code", "message"),
         [
             ({}, 1, "it does not say that it is pruned"),
             ({"USE_CUSPARSELT": "1"}, 1, "needs to know the sparsity pattern"),
@@ -429,19 +433,19 @@ class TestCheckpoints:
     )
     @pytest.mark.parametrize("quant", ["int8", "fp8"])
     def test_doctor_on_an_unpruned_model_with_flags(
-        self, quant: str, flags: dict[str, str], code: int, words: str, tmp_path: Path, monkeypatch: Any
+        self, quant: str, flags: dict[str, str], code: int, message: str, tmp_path: Path, monkeypatch: Any
     ) -> None:
         for name, value in flags.items():
             monkeypatch.setenv(name, value)
-        done = Done("doctor", w8a8(tmp_path / "model", quant))
-        assert done.code == code, done.out
-        assert re.search(words, (done.out or done.err).splitlines()[-1])
-        assert "--calib" not in done.out  # which convert refuses for quantized weights
+        result = Done("doctor", w8a8(tmp_path / "model", quant))
+        assert result.code == code, result.out
+        assert re.search(message, (result.out or result.err).splitlines()[-1])
+        assert "--calib" not in result.out  # which convert refuses for quantized weights
 
     def test_doctor_on_a_pruned_model_without_metadata(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Only a flag says the pattern; the first rows tell which layers obey it."""
+        """A flag gives the pattern; the first rows show which layers obey it."""
         convert(llama(tmp_path / "source"), tmp_path / "out", skip=["o_proj"])
         block = config_of(tmp_path / "out")["quantization_config"]
         del block[KEY]
@@ -456,10 +460,10 @@ class TestCheckpoints:
 
     def test_doctor_on_float_and_bitnet_models(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         source = llama(tmp_path / "source")
-        done = Done("doctor", source)
-        assert done.code == 1
-        assert f"remedy: slidesparse convert {source} OUT --sparsity" in done.out
-        assert "0 for SlideSparse, 0 quantized dense, 8 left in floats" in done.out
+        result = Done("doctor", source)
+        assert result.code == 1
+        assert f"remedy: slidesparse convert {source} OUT --sparsity" in result.out
+        assert "0 for SlideSparse, 0 quantized dense, 8 left in floats" in result.out
         report = preflight.examine("b", bitnets.write_master(tmp_path / "bitnet"))
         assert (report.code, report.backend) == (1, None)
         assert "slidesparse convert b OUT" in report.missing[0]["remedy"]
@@ -486,7 +490,7 @@ class TestCheckpoints:
         zeros = {f"{DOWN.replace('down', 'up')}.weight_zero_point": torch.zeros(88, 1).char()}
         write(source, config_of(source), tensors_of(source) | zeros)
         missing = preflight.examine("source", source).missing
-        assert ["zero points" in each["what"] for each in missing] == [False, True]
+        assert ["zero points" in problem["what"] for problem in missing] == [False, True]
         monkeypatch.setenv("USE_CUSPARSELT", "1")
         monkeypatch.setenv("SPARSITY", "dense")
         report = preflight.examine("source", source)
@@ -511,9 +515,9 @@ class TestCheckpoints:
         block[KEY]["layers"][DOWN]["in_features"] = 96
         edit_json(tmp_path / "out" / "config.json", quantization_config=block)
         for folder in (tmp_path / "out", tmp_path / "none"):
-            done, inspected = Done("doctor", folder), Done("inspect", folder)
-            assert (done.code, done.out, done.err) == (2, "", inspected.err)
-            assert len(done.err.splitlines()) == 1
+            result, inspected = Done("doctor", folder), Done("inspect", folder)
+            assert (result.code, result.out, result.err) == (2, "", inspected.err)
+            assert len(result.err.splitlines()) == 1
 
     def test_doctor_reports_tuning_and_memory_of_a_gpu(self, tmp_path: Path, pretend_machine: Any) -> None:
         """Some shapes are tuned and some are not; too little memory and another GPU are reported."""
@@ -564,8 +568,8 @@ class TestCheckpoints:
         self, pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         convert(llama(tmp_path / "source"), tmp_path / "out", pattern)
-        found = [each["what"] for each in preflight.examine("out", tmp_path / "out").missing]
-        assert found == (
+        messages = [problem["what"] for problem in preflight.examine("out", tmp_path / "out").missing]
+        assert messages == (
             []
             if pattern == "8:10"
             else [f"no times of {pattern} layers by our kernels on nvidia-h200 are known"]

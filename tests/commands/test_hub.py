@@ -1,4 +1,4 @@
-"""Models by their id on the Hub, from a cache folder that is made here."""
+"""Models given by their Hub id, from a simulated cache folder."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ constants = pytest.importorskip("huggingface_hub.constants")
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache with the model ``org/name``, laid out as the Hub's library does; no network."""
+    """A cache with the model ``org/name`` in the layout of the Hub's library, without network access."""
     folder = tmp_path / "hub"
     model = folder / "models--org--name"
-    made = llama(model / "snapshots" / REVISION)
+    source = llama(model / "snapshots" / REVISION)
     (model / "blobs").mkdir()
-    for number, path in enumerate(sorted(made.iterdir())):
+    for number, path in enumerate(sorted(source.iterdir())):
         path.rename(model / "blobs" / f"{number}")
         path.symlink_to(f"../../blobs/{number}")
     (model / "refs").mkdir()
@@ -39,26 +39,28 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_convert_accepts_a_hub_id(cache: Path, tmp_path: Path) -> None:
-    """The command runs in a process of its own, as a user runs it."""
+    """The command runs in a separate process, as for a user."""
     before = snapshot(cache)
     environment = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "slidesparse.cli.main", "convert", "org/name", "out", "-s", "6:8"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=120, check=False
+    )
+    assert process.returncode == 0, process.stderr
     assert set(snapshot(tmp_path / "out")) == {"config.json", "model.safetensors", "tokenizer.json"}
     assert snapshot(cache) == before
 
 
 def test_inspect_accepts_a_hub_id(cache: Path) -> None:
-    done = CliRunner().invoke(app, ["inspect", "org/name", "--json"])
-    assert done.exit_code == 0, done.output
-    assert len(json.loads(done.stdout)["layers"]) == 14
+    result = CliRunner().invoke(app, ["inspect", "org/name", "--json"])
+    assert result.exit_code == 0, result.output
+    assert len(json.loads(result.stdout)["layers"]) == 14
 
 
 def test_verify_accepts_hub_ids(cache: Path) -> None:
-    done = CliRunner().invoke(app, ["verify", "org/name", "org/name"])
-    assert done.exit_code == 0, done.output
-    assert done.stdout.startswith("equal: ")
+    result = CliRunner().invoke(app, ["verify", "org/name", "org/name"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("equal: ")
 
 
 def test_local_folder_takes_precedence_over_hub_id(cache: Path, tmp_path: Path) -> None:
@@ -69,17 +71,17 @@ def test_local_folder_takes_precedence_over_hub_id(cache: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("command", [["inspect", "org/other"], ["convert", "org/other", "out", "-s", "6:8"]])
 def test_unavailable_hub_model_exits_2(cache: Path, command: list[str]) -> None:
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 2
-    assert "org/other is not a folder here, and the Hugging Face Hub does not provide it (" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert "org/other is not a folder here, and the Hugging Face Hub does not provide it (" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
 
 
 def test_incomplete_hub_model_exits_2(cache: Path) -> None:
     (cache / "models--org--name" / "snapshots" / REVISION / "model.safetensors").unlink()
-    done = CliRunner().invoke(app, ["inspect", "org/name"])
-    assert done.exit_code == 2
-    assert "holds no .safetensors file" in done.stderr
+    result = CliRunner().invoke(app, ["inspect", "org/name"])
+    assert result.exit_code == 2
+    assert "holds no .safetensors file" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["name", "a/b/c", "/a/b", "../b", "org/name\n", "-org/name"])

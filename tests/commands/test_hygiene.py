@@ -1,4 +1,4 @@
-"""No file of the project may hold these."""
+"""Rules for all files of the project: size, forbidden text, docstrings, shell scripts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LARGEST = 1 << 20  # bytes
 
 FRAGMENTS = ("Of ", "What ", "That of ", "Those ", "More of ")
 
-# In pieces, so that this file does not hold them itself.
+# Written in parts, so that this file does not match itself.
 FORBIDDEN = [
     r"pypi" + r"\.org",
     r"python" + r"hosted",
@@ -28,7 +28,7 @@ FORBIDDEN = [
 
 
 def tracked() -> list[Path]:
-    """The files git tracks or would track; those of a source archive where there is no git."""
+    """List the files that git tracks or would track, or those of a source archive without git."""
     if shutil.which("git") and (ROOT / ".git").exists():
         listed = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -56,34 +56,32 @@ def test_no_tracked_file_is_large() -> None:
     assert [path.name for path in FILES if path.stat().st_size > LARGEST] == []
 
 
-@pytest.mark.parametrize("words", FORBIDDEN)
-def test_no_file_has_forbidden_text(words: str) -> None:
-    """Forbidden are hosts of package registries, absolute paths of somebody's machine, and marks of
-    unfinished work.
-    """
-    found = []
+@pytest.mark.parametrize("pattern", FORBIDDEN)
+def test_no_file_has_forbidden_text(pattern: str) -> None:
+    """Hosts of package registries, absolute paths of one machine, and marks of unfinished work are forbidden."""
+    matches = []
     for path in FILES:
         text = path.read_bytes().decode("utf-8", errors="ignore")
         for number, line in enumerate(text.splitlines(), 1):
-            if re.search(words, line):
-                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
-    assert found == []
+            if re.search(pattern, line):
+                matches.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
+    assert matches == []
 
 
 def test_docstrings_do_not_begin_as_fragments() -> None:
     """No docstring begins with a word that needs the name of what it describes to be understood."""
-    found = []
+    fragments = []
     for path in FILES:
         folder = path.relative_to(ROOT).parts[0]
         if path.suffix != ".py" or folder not in ("slidesparse", "vllm_patch", "benchmarks"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                words = ast.get_docstring(node) or ""
-                if words.startswith(FRAGMENTS):
+                docstring = ast.get_docstring(node) or ""
+                if docstring.startswith(FRAGMENTS):
                     name = getattr(node, "name", "")
-                    found.append(f"{path.relative_to(ROOT)} {name}: {words.splitlines()[0]}")
-    assert found == []
+                    fragments.append(f"{path.relative_to(ROOT)} {name}: {docstring.splitlines()[0]}")
+    assert fragments == []
 
 
 def test_shell_scripts_stop_at_errors() -> None:

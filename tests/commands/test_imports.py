@@ -1,4 +1,4 @@
-"""Imports point one way, and the modules that must work without torch do."""
+"""Imports follow the layers, and some modules can be imported without torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[2]
 CORE = ROOT / "slidesparse"
 PLUGIN = ROOT / "vllm_patch"
 
-# The modules and packages of slidesparse/, from the bottom up.  One may import what is below it and what stands in its
-# own line, where no two import each other.
+# The modules and packages of slidesparse/, from the bottom up.  A unit may import units of lower lines and of its own
+# line, without cycles.
 MATHEMATICS = {"pattern", "slide", "blocks", "bitmask", "prune", "quantize", "theory"}
 LAYERS = [
     {"__init__", "errors", "versions"},
@@ -37,11 +37,11 @@ STDLIB_ONLY = (
 STDLIB_ONLY += tuple(
     f"slidesparse.{name}" for name in ("build.find", "build.compile", "gemm", "flags", "doctor")
 )
-INSIDE_VLLM = CORE / "evaluate" / "worker.py"  # a program that is run inside vLLM, and that nothing imports
+INSIDE_VLLM = CORE / "evaluate" / "worker.py"  # a program that runs inside vLLM; no module imports it
 
 
 def imported(path: Path) -> set[str]:
-    """Absolute names of all that ``path`` imports, inside functions too; ``from a import b`` gives a.b."""
+    """Absolute names of all imports of ``path``, also inside functions; ``from a import b`` gives a.b."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
@@ -53,7 +53,7 @@ def imported(path: Path) -> set[str]:
 
 
 def unit_of(name: str) -> str:
-    """The line of LAYERS that an imported name of ours belongs to: ``slidesparse.gemm.cuda.bucket`` -> ``gemm``."""
+    """Return the unit in LAYERS of an imported slidesparse name: ``slidesparse.gemm.cuda.bucket`` -> ``gemm``."""
     first = name.split(".")[1] if "." in name else ""
     return first if ((CORE / first).is_dir() and first) or (CORE / f"{first}.py").is_file() else "__init__"
 
@@ -79,18 +79,16 @@ DEPENDS = {  # unit -> unit -> the files that import it
 def test_imports_follow_the_layers(unit: str) -> None:
     assert unit in LEVEL, f"{unit} is in no layer: put it into LAYERS"
     upward = {other: files for other, files in DEPENDS[unit].items() if files and LEVEL[other] > LEVEL[unit]}
-    assert upward == {}, f"{unit} imports what is above it"
+    assert upward == {}, f"{unit} imports units of higher layers"
 
 
 def test_imports_have_no_cycles() -> None:
-    done: set[str] = set()
-    while remaining := set(DEPENDS) - done:
-        ready = {unit for unit in remaining if {o for o, files in DEPENDS[unit].items() if files} <= done}
-        circle = {
-            unit: {o: f for o, f in DEPENDS[unit].items() if f and o in remaining} for unit in remaining
-        }
-        assert ready, f"these import each other: {circle}"
-        done |= ready
+    resolved: set[str] = set()
+    while remaining := set(DEPENDS) - resolved:
+        ready = {unit for unit in remaining if {o for o, files in DEPENDS[unit].items() if files} <= resolved}
+        cycle = {unit: {o: f for o, f in DEPENDS[unit].items() if f and o in remaining} for unit in remaining}
+        assert ready, f"these import each other: {cycle}"
+        resolved |= ready
 
 
 @pytest.mark.parametrize("unit", sorted(MATHEMATICS))
@@ -101,16 +99,16 @@ def test_mathematics_imports_only_torch_and_numpy(unit: str) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_package_imports_neither_vllm_nor_the_plugin(path: Path) -> None:
-    strangers = [name for name in IMPORTS[path] if name.split(".")[0] in ("vllm", "benchmarks", "tests")]
-    strangers += [name for name in IMPORTS[path] if name.startswith("slidesparse.vllm_patch")]
-    assert strangers == [] or path == INSIDE_VLLM
+    forbidden = [name for name in IMPORTS[path] if name.split(".")[0] in ("vllm", "benchmarks", "tests")]
+    forbidden += [name for name in IMPORTS[path] if name.startswith("slidesparse.vllm_patch")]
+    assert forbidden == [] or path == INSIDE_VLLM
 
 
 @pytest.mark.parametrize("path", sorted(PLUGIN.glob("*.py")), ids=lambda path: path.name)
 def test_plugin_imports_only_serving_modules(path: Path) -> None:
-    ours = {name for name in imported(path) if name.split(".")[0] == "slidesparse"}
-    ours -= {name for name in ours if name.startswith("slidesparse.vllm_patch")}
-    assert {unit_of(name) for name in ours} <= FOR_PLUGIN
+    modules = {name for name in imported(path) if name.split(".")[0] == "slidesparse"}
+    modules -= {name for name in modules if name.startswith("slidesparse.vllm_patch")}
+    assert {unit_of(name) for name in modules} <= FOR_PLUGIN
 
 
 def test_plugin_top_level_imports_only_the_standard_library() -> None:
@@ -136,10 +134,9 @@ def test_import_scanner_finds_every_form_of_import(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("installed", [False, True])
 def test_plugin_is_importable_from_a_clone(tmp_path: Path, installed: bool) -> None:
-    """``python -m`` in a clone imports from there, and without what pip installed for it (-S: no site-
-    packages).
+    """``python -m`` in a clone imports the plugin from there, even without site-packages (-S).
 
-    Where it is in the package already, as in an installation, that one counts.
+    A plugin inside the package, as in an installation, takes precedence.
     """
     for name in ("slidesparse/__init__.py", "vllm_patch/__init__.py"):
         (tmp_path / name).parent.mkdir()
@@ -153,11 +150,11 @@ from importlib.util import find_spec
 from slidesparse import vllm_patch
 print(vllm_patch.__file__, *(find_spec(f"slidesparse.{name}") for name in ("setup", "slidesparse", "vllm")))
 """
-    run = [sys.executable, "-S", "-c", program]
-    done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
+    command = [sys.executable, "-S", "-c", program]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
     folder = tmp_path / "slidesparse" / "vllm_patch" if installed else tmp_path / "vllm_patch"
     expected = f"{folder / '__init__.py'} None None None\n"  # nothing else of the clone
-    assert (done.returncode, done.stdout) == (0, expected), done.stderr
+    assert (process.returncode, process.stdout) == (0, expected), process.stderr
 
 
 BLOCKED = """
@@ -177,7 +174,7 @@ except ImportError as error:
 
 
 def run(program: str, *arguments: str) -> str:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program, *arguments],
         capture_output=True,
         text=True,
@@ -185,12 +182,12 @@ def run(program: str, *arguments: str) -> str:
         timeout=120,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+    assert (process.returncode, process.stderr) == (0, "")
+    return process.stdout
 
 
 def test_core_modules_import_without_dependencies() -> None:
-    assert run(BLOCKED, *STDLIB_ONLY) == "torch is not in the standard library\n"  # the blocker does block
+    assert run(BLOCKED, *STDLIB_ONLY) == "torch is not in the standard library\n"  # the blocker works
 
 
 def test_importing_the_core_needs_neither_gpu_nor_vllm() -> None:

@@ -1,4 +1,4 @@
-"""``slidesparse tune``: shapes, operands, the search for algorithms, with a library and a clock that need no GPU."""
+"""``slidesparse tune``: shapes, operands and the search for algorithms, with a fake library and clock."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ FP8 = Problem("fp8", "bf16", 64, 64, 16, "both")
 
 @pytest.mark.parametrize("problem", [INT8, FP8], ids=str)
 def test_search_takes_the_fastest_correct_algorithm(problem: Problem) -> None:
-    bad = {"refused": 1.0, "fails": 2.0, "wrong": 3.0, "wrong too": 4.0, "unwritten": 5.0}
-    library = FakeLibrary(times=bad | {"slow": 30.0, "good": 10.0, "middle": 20.0}, scale="both")
-    found = find(library, problem)
-    assert (found.algorithm, found.tried, found.refused, found.wrong) == ("good", 8, 2, 3)
-    assert [(name, round(us)) for name, us in found.others] == [("middle", 20), ("slow", 30)]
-    assert 10.0 < found.timing.p20 < found.timing.p50 < found.timing.p80 < 10.2
+    unusable = {"refused": 1.0, "fails": 2.0, "wrong": 3.0, "wrong too": 4.0, "unwritten": 5.0}
+    library = FakeLibrary(times=unusable | {"slow": 30.0, "good": 10.0, "middle": 20.0}, scale="both")
+    result = find(library, problem)
+    assert (result.algorithm, result.tried, result.refused, result.wrong) == ("good", 8, 2, 3)
+    assert [(name, round(us)) for name, us in result.others] == [("middle", 20), ("slow", 30)]
+    assert 10.0 < result.timing.p20 < result.timing.p50 < result.timing.p80 < 10.2
 
 
 def test_search_times_only_finalists_thoroughly() -> None:
@@ -75,8 +75,8 @@ def test_search_times_only_finalists_thoroughly() -> None:
 def test_search_tries_split_k_only_for_fast_algorithms() -> None:
     times = {str(i): 10.0 + i for i in range(8)} | {f"{i}/2x1": 9.0 + i for i in range(8)}
     library = FakeLibrary(times=times | {"7/2x1": 1.0})
-    found = find(library, INT8)
-    assert (found.algorithm, found.tried) == ("0/2x1", 8 + 4)
+    result = find(library, INT8)
+    assert (result.algorithm, result.tried) == ("0/2x1", 8 + 4)
     only_split = FakeLibrary(times={"refused": 1.0, "1/2x1": 3.0, "2/2x1": 2.0})
     assert find(only_split, INT8).algorithm == "2/2x1"
 
@@ -84,8 +84,8 @@ def test_search_tries_split_k_only_for_fast_algorithms() -> None:
 def test_search_tries_all_algorithms_of_libraries_without_split_k() -> None:
     """A slash in an algorithm's text is not a split-K suffix there."""
     times = {f"a{i}": 10.0 + i for i in range(8)} | {"stream:1x8/1/2": 9.0, "split:1x8/1x4/2": 1.0}
-    found = find(FakeLibrary(times=times, splits=False), INT8)
-    assert (found.algorithm, found.tried) == ("split:1x8/1x4/2", 10)
+    result = find(FakeLibrary(times=times, splits=False), INT8)
+    assert (result.algorithm, result.tried) == ("split:1x8/1x4/2", 10)
     assert find(FakeLibrary(times=times), INT8).tried == 8
 
 
@@ -96,14 +96,14 @@ def test_unsplit_strips_the_split_k_suffix() -> None:
 
 
 @pytest.mark.parametrize(
-    ("times", "words"),
+    ("times", "message"),
     [
         ({"refused": 1.0, "wrong": 1.0}, "of 2 algorithms .* 1 were refused and 1 gave another result"),
         ({}, "of 0 algorithms"),
     ],
 )
-def test_search_fails_without_a_usable_algorithm(times: dict[str, float], words: str) -> None:
-    with pytest.raises(LibraryError, match=words):
+def test_search_fails_without_a_usable_algorithm(times: dict[str, float], message: str) -> None:
+    with pytest.raises(LibraryError, match=message):
         find(FakeLibrary(times=times), INT8)
 
 
@@ -150,10 +150,10 @@ def test_served_outputs_of_each_library() -> None:
 
 
 def test_gemm_jobs_are_distinct_problems() -> None:
-    """6:8 of 64 has K' 96; two layers alike, and two patterns with one K', are one job."""
+    """6:8 of K = 64 has K' = 96; two equal layers, and two patterns with the same K', are one job."""
     sparse, dense = FakeLibrary(), FakeLibrary("cublaslt", sparse=False, outs=("int32",))
-    found = gemm_jobs([sparse, dense], [*LAYERS, LAYERS[0]], ["int8"], ["2:4", "6:8", "14:16"], [16, 32])
-    problems = [(job.library.name, job.problem.out, job.problem.n, job.problem.k) for job in found]
+    jobs = gemm_jobs([sparse, dense], [*LAYERS, LAYERS[0]], ["int8"], ["2:4", "6:8", "14:16"], [16, 32])
+    problems = [(job.library.name, job.problem.out, job.problem.n, job.problem.k) for job in jobs]
     assert len(problems) == len(set(problems))
     sparse_k = {(64, 64), (64, 96), (64, 128), (32, 128), (32, 192), (32, 224)}
     assert {(n, k) for name, _, n, k in problems if name == "cusparselt"} == sparse_k
@@ -182,8 +182,8 @@ def test_tune_saves_resumes_and_can_be_forced() -> None:
     assert ([name for name, _ in saved.others], saved.tried) == (["slow"], 4)
 
     library.searched.clear()
-    again = tune(session(library), todo)
-    assert (again.tuned, again.known, library.searched) == (0, 8, [])
+    second = tune(session(library), todo)
+    assert (second.tuned, second.known, library.searched) == (0, 8, [])
     library.times["slow"] = 1.0
     assert tune(session(library), todo, force=True).tuned == 8
     assert tuned.tuned_algorithm(GPU.subject(library), todo[0].problem) == "slow"
@@ -200,8 +200,8 @@ def test_tune_keeps_results_at_the_time_limit() -> None:
     todo = gemm_jobs([library], LAYERS, ["fp8"], ["2:4", "6:8"], [16, 32])
     stopped = tune(session(library, limit=3.5, now=Ticks()), todo)
     assert (stopped.tuned, stopped.finished) == (3, False)
-    rest = tune(session(library), todo)
-    assert (rest.tuned, rest.known, rest.finished) == (5, 3, True)
+    resumed = tune(session(library), todo)
+    assert (resumed.tuned, resumed.known, resumed.finished) == (5, 3, True)
 
 
 def test_tune_keeps_results_when_interrupted() -> None:
@@ -221,9 +221,9 @@ def test_tune_keeps_results_when_interrupted() -> None:
 
 def test_tune_reports_refused_problems() -> None:
     library = FakeLibrary(times={"refused": 1.0})
-    found = tune(session(library), gemm_jobs([library], LAYERS[:1], ["fp8"], ["2:4"], [16]))
-    assert (found.tuned, found.finished, len(found.skipped)) == (0, True, 1)
-    assert "1 were refused" in found.skipped[0]
+    summary = tune(session(library), gemm_jobs([library], LAYERS[:1], ["fp8"], ["2:4"], [16]))
+    assert (summary.tuned, summary.finished, len(summary.skipped)) == (0, True, 1)
+    assert "1 were refused" in summary.skipped[0]
 
 
 # --- the command
@@ -234,10 +234,10 @@ def test_tune_command_tunes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "require_gpu", lambda: GPU)
     monkeypatch.setattr(machine, "require_libraries", lambda gpu, names: [dense, sparse])
     monkeypatch.setattr(gemm, "choose", lambda path, device: ("cusparselt", ""))
-    found = SearchResult("1024x1x4", Timing(1.0, 1.0, 1.0), (("256x1x4", 2.0),), 12, 0, 0)
-    monkeypatch.setattr("slidesparse.tune.jobs.search_launches", lambda *_: found)
+    search_result = SearchResult("1024x1x4", Timing(1.0, 1.0, 1.0), (("256x1x4", 2.0),), 12, 0, 0)
+    monkeypatch.setattr("slidesparse.tune.jobs.search_launches", lambda *_: search_result)
     monkeypatch.setattr(measure, "CudaClock", lambda device: nullcontext(FakeClock(dense, sparse)))
-    words = [
+    arguments = [
         "tune",
         "--shapes",
         "64x64,32x128",
@@ -251,11 +251,11 @@ def test_tune_command_tunes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
     def run() -> dict[str, Any]:
-        done = CliRunner().invoke(app, words, catch_exceptions=False)
-        assert done.exit_code == 0, done.stderr
-        return dict(json.loads(done.stdout))
+        result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+        assert result.exit_code == 0, result.stderr
+        return dict(json.loads(result.stdout))
 
-    # two layers, two M: dense; sparse with two outputs and patterns; a kernel a pattern, and one for each of two sums
+    # two layers and two M: dense; sparse with two outputs and patterns; a kernel per pattern, and one per type of sums
     count = 2 * 2 * (1 + 2 * 2 + 2 + 2)
     assert (run()["tuned"], run()["known"]) == (count, count)
 
@@ -266,34 +266,34 @@ def test_tune_command_tunes_layers_of_a_converted_checkpoint(
     layers = {f"layer{i}": LayerEntry(SlidePattern(length), 64) for i, length in enumerate((8, 8, 6))}
     block = quantization_config("fp8") | {KEY: Metadata(SlidePattern(8), "dense", layers).to_json()}
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
-    asked: list[Any] = []
+    received: list[Any] = []
     monkeypatch.setattr(machine, "require_gpu", lambda: GPU)
     monkeypatch.setattr(machine, "require_libraries", lambda gpu, names: [])
     monkeypatch.setattr(gemm, "choose", lambda path, device: ("hopper", ""))
     monkeypatch.setattr(
-        "slidesparse.tune.jobs.gemm_jobs", lambda *arguments: asked.append(arguments[2:4]) or []
+        "slidesparse.tune.jobs.gemm_jobs", lambda *arguments: received.append(arguments[2:4]) or []
     )
     monkeypatch.setattr(measure, "CudaClock", lambda device: nullcontext(FakeClock(FakeLibrary())))
-    every = (("int8", "fp8"), (*shapes.PATTERNS, *shapes.MIXED_PATTERNS))
-    for config, more, expected in (
+    defaults = (("int8", "fp8"), (*shapes.PATTERNS, *shapes.MIXED_PATTERNS))
+    for config, options, expected in (
         (sizes | {"quantization_config": block}, [], (("fp8",), ("4:6", "6:8", "dense"))),
         (
             sizes | {"quantization_config": block},
             ["--pattern", "2:4", "--dtype", "int8"],
             (("int8",), ("2:4",)),
         ),
-        (sizes, [], every),
+        (sizes, [], defaults),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        done = CliRunner().invoke(app, ["tune", str(tmp_path), *more], catch_exceptions=False)
-        assert (done.exit_code, asked.pop()) == (0, expected), done.stderr
+        result = CliRunner().invoke(app, ["tune", str(tmp_path), *options], catch_exceptions=False)
+        assert (result.exit_code, received.pop()) == (0, expected), result.stderr
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built with CUDA")
 def test_tune_command_without_a_gpu_exits_3() -> None:
-    done = CliRunner().invoke(app, ["tune"])
-    assert (done.exit_code, done.stdout) == (3, "")
-    assert "NVIDIA GPU" in done.stderr
+    result = CliRunner().invoke(app, ["tune"])
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert "NVIDIA GPU" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -309,9 +309,9 @@ def test_tune_command_without_a_gpu_exits_3() -> None:
     ],
 )
 def test_tune_command_with_invalid_usage_exits_2(words: str, fact: str) -> None:
-    done = CliRunner().invoke(app, ["tune", *words.split()])
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert fact in done.stderr
+    result = CliRunner().invoke(app, ["tune", *words.split()])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert fact in result.stderr
 
 
 # --- shapes
@@ -325,8 +325,8 @@ def test_layer_shapes_of_the_five_models() -> None:
         "Qwen2.5-7B": ["4608x3584", "3584x3584", "37888x3584", "3584x18944"],
         "Qwen2.5-14B": ["7168x5120", "5120x5120", "27648x5120", "5120x13824"],
     }
-    found = {name: [f"{layer.n}x{layer.k}" for layer in layers] for name, layers in shapes.MODELS.items()}
-    assert found == expected
+    actual = {name: [f"{layer.n}x{layer.k}" for layer in layers] for name, layers in shapes.MODELS.items()}
+    assert actual == expected
     assert [layer.name for layer in shapes.MODELS["BitNet-2B"]] == ["qkv", "o", "gate_up", "down"]
 
 
@@ -334,12 +334,12 @@ def test_layer_shapes_of_a_config(tmp_path: Path) -> None:
     config = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     name, layers = shapes.find_model(str(tmp_path))
-    assert (name, [(one.n, one.k) for one in layers]) == (
+    assert (name, [(layer.n, layer.k) for layer in layers]) == (
         tmp_path.name,
         [(128, 64), (64, 64), (192, 64), (64, 96)],
     )
     (tmp_path / "config.json").write_text(json.dumps({"text_config": config | {"head_dim": 32}}))
-    assert [(one.n, one.k) for one in shapes.find_model(str(tmp_path))[1]][:2] == [(256, 64), (64, 128)]
+    assert [(layer.n, layer.k) for layer in shapes.find_model(str(tmp_path))[1]][:2] == [(256, 64), (64, 128)]
     headless = json.dumps(config | {"num_attention_heads": 0})
     for text, fact in (("{}", "hidden_size"), *((text, "config.json") for text in ("[]", "{", headless))):
         (tmp_path / "config.json").write_text(text)
@@ -389,7 +389,7 @@ def test_slided_columns_are_aligned_for_the_library(
 @pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16", "fp16"])
 def test_random_sparse_weights_are_2_4(dtype: str) -> None:
     inputs = Inputs(CPU, 0)
-    sparse, dense = (inputs.weight(dtype, 48, 100, sparse=wanted) for wanted in (True, False))
+    sparse, dense = (inputs.weight(dtype, 48, 100, sparse=is_sparse) for is_sparse in (True, False))
     groups = nonzero(sparse).view(-1, 4).sum(1)
     assert obeys(sparse, SlidePattern(4))
     assert (groups == 2).float().mean() > 0.999  # FP8 and FP16 may round to zero
@@ -410,7 +410,7 @@ def test_operand_copies_exceed_the_cache_and_do_not_overlap() -> None:
     spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors)
     assert len(spans) == 3 * copies
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-    assert all(nonzero(one).float().mean() > 0.9 for one in operands.activations)
+    assert all(nonzero(tensor).float().mean() > 0.9 for tensor in operands.activations)
 
 
 def test_random_operands_are_reused_and_grown() -> None:

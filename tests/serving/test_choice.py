@@ -1,4 +1,4 @@
-"""Which backend serves a path: the flag, the machine."""
+"""The choice of a path's backend by the flag and the machine."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def test_backend_flag_overrides_the_choice(monkeypatch: pytest.MonkeyPatch) -> N
 
     with_gpu(monkeypatch, cusparselt="no library")
     assert resolve._backend("sparse", True, "hopper") == ("hopper", "SLIDESPARSE_BACKEND=hopper")
-    for wanted, on_cuda in (("cusparselt", True), ("hopper", False)):
-        with pytest.raises(resolve.ResolveError, match=f"SLIDESPARSE_BACKEND={wanted}: .* cannot run here"):
-            resolve._backend("sparse", on_cuda, wanted)
+    for backend, on_cuda in (("cusparselt", True), ("hopper", False)):
+        with pytest.raises(resolve.ResolveError, match=f"SLIDESPARSE_BACKEND={backend}: .* cannot run here"):
+            resolve._backend("sparse", on_cuda, backend)

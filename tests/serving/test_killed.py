@@ -14,7 +14,7 @@ from models import QWEN, converted, write_w8a8
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 ON_GPU = torch.cuda.is_available()
-MODEL = replace(QWEN, hidden=256, head_dim=64)  # which FlashAttention has kernels for
+MODEL = replace(QWEN, hidden=256, head_dim=64)  # FlashAttention has kernels for these sizes
 GPU_OPTIONS = {
     "dtype": "float16",
     "enforce_eager": False,
@@ -24,7 +24,7 @@ GPU_OPTIONS = {
 }
 
 
-# A server notices; the client of an offline `vllm.LLM`, SyncMPClient of 0.28.0, waits for ever when its core is killed
+# The server is used for a killed core: the client of an offline `vllm.LLM`, SyncMPClient of 0.28.0, waits for ever
 @pytest.mark.parametrize(
     ("task", "victim", "options"),
     [("killed_server", "EngineCore", {}), ("killed", "Worker", {"tensor_parallel_size": 2})],

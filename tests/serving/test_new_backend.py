@@ -1,4 +1,4 @@
-"""A new backend is a module and a line in the registry; it serves a model without a change anywhere else."""
+"""A new backend needs a module and a line in the registry; it serves a model without any other change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights without their zeros on their way into a layer, part by part and in any order; no engine but for refusals."""
+"""Loading of packed weights into a layer, part by part and in any order; only refusals need an engine."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ STORED = Path(__file__).parents[1] / "checkpoint" / "stored_sparse"
 
 
 class Layer(torch.nn.Module):
-    """A linear layer of ours that writes down what is loaded into its weight."""
+    """A SlideSparse linear layer that records the tensors loaded into its weight."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         from slidesparse.vllm_patch.loading import take_packed
 
-        for of in ("rank", "world_size"):
-            monkeypatch.setattr(f"vllm.model_executor.parameter.get_tensor_model_parallel_{of}", lambda: 0)
+        for attribute in ("rank", "world_size"):
+            monkeypatch.setattr(
+                f"vllm.model_executor.parameter.get_tensor_model_parallel_{attribute}", lambda: 0
+            )
         self.weight = torch.nn.Parameter(torch.empty(0, dtype=torch.int8), requires_grad=False)
         self.loaded: dict[str | None, Tensor] = {}
 
@@ -45,11 +47,11 @@ class Layer(torch.nn.Module):
         take_packed(self, "layers.0.qkv_proj", loader)
 
     def load(self, kind: str, tensor: Tensor, *part: str) -> None:
-        """As a model's ``load_weights`` does, whose tensors' memory is used again."""
+        """Load a tensor as a model's ``load_weights`` does, which reuses the tensor's memory."""
         param = getattr(self, kind)
-        given = tensor.clone()
-        param.weight_loader(param, given, *part)
-        given.zero_()
+        buffer = tensor.clone()
+        param.weight_loader(param, buffer, *part)
+        buffer.zero_()
 
 
 def stored(rows: int, k: int, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
@@ -83,7 +85,7 @@ def test_packed_layer_can_be_loaded_twice(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_reload_on_the_meta_device_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM calls with parameters of no memory first, keeps the arguments by their names, and calls again."""
+    """vLLM first calls with parameters on the meta device, stores the arguments by name, and calls again."""
     layer = Layer(monkeypatch)
     weight, tensors = stored(4, 15)
     assert next(iter(inspect.signature(layer.compressed.weight_loader).parameters)) == "param"
@@ -98,7 +100,7 @@ def test_reload_on_the_meta_device_writes_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "message"),
     [
         ({"shape": torch.tensor([5, 15])}, "the shape [5, 15] and a bitmask [4, 2]"),
         ({"shape": torch.tensor([4, 17])}, "17 columns need one of uint8 [4, 3]"),
@@ -111,7 +113,7 @@ def test_reload_on_the_meta_device_writes_nothing(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_inconsistent_packed_parts_are_refused(
-    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Tensor], words: str
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Tensor], message: str
 ) -> None:
     layer = Layer(monkeypatch)
     *others, (last, tensor) = {**stored(4, 15)[1], **changed}.items()
@@ -120,14 +122,14 @@ def test_inconsistent_packed_parts_are_refused(
     with pytest.raises(CheckpointError) as caught:
         layer.load(last, tensor)
     assert str(caught.value).startswith("layers.0.qkv_proj: the checkpoint holds a packed weight of ")
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_packed_float_weights_are_refused_with_a_hint(engines: Engines) -> None:
     model = str(STORED / "bf16-sparse-24-bitmask")
-    words = (
+    hint = (
         "Its weights are stored as sparse-24-bitmask",
         "convert it: slidesparse convert SRC OUT --sparsity 2:4",
     )
-    refused(engines, model, {"USE_CUSPARSELT": "1"}, "is W8A8 with dynamic activations", *words)
-    refused(engines, model, {}, "USE_CUSPARSELT=1 serves it if it is W8A8", *words)  # vLLM's own words follow
+    refused(engines, model, {"USE_CUSPARSELT": "1"}, "is W8A8 with dynamic activations", *hint)
+    refused(engines, model, {}, "USE_CUSPARSELT=1 serves it if it is W8A8", *hint)  # vLLM's own error follows

@@ -80,7 +80,7 @@ def test_table_is_sorted_by_cost(profiler: Profiler) -> None:
 
 
 class Event:
-    """An event of a graph, which has a time once the graph was replayed."""
+    """An event of a graph, whose time is set when the graph is replayed."""
 
     def __init__(self, place: int) -> None:
         self.place = place
@@ -132,13 +132,14 @@ def test_graph_calls_are_timed_by_the_last_replay(
     graph.replay(ends[1], ends[2], us=3.0)
     table = profiler.table()
     assert table.startswith(launched)
-    head, columns_, *rows = table[len(launched) + 1 :].splitlines()
+    head, header, *rows = table[len(launched) + 1 :].splitlines()
     assert head.startswith(
         "SlideSparse profile: 6 calls captured into CUDA graphs; 2 steps, as each graph was last"
     )
-    assert columns_.split() == ["layer", "M", "calls", *profiling.STAGES, "of", "its", "steps", "algorithm"]
+    assert header.split() == ["layer", "M", "calls", *profiling.STAGES, "of", "its", "steps", "algorithm"]
     cells = [row.split()[:7] for row in rows]
-    share = f"{3 / 11:.1%}"  # three stages of two marks each a layer: a step goes over 11 gaps between marks
+    # a layer has three stages with two marks each; a step spans 11 gaps between marks
+    share = f"{3 / 11:.1%}"
     assert cells == [
         *([kind, "8", "1", *["3.0"] * 3, share] for kind in ("qkv_proj", "o_proj")),
         *([kind, "16", "1", *["2.0"] * 3, share] for kind in ("qkv_proj", "o_proj")),
@@ -165,7 +166,7 @@ def test_profiling_does_not_change_results(profiler: Profiler) -> None:
     assert profiling.enable().table() == ""
 
 
-IN_A_CHILD = """
+CHILD_PROGRAM = """
 import multiprocessing, sys
 def work():
     import torch
@@ -186,12 +187,12 @@ if __name__ == "__main__":
 def test_worker_processes_print_their_profile_at_exit(method: str, tmp_path: object) -> None:
     script = f"{tmp_path}/child.py"
     with open(script, "w") as file:
-        file.write(IN_A_CHILD)
-    done = subprocess.run(
+        file.write(CHILD_PROGRAM)
+    process = subprocess.run(
         [sys.executable, script, method], capture_output=True, text=True, timeout=120, check=True
     )
-    assert done.stderr.count("SlideSparse profile: 1 steps") == 1
-    assert "2x4    4  1 " in done.stderr
+    assert process.stderr.count("SlideSparse profile: 1 steps") == 1
+    assert "2x4    4  1 " in process.stderr
 
 
 def test_profile_flag_parsing() -> None:
@@ -207,15 +208,15 @@ def test_gpu_calls_are_timed_eagerly_and_in_graphs(backend: str, profiler: Profi
     from gpu_layers import layer as gpu_layer
     from gpu_layers import normal
 
-    made = gpu_layer(backend, "6:8", INT8, 256, 256)
+    sparse_layer = gpu_layer(backend, "6:8", INT8, 256, 256)
     x = normal(64, 256, 0)
     for _ in range(3):
-        made.linear(x)
+        sparse_layer.linear(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(2):
-            made.linear(x)
-    key = f"256x{made.columns}", 64
+            sparse_layer.linear(x)
+    key = f"256x{sparse_layer.columns}", 64
     assert not profiler.replayed().entries  # not replayed yet
     for _ in range(3):
         graph.replay()
@@ -223,14 +224,14 @@ def test_gpu_calls_are_timed_eagerly_and_in_graphs(backend: str, profiler: Profi
     times, replayed = profiler.times, profiler.replayed()
     assert (list(times.entries), list(replayed.entries)) == ([key], [key])
     assert (times.entries[key].calls, replayed.entries[key].calls) == (3, 2)
-    assert (times.steps, replayed.steps) == (3, 2)  # one layer is all of a step
-    for one in (times, replayed):
-        entry = one.entries[key]
+    assert (times.steps, replayed.steps) == (3, 2)  # a step has only one layer
+    for step_times in (times, replayed):
+        entry = step_times.entries[key]
         assert entry.timed == entry.calls
         assert [us > 0 for us in entry.us.values()] == [
             True,
             True,
             backend != "hopper",
         ]  # whose product scales
-        assert 0 < sum(entry.us.values()) <= one.step_us[64]
+        assert 0 < sum(entry.us.values()) <= step_times.step_us[64]
         assert entry.algorithm

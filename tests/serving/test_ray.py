@@ -1,7 +1,7 @@
-"""vLLM's Ray executors serve what the multiprocess one serves, and their workers need no environment variable of ours.
+"""vLLM's Ray executors give the tokens of the multiprocess one, and their workers need no SlideSparse flags.
 
-The CPU build of vLLM refuses Ray only because its platform names no resource; `ray_on_cpu` names one.  All else is
-vLLM's own: the plugins of the workers are found by their entry points, the model is served by two ranks.
+The CPU build of vLLM refuses Ray only because its platform names no resource; `ray_on_cpu` names one.  Everything else
+is vLLM's own: workers find plugins by their entry points, and two ranks serve the model.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ LAYERS = [
 
 @dataclass(frozen=True)
 class Case:
-    """The arguments of an engine, and what its workers must find in their config and do."""
+    """The arguments of an engine, and the expected config and layers of its workers."""
 
     model: str
     env: dict[str, str]
     executor: str
     method: str
-    path: str | None  # of the resolution, None without one
+    path: str | None  # of the resolution; None if there is none
     profile: bool
-    block: int | None  # its length: 8 slides, 4 only pads; None: the layers are vLLM's
+    block: int | None  # block length: 8 slides, 4 only pads; None if vLLM's own layers are used
 
 
-# None of these workers would do so on its own: ``bare`` needs flags to be taken, ``pruned`` would be run sparse.
+# No worker would do so without the driver's config: ``bare`` needs flags, and ``pruned`` is served sparse by default.
 CASES = {
     "sparse, message queues": Case(
         "bare", SPARSE | {EXECUTOR: "1"}, "RayExecutorV2", "SlideSparseConfig", "sparse", False, 8
@@ -86,7 +86,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The same pruned weights twice: ``pruned`` says so in its metadata, for ``bare`` only flags can say it."""
+    """The same pruned weights with metadata (``pruned``) and without, so that they need flags (``bare``)."""
     folder = tmp_path_factory.mktemp("models")
     pruned = converted(write_w8a8(QWEN, folder / "source"), folder / "pruned", "6:8")
     return {"pruned": str(pruned), "bare": edited(pruned, folder / "bare", {}, {"slidesparse": None})}
@@ -94,7 +94,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def tokens(engines: Engines, models: dict[str, str]) -> list[list[int]]:
-    """Tokens of the multiprocess executor, the same sparse, dense and stock: sums of INT8 products are exact."""
+    """Tokens of the multiprocess executor, equal for sparse, dense and stock, as sums of INT8 products are exact."""
     answer = engines.ask(Request(models["bare"], SPARSE, {"tensor_parallel_size": RANKS}))
     assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
     assert f"{len(LAYERS)} layers sparse" in answer.summary
@@ -105,28 +105,28 @@ def tokens(engines: Engines, models: dict[str, str]) -> list[list[int]]:
 def test_ray_workers_equal_multiprocess_and_need_no_flags(
     case: Case, models: dict[str, str], tokens: list[list[int]], tmp_path: Path
 ) -> None:
-    found = run(RayRequest(models[case.model], case.env, OPTIONS), tmp_path)
-    assert found["executor"] == case.executor
-    assert found["tokens"] == tokens
-    driver, workers = found["driver"], found["workers"]
+    answer = run(RayRequest(models[case.model], case.env, OPTIONS), tmp_path)
+    assert answer["executor"] == case.executor
+    assert answer["tokens"] == tokens
+    driver, workers = answer["driver"], answer["workers"]
     assert driver["method"] == case.method
     resolution = driver["resolution"]
     assert (resolution and resolution["path"]) == case.path
     assert not resolution or (resolution["pattern"], resolution["profile"]) == ("6:8", case.profile)
     layers = {name: [case.block, "reference"] for name in LAYERS} if case.block else {}
     assert len({worker.pop("actor") for worker in workers} - {None}) == RANKS
-    as_driver = {**driver, "layers": layers, "flags": {}, "platform": "RayOnCpu", "plugins_loaded": True}
-    assert workers == [as_driver] * RANKS
+    expected = {**driver, "layers": layers, "flags": {}, "platform": "RayOnCpu", "plugins_loaded": True}
+    assert workers == [expected] * RANKS
 
 
 def run(request: RayRequest, folder: Path) -> dict[str, Any]:
-    """The answer of `ray_engine`, with the platform plugin installed for it and for Ray's workers."""
+    """Return the answer of `ray_engine`, with the platform plugin installed for it and for Ray's workers."""
     plugin, settings = folder / "ray_on_cpu-1.0.dist-info", folder / "settings"
     plugin.mkdir()
     (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: ray-on-cpu\nVersion: 1.0\n")
     (plugin / "entry_points.txt").write_text("[vllm.platform_plugins]\nray_on_cpu = ray_on_cpu:activate\n")
     settings.mkdir()
-    # RayExecutorV2 hands the driver's environment on, all but these
+    # RayExecutorV2 passes on the driver's environment, except these variables
     (settings / "ray_non_carry_over_env_vars.json").write_text(json.dumps(FLAGS))
     env = {name: value for name, value in os.environ.items() if name not in FLAGS}
     env |= {
@@ -141,20 +141,20 @@ def run(request: RayRequest, folder: Path) -> dict[str, Any]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    asked, answer, log = folder / "request", folder / "answer", folder / "log"
-    asked.write_text(json.dumps(asdict(request)))
-    command = [sys.executable, str(SUPPORT / "ray_engine.py"), str(asked), str(answer)]
+    request_path, answer_path, log_path = folder / "request", folder / "answer", folder / "log"
+    request_path.write_text(json.dumps(asdict(request)))
+    command = [sys.executable, str(SUPPORT / "ray_engine.py"), str(request_path), str(answer_path)]
     with tempfile.TemporaryDirectory(prefix="ray-") as short:  # its path is part of a socket's
-        status = _finished(command, env | {"RAY_TMPDIR": short}, log)
-    assert status == 0, f"ended with {status}:\n{log.read_text()[-6000:]}"
-    return json.loads(answer.read_text())  # type: ignore[no-any-return]
+        status = _finished(command, env | {"RAY_TMPDIR": short}, log_path)
+    assert status == 0, f"ended with {status}:\n{log_path.read_text()[-6000:]}"
+    return json.loads(answer_path.read_text())  # type: ignore[no-any-return]
 
 
-def _finished(command: list[str], env: dict[str, str], log: Path) -> int | None:
-    """The exit status, None after SECONDS.  Ray's processes end with the one that started them."""
-    with log.open("w") as sink:
+def _finished(command: list[str], env: dict[str, str], log_path: Path) -> int | None:
+    """Run the command and return its exit status, None after SECONDS; Ray's processes end with it."""
+    with log_path.open("w") as log:
         process = subprocess.Popen(
-            command, env=env, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+            command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
         return process.wait(SECONDS)

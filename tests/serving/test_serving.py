@@ -1,4 +1,4 @@
-"""The proof inside real vLLM: small models served sparse give what stock vLLM gives on the same checkpoint.
+"""Small models served sparse in real vLLM give the results of stock vLLM on the same checkpoint.
 
 INT8 is compared token for token.  In float32 the plugin's layers equal stock vLLM's bit for bit (exact accumulators,
 the same rounding of activations, the same order of scales and bias), so the tokens must be equal, not close.
@@ -30,7 +30,7 @@ FAMILIES = [pytest.param(QWEN, id="qwen2"), pytest.param(LLAMA, id="llama")]
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the module's checkpoints live; each is made once."""
+    """The folder of the module's checkpoints; each is made at its first use."""
     return tmp_path_factory.mktemp("checkpoints")
 
 
@@ -63,7 +63,8 @@ def sparse(engines: Engines, model: str, **kwargs: object) -> Answer:
 @pytest.mark.parametrize("model", FAMILIES)
 def test_int8_tokens_equal_stock_in_every_layout(engines: Engines, store: Path, model: Decoder) -> None:
     expected = stock(engines, checkpoint(store, model, "6:8"))
-    assert len({tuple(tokens) for tokens in expected.tokens}) == len(expected.tokens)  # the model does answer
+    # answers depend on prompts
+    assert len({tuple(tokens) for tokens in expected.tokens}) == len(expected.tokens)
     for layout in ("dense", "slided", "packed"):
         answer = sparse(engines, checkpoint(store, model, "6:8", layout))
         assert answer.tokens == expected.tokens, layout
@@ -97,7 +98,7 @@ def test_convert_drops_zero_points_of_symmetric_weights(engines: Engines, store:
 @pytest.mark.parametrize(
     ("quant", "form", "env"),
     [
-        ("int8", "sparse-24-bitmask", {"USE_CUSPARSELT": "1"}),  # which is for 2:4 alone
+        ("int8", "sparse-24-bitmask", {"USE_CUSPARSELT": "1"}),  # the format implies 2:4
         ("fp8", "sparse-bitmask", {"USE_CUSPARSELT": "1", "SPARSITY": "2_4"}),
     ],
 )
@@ -113,7 +114,7 @@ def test_sparse_formats_of_compressed_tensors_equal_dense(
 
 
 def stored_sparse(packed: Path, out: Path, form: str) -> str:
-    """A packed checkpoint as compressed-tensors would have stored it."""
+    """Rewrite a packed checkpoint as compressed-tensors stores it."""
     tensors: dict[str, Tensor | None] = {}
     if form == "sparse-bitmask":
         for name, values in load_file(packed / "model.safetensors").items():
@@ -131,7 +132,7 @@ def stored_sparse(packed: Path, out: Path, form: str) -> str:
             tensors[f"{layer}.bitmask"] = torch.from_numpy(packed_bits)
             tensors[f"{layer}.row_offsets"] = counts.cumsum(0) - counts
             tensors[f"{layer}.shape"] = torch.tensor(w.shape)
-    targets = {"targets": ["Linear"], "ignore": ["lm_head"]}  # without, vLLM would not have looked at it
+    targets = {"targets": ["Linear"], "ignore": ["lm_head"]}  # vLLM ignores the format without targets
     structure = "2:4" if form == "sparse-24-bitmask" else "unstructured"
     sparsity = {"format": form, "sparsity_structure": structure, "global_sparsity": 0.5, **targets}
     method = {"quant_method": "compressed-tensors", "slidesparse": None, "sparsity_config": sparsity}
@@ -165,13 +166,13 @@ def test_unpruned_model_on_sparse_path_equals_stock(
 
 
 def test_flags_serve_checkpoint_without_metadata_sparse(engines: Engines, store: Path) -> None:
-    """The flags say the pattern of the pruned weights, and the loader checks it."""
+    """The flags give the pattern of the pruned weights, and the loader checks it."""
     bare = edited(Path(checkpoint(store, QWEN, "6:8")), store / "bare", {}, {"slidesparse": None})
-    left_alone = served(engines, Request(bare))
-    assert not left_alone.summary
-    assert sparse(engines, bare, env=SPARSE_FLAGS).tokens == left_alone.tokens
+    stock_answer = served(engines, Request(bare))
+    assert not stock_answer.summary
+    assert sparse(engines, bare, env=SPARSE_FLAGS).tokens == stock_answer.tokens
     spawned = {**SPARSE_FLAGS, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    assert sparse(engines, bare, env=spawned, task="strip_env").tokens == left_alone.tokens
+    assert sparse(engines, bare, env=spawned, task="strip_env").tokens == stock_answer.tokens
 
 
 @pytest.mark.parametrize(
@@ -182,8 +183,8 @@ def test_fp8_error_is_at_most_twice_that_of_stock(engines: Engines, store: Path,
 
     The yardstick is the same model with FP8 products summed in float64.  How far stock vLLM's top-1 log-probabilities
     are from it is the dense kernel's own error (it grows where a last bit decides how an activation rounds to FP8).
-    Two float32 sums of the same terms differ by at most the sum of their errors, so ours may be off by twice the
-    dense kernel's error, at the worst position and on average, and by one rounding of the log-probability itself.
+    Two float32 sums of the same terms differ by at most the sum of their errors, so the sparse error is bounded by
+    twice the dense kernel's error, at the worst position and on average, plus one rounding of the log-probability.
     """
     dense, slided = (checkpoint(store, LLAMA, "6:8", layout, "fp8") for layout in ("dense", "slided"))
     options = {"enforce_eager": eager}
@@ -192,15 +193,19 @@ def test_fp8_error_is_at_most_twice_that_of_stock(engines: Engines, store: Path,
     rounding = max(map(abs, exact)) * 2**-23
 
     def errors(answer: Answer) -> list[float]:
-        return [abs(found - wanted) for found, wanted in zip(_flat(answer.logprobs), exact, strict=True)]
+        return [
+            abs(actual - expected) for actual, expected in zip(_flat(answer.logprobs), exact, strict=True)
+        ]
 
-    of_stock = errors(stock(engines, dense, task="logprobs", options=options))
-    assert mean(of_stock) < 0.02 * stdev(exact)  # else the yardstick would let anything pass
+    stock_errors = errors(stock(engines, dense, task="logprobs", options=options))
+    assert mean(stock_errors) < 0.02 * stdev(exact)  # otherwise the bound would be meaningless
     for model in (dense, slided):
-        ours = errors(sparse(engines, model, task="logprobs", options=options))
+        sparse_errors = errors(sparse(engines, model, task="logprobs", options=options))
         for name, statistic in (("worst", max), ("average", mean)):
-            bound = 2 * statistic(of_stock) + rounding
-            assert statistic(ours) <= bound, f"{model}: {name} error {statistic(ours)}, bound {bound}"
+            bound = 2 * statistic(stock_errors) + rounding
+            assert statistic(sparse_errors) <= bound, (
+                f"{model}: {name} error {statistic(sparse_errors)}, bound {bound}"
+            )
 
 
 def _flat(rows: list[list[float]]) -> list[float]:
@@ -228,9 +233,11 @@ def test_tp2_tokens_equal_stock(engines: Engines, store: Path, pattern: str, lay
     """Row-parallel layers have K of 128 and 320, so shards have 64 and 160: whole blocks of 8, cut blocks of
     6.
     """
-    two = {"tensor_parallel_size": 2}
-    expected = stock(engines, checkpoint(store, QWEN, pattern), options=two)
-    assert sparse(engines, checkpoint(store, QWEN, pattern, layout), options=two).tokens == expected.tokens
+    options = {"tensor_parallel_size": 2}
+    expected = stock(engines, checkpoint(store, QWEN, pattern), options=options)
+    assert (
+        sparse(engines, checkpoint(store, QWEN, pattern, layout), options=options).tokens == expected.tokens
+    )
 
 
 def test_unsplittable_slided_layout_error_names_valid_tp_sizes(engines: Engines, store: Path) -> None:
@@ -270,5 +277,5 @@ def test_compile_cache_key_depends_on_pattern_and_plugin(engines: Engines, store
         for name, env in environments.items()
     }
     assert len(set(keys.values())) == len(keys), keys
-    again = served(engines, Request(str(source), env=environments["6:8"], task="config_hash")).config_hash
-    assert again == keys["6:8"]
+    repeated = served(engines, Request(str(source), env=environments["6:8"], task="config_hash")).config_hash
+    assert repeated == keys["6:8"]

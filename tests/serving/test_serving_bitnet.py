@@ -1,4 +1,4 @@
-"""BitNet in vLLM: logits are transformers', sparse tokens those of stock kernels, whatever the number of ranks."""
+"""BitNet in vLLM: log-probabilities equal transformers', and sparse tokens equal those of stock kernels."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def ask(
 def test_float_logprobs_equal_transformers(engines: Engines, checkpoints: dict[str, Path]) -> None:
     model = load(transformers_model(), checkpoints["master"])
     expected = best(model, PROMPTS)
-    found = ask(engines, checkpoints["master"], "logprobs").logprobs
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), atol=1e-4, rtol=0)
+    logprobs = ask(engines, checkpoints["master"], "logprobs").logprobs
+    for actual_row, expected_row in zip(logprobs, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(actual_row), torch.tensor(expected_row), atol=1e-4, rtol=0)
     assert ask(engines, checkpoints["master"]).tokens == greedy(model, PROMPTS, 16)
 
 
@@ -49,11 +49,11 @@ def test_bfloat16_error_is_below_twice_that_of_transformers(
     model = load(transformers_model(), checkpoints["master"])
     exact = [x for row in best(model, PROMPTS) for x in row]
     rounded = [x for row in best(model.bfloat16(), PROMPTS) for x in row]
-    found = [
+    served = [
         x for row in ask(engines, checkpoints["master"], "logprobs", dtype="bfloat16").logprobs for x in row
     ]
     error, allowed = (
-        (torch.tensor(x) - torch.tensor(exact)).square().mean().sqrt() for x in (found, rounded)
+        (torch.tensor(x) - torch.tensor(exact)).square().mean().sqrt() for x in (served, rounded)
     )
     assert 0 < error < 2 * allowed
 
@@ -61,21 +61,20 @@ def test_bfloat16_error_is_below_twice_that_of_transformers(
 def test_int8_logprobs_match_bitlinear_of_transformers(
     engines: Engines, checkpoints: dict[str, Path]
 ) -> None:
-    """The two sum in other orders, so a code on the edge between two values may be either, and moves what
-    follows a little.
+    """Both sum in different orders, so a code near a rounding tie may differ, which changes later layers slightly.
 
-    Most positions agree as float32 sums do (measured: 7e-7), and all together by far better than quantization
-    changes them: such a code was seen to make 0.3% of it.
+    Most positions differ only like float32 sums (7e-7 measured), and the total difference is far below the effect of
+    quantization: 0.3% of it were measured.
     """
-    exact, theirs = (
+    exact, expected = (
         torch.tensor(
             [x for row in best(load(transformers_model(config), checkpoints["master"]), PROMPTS) for x in row]
         )
         for config in (None, ONLINE)
     )
-    ours = torch.tensor([x for row in ask(engines, checkpoints["dense"], "logprobs").logprobs for x in row])
-    assert ours.shape == theirs.shape
-    difference, quantization = (ours - theirs).abs(), (theirs - exact).abs()
+    actual = torch.tensor([x for row in ask(engines, checkpoints["dense"], "logprobs").logprobs for x in row])
+    assert actual.shape == expected.shape
+    difference, quantization = (actual - expected).abs(), (expected - exact).abs()
     assert difference.median() < 1e-4
     assert difference.square().mean().sqrt() < 0.02 * quantization.square().mean().sqrt()
 
@@ -83,17 +82,17 @@ def test_int8_logprobs_match_bitlinear_of_transformers(
 @pytest.mark.parametrize("pattern", ["dense", "6:8"])
 def test_int8_tokens_equal_stock(engines: Engines, checkpoints: dict[str, Path], pattern: str) -> None:
     stock = ask(engines, checkpoints[pattern], quantization="compressed-tensors")
-    ours = ask(engines, checkpoints[pattern])
+    sparse = ask(engines, checkpoints[pattern])
     layers = "in blocks, dense or 2:4 as they are" if pattern == "dense" else "sparse"
-    assert f"8 layers {layers}, 1 dense (1 lm_head)" in ours.summary
-    assert ours.tokens == stock.tokens
-    assert len({token for row in ours.tokens for token in row}) > 10
+    assert f"8 layers {layers}, 1 dense (1 lm_head)" in sparse.summary
+    assert sparse.tokens == stock.tokens
+    assert len({token for row in sparse.tokens for token in row}) > 10
 
 
 @pytest.mark.slow
 def test_norms_and_subnorms_are_fused(engines: Engines, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Each quantized layer reads a norm, and all of them are fused."""
-    both = [
+    answers = [
         ask(
             engines,
             checkpoints["6:8"],
@@ -102,16 +101,16 @@ def test_norms_and_subnorms_are_fused(engines: Engines, checkpoints: dict[str, P
         )
         for fuse in "10"
     ]
-    assert "SlideSparse fusion in a graph: 3 add_rms_norm_linear, 5 rms_norm_linear" in both[0].log
-    assert both[0].tokens == both[1].tokens
+    assert "SlideSparse fusion in a graph: 3 add_rms_norm_linear, 5 rms_norm_linear" in answers[0].log
+    assert answers[0].tokens == answers[1].tokens
 
 
 def test_tp2_float_logprobs_equal_transformers(engines: Engines, checkpoints: dict[str, Path]) -> None:
-    """Ranks normalize the whole row; in float, as vLLM's ranks quantize their own part of an activation each."""
+    """Ranks normalize whole rows.  The weights are float, because each vLLM rank quantizes only its part of a row."""
     expected = best(load(transformers_model(), checkpoints["master"]), PROMPTS)
-    found = ask(engines, checkpoints["master"], "logprobs", tensor_parallel_size=2).logprobs
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), atol=1e-4, rtol=0)
+    logprobs = ask(engines, checkpoints["master"], "logprobs", tensor_parallel_size=2).logprobs
+    for actual_row, expected_row in zip(logprobs, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(actual_row), torch.tensor(expected_row), atol=1e-4, rtol=0)
 
 
 def test_plugin_registers_bitnet_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +124,7 @@ def test_plugin_registers_bitnet_model_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert not ModelRegistry.models
     monkeypatch.delenv("DISABLE_SLIDESPARSE")
     plugin.register()
-    known = ModelRegistry.models["BitNetForCausalLM"]
-    assert known.load_model_cls().__name__ == "BitNetForCausalLM"
+    registered = ModelRegistry.models["BitNetForCausalLM"]
+    assert registered.load_model_cls().__name__ == "BitNetForCausalLM"
     plugin.register()
-    assert ModelRegistry.models["BitNetForCausalLM"] is known
+    assert ModelRegistry.models["BitNetForCausalLM"] is registered

@@ -1,4 +1,4 @@
-"""Checkpoints whose layers have several patterns, or none: served, and token for token what stock vLLM answers."""
+"""Checkpoints whose layers have several patterns, or none: tokens equal those of stock vLLM."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def served(engines: Engines, model: Path, env: dict[str, str] | None = None, **o
 def test_mixed_patterns_tokens_equal_stock(
     engines: Engines, source: Path, tmp_path: Path, layout: str
 ) -> None:
-    made = {}
-    for each in {"dense", layout}:
-        made[each] = tmp_path / each
-        convert(source, made[each], layer=RULES, skip=[r"1.*o_proj"], layout=each)
-    expected = served(engines, made["dense"], {"DISABLE_SLIDESPARSE": "1"})
+    models = {}
+    for name in {"dense", layout}:
+        models[name] = tmp_path / name
+        convert(source, models[name], layer=RULES, skip=[r"1.*o_proj"], layout=name)
+    expected = served(engines, models["dense"], {"DISABLE_SLIDESPARSE": "1"})
     assert not expected.summary
-    found = served(engines, made[layout])
-    assert found.tokens == expected.tokens
-    assert found.summary.startswith(
+    answer = served(engines, models[layout])
+    assert answer.tokens == expected.tokens
+    assert answer.summary.startswith(
         "6:8 (2 of every 8 pruned): 7 layers sparse (1 at 4:6, 4 at 6:8, 2 at 8:10), "
         "1 not pruned (by the same backend), 1 dense (1 lm_head)"
-    ), found.summary
-    foreseen = preflight.examine("model", made[layout])
-    assert foreseen.patterns == {"4:6": 1, "6:8": 4, "8:10": 2, "dense": 1}
-    assert (foreseen.count(preflight.STOCK), foreseen.count(preflight.UNQUANTIZED)) == (0, 0)
+    ), answer.summary
+    report = preflight.examine("model", models[layout])
+    assert report.patterns == {"4:6": 1, "6:8": 4, "8:10": 2, "dense": 1}
+    assert (report.count(preflight.STOCK), report.count(preflight.UNQUANTIZED)) == (0, 0)
 
 
 @pytest.mark.slow
@@ -57,9 +57,9 @@ def test_mixed_patterns_tp2_tokens_equal_stock(engines: Engines, source: Path, t
     """Shards have 64 and 160 columns: whole blocks of 10 and 8, cut blocks of 6."""
     convert(source, tmp_path / "out", "4:6", layer=["down_proj=8:10"])
     expected = served(engines, tmp_path / "out", {"DISABLE_SLIDESPARSE": "1"}, tensor_parallel_size=2)
-    found = served(engines, tmp_path / "out", tensor_parallel_size=2)
-    assert found.tokens == expected.tokens
-    assert "8 layers sparse (6 at 4:6, 2 at 8:10)" in found.summary
+    answer = served(engines, tmp_path / "out", tensor_parallel_size=2)
+    assert answer.tokens == expected.tokens
+    assert "8 layers sparse (6 at 4:6, 2 at 8:10)" in answer.summary
 
 
 def test_sparsity_flag_must_equal_the_default_pattern(engines: Engines, source: Path, tmp_path: Path) -> None:
@@ -87,27 +87,27 @@ def test_quantization_groups_of_compressed_tensors(engines: Engines, tmp_path: P
     convert(source, tmp_path / "out")
     model = shrink_codes(tmp_path / "out")
     expected = served(engines, model, {"DISABLE_SLIDESPARSE": "1"})
-    found = served(engines, model)
-    assert found.tokens == expected.tokens
-    assert "7 layers sparse, 2 dense (1 lm_head, 1 not quantized)" in found.summary, found.summary
-    foreseen = preflight.examine("model", model)
-    assert (foreseen.patterns, foreseen.count(preflight.UNQUANTIZED)) == ({"6:8": 7}, 1)
+    answer = served(engines, model)
+    assert answer.tokens == expected.tokens
+    assert "7 layers sparse, 2 dense (1 lm_head, 1 not quantized)" in answer.summary, answer.summary
+    report = preflight.examine("model", model)
+    assert (report.patterns, report.count(preflight.UNQUANTIZED)) == ({"6:8": 7}, 1)
 
 
-@pytest.mark.parametrize(("targets", "words"), [(["Linear"], "in floats"), (["Linear", "lm_head"], "")])
+@pytest.mark.parametrize(("targets", "fragment"), [(["Linear"], "in floats"), (["Linear", "lm_head"], "")])
 def test_quantized_lm_head_tokens_equal_stock(
-    engines: Engines, tmp_path: Path, targets: list[str], words: str
+    engines: Engines, tmp_path: Path, targets: list[str], fragment: str
 ) -> None:
-    """vLLM would fail to load one of the heads as it is, and serves the other."""
+    """vLLM serves a quantized head, but cannot load the other source's head unless it is rewritten."""
     from compressed_tensors.quantization import preset_name_to_scheme
 
     source = compressed(tmp_path / "source", {"group_0": preset_name_to_scheme("W8A8", targets)}, [], QWEN)
-    assert words in convert(source, tmp_path / "out").rewritten
+    assert fragment in convert(source, tmp_path / "out").rewritten
     model = shrink_codes(tmp_path / "out")
     expected = served(engines, model, {"DISABLE_SLIDESPARSE": "1"})
-    found = served(engines, model)
-    assert found.tokens == expected.tokens
-    assert "8 layers sparse, 1 dense (1 lm_head)" in found.summary
+    answer = served(engines, model)
+    assert answer.tokens == expected.tokens
+    assert "8 layers sparse, 1 dense (1 lm_head)" in answer.summary
 
 
 WIDE = Decoder("Qwen2ForCausalLM", hidden=256, intermediate=512, head_dim=64)
@@ -119,15 +119,15 @@ def test_half_pruned_blocks_tokens_equal_stock(engines: Engines, tmp_path: Path,
     source = write_w8a8(WIDE, tmp_path / "source")
     convert(source, tmp_path / "out", "2:4@50%", layer=["1.*down_proj=6:8"], skip=[r"1.*o_proj"])
     expected = served(engines, tmp_path / "out", {"DISABLE_SLIDESPARSE": "1"}, tensor_parallel_size=size)
-    found = served(engines, tmp_path / "out", tensor_parallel_size=size)
-    assert found.tokens == expected.tokens
-    assert found.summary.startswith(
+    answer = served(engines, tmp_path / "out", tensor_parallel_size=size)
+    assert answer.tokens == expected.tokens
+    assert answer.summary.startswith(
         "2:4@50% (2 of every 4 pruned in 50% of the blocks): 7 layers sparse (6 at 2:4@50%, 1 at 6:8), "
         "1 not pruned (by the same backend), 1 dense (1 lm_head)"
-    ), found.summary
+    ), answer.summary
 
 
-NONE_HERE = "none of the checkpoint's pruned layers is in this part of the model"
+NO_PRUNED_LAYERS = "none of the checkpoint's pruned layers is in this part of the model"
 
 
 def test_model_part_without_pruned_layers_is_served(engines: Engines, tmp_path: Path) -> None:
@@ -136,15 +136,15 @@ def test_model_part_without_pruned_layers_is_served(engines: Engines, tmp_path: 
     """
     folder = write_w8a8(QWEN, tmp_path / "draft")
     config = json.loads((folder / "config.json").read_text())
-    elsewhere = {"model.layers.7.mlp.down_proj": LayerEntry(SlidePattern(8), QWEN.intermediate)}
-    config["quantization_config"][KEY] = Metadata(SlidePattern(8), "dense", elsewhere).to_json()
+    layers = {"model.layers.7.mlp.down_proj": LayerEntry(SlidePattern(8), QWEN.intermediate)}
+    config["quantization_config"][KEY] = Metadata(SlidePattern(8), "dense", layers).to_json()
     (folder / "config.json").write_text(json.dumps(config))
     expected = served(engines, folder, {"DISABLE_SLIDESPARSE": "1"})
     for env in ({}, {"USE_CUSPARSELT": "1"}):
-        found = served(engines, folder, env)
-        assert found.tokens == expected.tokens
-        assert "0 layers sparse, 8 not pruned (by the same backend), 1 dense (1 lm_head)" in found.summary
-        assert found.summary.endswith(NONE_HERE)
+        answer = served(engines, folder, env)
+        assert answer.tokens == expected.tokens
+        assert "0 layers sparse, 8 not pruned (by the same backend), 1 dense (1 lm_head)" in answer.summary
+        assert answer.summary.endswith(NO_PRUNED_LAYERS)
 
 
 @pytest.mark.slow
@@ -154,8 +154,8 @@ def test_pipeline_stage_without_pruned_layers_loads(
 ) -> None:
     """It only loads, as vLLM's engine for CPUs computes nothing in pipelines."""
     convert(source, tmp_path / "out", skip=[r"layers\.1\."], layout=layout)
-    pipeline = Request(str(tmp_path / "out"), options={"pipeline_parallel_size": 2}, work={"prompts": []})
-    answer = engines.ask(pipeline)
+    request = Request(str(tmp_path / "out"), options={"pipeline_parallel_size": 2}, work={"prompts": []})
+    answer = engines.ask(request)
     assert not answer.error, answer.log[-4000:]
     assert "4 layers sparse" in answer.log
-    assert NONE_HERE in answer.log
+    assert NO_PRUNED_LAYERS in answer.log

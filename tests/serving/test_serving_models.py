@@ -1,5 +1,5 @@
-"""Models that are not one language model: a model in a model, a draft beside one, a head of another type, a part that
-is left out; and batches that must not change what comes out.  No engine is needed.
+"""Models with nested models, drafts, heads of another dtype, or unloaded parts, and batch invariance; no engine is
+needed.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ def no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(layout: str | None = "dense", method: str = "compressed-tensors") -> dict[str, Any]:
-    """The quantization config of an INT8 checkpoint; with a layout it has our metadata."""
-    made = {**quantization_config("int8"), "quant_method": method}
+    """The quantization config of an INT8 checkpoint; with a layout it has SlideSparse metadata."""
+    block = {**quantization_config("int8"), "quant_method": method}
     if layout:
-        made[KEY] = Metadata(SIX_EIGHT, layout, PARTS).to_json()
-    return made
+        block[KEY] = Metadata(SIX_EIGHT, layout, PARTS).to_json()
+    return block
 
 
 def test_resolution_is_kept_after_flags_are_unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM parses a draft's quantization in its workers, and asks for its method where flags are set."""
+    """vLLM parses a draft's quantization in its workers, but determines its method where the flags are set."""
     from slidesparse.vllm_patch.config import SlideSparseConfig
 
-    found = config(None)
+    block = config(None)
     monkeypatch.setenv("USE_CUSPARSELT", "1")
     monkeypatch.setenv("SPARSITY", "4:6")
-    assert SlideSparseConfig.override_quantization_method(found, None) == QUANT_METHOD
+    assert SlideSparseConfig.override_quantization_method(block, None) == QUANT_METHOD
     monkeypatch.delenv("USE_CUSPARSELT")
     monkeypatch.delenv("SPARSITY")
-    made = SlideSparseConfig.from_config(copy.deepcopy(found))
-    assert (made.resolution.pattern, made.resolution.asked) == ("4:6", True)
+    parsed = SlideSparseConfig.from_config(copy.deepcopy(block))
+    assert (parsed.resolution.pattern, parsed.resolution.asked) == ("4:6", True)
 
 
 def test_graph_cache_key_depends_on_flags_and_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,10 +75,10 @@ def test_graph_cache_key_depends_on_flags_and_metadata(monkeypatch: pytest.Monke
 def test_metadata_of_fused_draft_layers_are_found(mapping: dict[str, list[str]]) -> None:
     from slidesparse.vllm_patch.config import SlideSparseConfig
 
-    made = SlideSparseConfig.from_config(config())
-    made.packed_modules_mapping = mapping
-    assert made._entry("model.layers.0.self_attn.qkv_proj") == PARTS["model.layers.0.self_attn.q_proj"]
-    assert made._entry("model.layers.0.mlp.gate_up_proj") is None
+    parsed = SlideSparseConfig.from_config(config())
+    parsed.packed_modules_mapping = mapping
+    assert parsed._entry("model.layers.0.self_attn.qkv_proj") == PARTS["model.layers.0.self_attn.q_proj"]
+    assert parsed._entry("model.layers.0.mlp.gate_up_proj") is None
 
 
 def test_slided_config_gets_head_counts() -> None:
@@ -87,16 +87,16 @@ def test_slided_config_gets_head_counts() -> None:
 
     language = SimpleNamespace(num_attention_heads=8, num_key_value_heads=2)
     for hf_config in (language, SimpleNamespace(text_config=language)):
-        found = config("slided", QUANT_METHOD)
-        SlideSparseConfig.override_quantization_method(found, None, hf_config)
-        assert (found["total_num_heads"], found["total_num_kv_heads"]) == (8, 2)
-    found = config("slided", QUANT_METHOD)
-    SlideSparseConfig.override_quantization_method(found, None, SimpleNamespace(num_attention_heads=8))
-    assert (found["total_num_heads"], found["total_num_kv_heads"]) == (8, 8)
+        block = config("slided", QUANT_METHOD)
+        SlideSparseConfig.override_quantization_method(block, None, hf_config)
+        assert (block["total_num_heads"], block["total_num_kv_heads"]) == (8, 2)
+    block = config("slided", QUANT_METHOD)
+    SlideSparseConfig.override_quantization_method(block, None, SimpleNamespace(num_attention_heads=8))
+    assert (block["total_num_heads"], block["total_num_kv_heads"]) == (8, 8)
 
 
 def test_summary_does_not_wait_for_unloaded_layers() -> None:
-    """vLLM makes towers that no request will use on the meta device, or moves them there, and drops them."""
+    """vLLM creates towers that no request uses on the meta device, or moves them there, and drops them."""
     from slidesparse.vllm_patch.summary import LayerSummary
 
     summary = LayerSummary()
@@ -104,8 +104,8 @@ def test_summary_does_not_wait_for_unloaded_layers() -> None:
     for i, layer in enumerate(layers):
         summary.expect(str(i), layer)
     summary.expect("dropped", torch.nn.Linear(2, 2, device="meta"))
-    later = torch.nn.Module()  # its weight is to come
-    summary.expect("later", later)
+    unloaded = torch.nn.Module()  # it has no weight yet
+    summary.expect("later", unloaded)
     layers[0].to("meta")
     del layers[1], layer
     assert summary.is_pending()
@@ -132,14 +132,14 @@ def scheme(monkeypatch: pytest.MonkeyPatch, model_dtype: torch.dtype, backend: s
     from slidesparse.vllm_patch import compat
     from slidesparse.vllm_patch.scheme import SlideSparseScheme
 
-    made = object.__new__(SlideSparseScheme)
-    made.slided, made.backend = False, gemm.get(backend)
+    instance = object.__new__(SlideSparseScheme)
+    instance.slided, instance.backend = False, gemm.get(backend)
     monkeypatch.setattr(compat, "model_dtype", lambda: model_dtype)
-    return made
+    return instance
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype", "model_dtype", "slided", "other"),
+    ("backend", "dtype", "model_dtype", "slided", "is_other_head"),
     [
         ("hopper", torch.float32, torch.bfloat16, False, True),
         ("hopper", torch.float32, torch.bfloat16, True, False),  # vLLM's own kernels could not read it
@@ -154,15 +154,15 @@ def test_head_of_another_dtype_is_left_to_vllm(
     dtype: torch.dtype,
     model_dtype: torch.dtype,
     slided: bool,
-    other: bool,
+    is_other_head: bool,
 ) -> None:
-    made = scheme(monkeypatch, model_dtype, backend)
-    made.slided = slided
-    assert made._is_other_head(dtype) is other
+    layer_scheme = scheme(monkeypatch, model_dtype, backend)
+    layer_scheme.slided = slided
+    assert layer_scheme._is_other_head(dtype) is is_other_head
 
 
 @pytest.mark.parametrize(
-    ("backend", "quant", "words"),
+    ("backend", "quant", "message"),
     [
         ("hopper", "int8", ""),
         ("hopper", "fp8", "backend hopper sums FP8 products in an order that depends on"),
@@ -170,12 +170,12 @@ def test_head_of_another_dtype_is_left_to_vllm(
     ],
 )
 def test_batch_invariance_is_refused_where_unsupported(
-    monkeypatch: pytest.MonkeyPatch, backend: str, quant: str, words: str
+    monkeypatch: pytest.MonkeyPatch, backend: str, quant: str, message: str
 ) -> None:
     require_invariance(backend, quant)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    if words:
-        with pytest.raises(BackendError, match=f"{words}.*or set DISABLE_SLIDESPARSE=1"):
+    if message:
+        with pytest.raises(BackendError, match=f"{message}.*or set DISABLE_SLIDESPARSE=1"):
             require_invariance(backend, quant)
     else:
         require_invariance(backend, quant)

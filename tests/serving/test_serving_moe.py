@@ -39,11 +39,11 @@ def test_experts_in_16_bits_tokens_equal_stock(engines: Engines, tmp_path: Path,
     expected = served(engines, model, STOCK)
     assert not expected.summary
     assert len({tuple(tokens) for tokens in expected.tokens}) == len(expected.tokens)
-    found = served(engines, model)
-    assert found.tokens == expected.tokens
+    answer = served(engines, model)
+    assert answer.tokens == expected.tokens
     layers = {"mixtral": 4, "qwen3": 4, "qwen2": 8}[name]
-    assert f"{layers} layers sparse" in found.summary, found.summary
-    assert f"{1 if name == 'qwen2' else 2} MoE experts" in found.summary
+    assert f"{layers} layers sparse" in answer.summary, answer.summary
+    assert f"{1 if name == 'qwen2' else 2} MoE experts" in answer.summary
     if name == "qwen2":
         convert(model, tmp_path / "slided", layout="slided")
         assert served(engines, tmp_path / "slided").tokens == expected.tokens
@@ -71,9 +71,9 @@ def test_quantized_experts_are_loaded_by_vllm(
     save_file(tensors, floats / MODEL, metadata={"format": "pt"})
     expected = served(engines, floats, STOCK)
     for env in (STOCK, {}):
-        found = served(engines, model, env, "expert_kernel")
-        assert found.tokens == expected.tokens
-    assert found.summary.startswith("6:8 (2 of every 8 pruned): 4 layers sparse")
+        answer = served(engines, model, env, "expert_kernel")
+        assert answer.tokens == expected.tokens
+    assert answer.summary.startswith("6:8 (2 of every 8 pruned): 4 layers sparse")
 
 
 @pytest.mark.parametrize("quant", ["int8", "fp8"])

@@ -1,4 +1,4 @@
-"""The language model of a multimodal one, whose vision tower no request will use, is served like any other."""
+"""The language model inside a multimodal model, whose vision tower no request uses, is served like any other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VISION = {
 
 
 def wrapped(text: Path, folder: Path) -> str:
-    """A checkpoint of Idefics3, without weights of its tower, around that of a Llama."""
+    """Write a checkpoint of Idefics3, without weights of its vision tower, that contains a Llama checkpoint."""
 
     def renamed(name: str) -> str:
         return name if name.startswith("lm_head") else f"model.text_model.{name.removeprefix('model.')}"
@@ -40,9 +40,9 @@ def wrapped(text: Path, folder: Path) -> str:
     save_file({renamed(name): tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
     config: dict[str, Any] = json.loads((text / "config.json").read_text())
     block = config.pop("quantization_config")
-    if ours := block.get("slidesparse"):
-        ours["layers"] = {renamed(name): entry for name, entry in ours["layers"].items()}
-    whole = {
+    if metadata := block.get("slidesparse"):
+        metadata["layers"] = {renamed(name): entry for name, entry in metadata["layers"].items()}
+    wrapper = {
         "architectures": ["Idefics3ForConditionalGeneration"],
         "model_type": "idefics3",
         "text_config": config,
@@ -53,7 +53,7 @@ def wrapped(text: Path, folder: Path) -> str:
         "tie_word_embeddings": False,
         "quantization_config": block,
     }
-    (folder / "config.json").write_text(json.dumps(whole))
+    (folder / "config.json").write_text(json.dumps(wrapper))
     return str(folder)
 
 
@@ -71,13 +71,13 @@ def test_compiled_graphs_are_not_reused_for_other_weights(engines: Engines, tmp_
     pruned = converted(write_w8a8(LLAMA, tmp_path / "plain"), tmp_path / "pruned", "6:8")
     generator = torch.Generator().manual_seed(0)
     dense = torch.randint(1, 60, (LLAMA.hidden, LLAMA.intermediate), dtype=torch.int8, generator=generator)
-    whole = edited(pruned, tmp_path / "wholly", {}, {"slidesparse": None})
-    part = edited(pruned, tmp_path / "partly", {DOWN: dense}, {"slidesparse": None})
-    for text, sparse in ((whole, 8), (part, 7)):
+    fully_pruned = edited(pruned, tmp_path / "wholly", {}, {"slidesparse": None})
+    partly_pruned = edited(pruned, tmp_path / "partly", {DOWN: dense}, {"slidesparse": None})
+    for text, sparse_layers in ((fully_pruned, 8), (partly_pruned, 7)):
         shutil.rmtree(tmp_path / "model", ignore_errors=True)
         model = wrapped(Path(text), tmp_path / "model")
         options = {**NO_IMAGES, "enforce_eager": False}
         answer = served(engines, Request(model, env=SPARSE_FLAGS, options=options, pieces=True))
         assert "saved AOT compiled function" in answer.log
-        assert f"{sparse} layers sparse" in answer.summary
+        assert f"{sparse_layers} layers sparse" in answer.summary
         assert answer.tokens == served(engines, Request(text, env=STOCK)).tokens

@@ -1,4 +1,4 @@
-"""Layers that the plugin does not take go to vLLM's own kernels, counted by reason; what is wrong is refused."""
+"""Unsupported layers are left to vLLM's kernels and counted by reason; invalid checkpoints and flags are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def pruned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A 6:8 checkpoint in dense layout with our metadata."""
+    """A 6:8 checkpoint in dense layout with SlideSparse metadata."""
     folder = tmp_path_factory.mktemp("pruned")
     return converted(write_w8a8(QWEN, folder / "qwen2-source"), folder / "qwen2-6_8", "6:8")
 
@@ -72,14 +72,14 @@ def test_unsupported_schemes_are_left_to_vllm_and_counted(
         },
     )
     stock = engines.ask(Request(model, env={"DISABLE_SLIDESPARSE": "1"}))
-    ours = engines.ask(Request(model, env=SPARSE_FLAGS))
+    sparse = engines.ask(Request(model, env=SPARSE_FLAGS))
     assert not stock.error, stock.log[-4000:]
-    assert not ours.error, ours.log[-4000:]
-    assert ours.summary.startswith(
+    assert not sparse.error, sparse.log[-4000:]
+    assert sparse.summary.startswith(
         "6:8 (2 of every 8 pruned): 4 layers sparse, 5 dense (1 asymmetric activations, 1 lm_head, 1 not quantized, "
         "1 static activations, 1 whose weights break the pattern)"
-    ), ours.summary
-    assert ours.tokens == stock.tokens
+    ), sparse.summary
+    assert sparse.tokens == stock.tokens
 
 
 def test_refusal_names_schemes_other_than_w8a8() -> None:
@@ -87,9 +87,9 @@ def test_refusal_names_schemes_other_than_w8a8() -> None:
     from vllm.model_executor.layers.quantization.compressed_tensors import schemes
 
     def scheme(kind: str, **attributes: object) -> object:
-        made = object.__new__(getattr(schemes, kind))
-        made.__dict__.update(attributes)
-        return made
+        instance = object.__new__(getattr(schemes, kind))
+        instance.__dict__.update(attributes)
+        return instance
 
     assert refusal(scheme("CompressedTensorsW8A16Fp8")) == "W8A16Fp8"
     assert (
@@ -111,8 +111,8 @@ def test_missing_tensors_of_a_one_row_layer_are_named(monkeypatch: pytest.Monkey
     from slidesparse.vllm_patch.scheme import SlideSparseScheme
     from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Int8
 
-    for of in ("rank", "world_size"):
-        monkeypatch.setattr(f"vllm.model_executor.parameter.get_tensor_model_parallel_{of}", lambda: 0)
+    for attribute in ("rank", "world_size"):
+        monkeypatch.setattr(f"vllm.model_executor.parameter.get_tensor_model_parallel_{attribute}", lambda: 0)
     for name in ("loads_dummy_weights", "loads_a_dump"):
         monkeypatch.setattr(compat, name, lambda: False)
     layer = torch.nn.Module()
@@ -172,8 +172,8 @@ def test_invalid_sparsity_flag_is_refused(engines: Engines, pruned: Path) -> Non
 
 
 def test_flags_that_contradict_quantization_option_are_refused(engines: Engines, pruned: Path) -> None:
-    words = ("--quantization compressed-tensors", "drop one")
-    refused(engines, str(pruned), SPARSE_FLAGS, *words, quantization="compressed-tensors")
+    fragments = ("--quantization compressed-tensors", "drop one")
+    refused(engines, str(pruned), SPARSE_FLAGS, *fragments, quantization="compressed-tensors")
     stock = engines.ask(Request(str(pruned), options={"quantization": "compressed-tensors"}))
     assert not stock.error
     assert not stock.summary
@@ -222,12 +222,12 @@ def test_fused_layer_of_differently_pruned_parts_is_refused(
     block = json.loads((pruned / "config.json").read_text())["quantization_config"]["slidesparse"]
     del block["layers"]["model.layers.0.self_attn.k_proj"]
     model = edited(pruned, tmp_path / "partly", {}, {"slidesparse": block})
-    words = (
+    fragments = (
         "self_attn.qkv_proj joins q_proj, k_proj, v_proj",
         "k_proj unpruned",
         "convert again with the same pattern",
     )
-    refused(engines, model, {}, *words)
+    refused(engines, model, {}, *fragments)
 
 
 def test_layers_without_metadata_tokens_equal_stock(engines: Engines, pruned: Path, tmp_path: Path) -> None:
@@ -259,17 +259,15 @@ def test_flags_without_w8a8_layers_are_refused(engines: Engines, pruned: Path, t
         "no group of layers of this checkpoint is W8A8",
         "or unset USE_CUSPARSELT",
     )
-    other = edited(pruned, tmp_path / "awq", {}, {"quant_method": "awq", "slidesparse": None})
+    awq = edited(pruned, tmp_path / "awq", {}, {"quant_method": "awq", "slidesparse": None})
     refused(
-        engines, other, SPARSE_FLAGS, "this checkpoint is quantized by 'awq'", "slidesparse convert SRC OUT"
+        engines, awq, SPARSE_FLAGS, "this checkpoint is quantized by 'awq'", "slidesparse convert SRC OUT"
     )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="cuSPARSELt can run here")
 def test_unusable_backend_is_refused_before_loading(engines: Engines, pruned: Path) -> None:
-    """A backend that was chosen for a GPU is missing: it is refused and not replaced, before weights are
-    read.
-    """
+    """A missing backend of a GPU is an error before weights are read; there is no fallback."""
     answer = engines.ask(Request(str(pruned), pretend_cuda=True))
     assert "no backend serves the sparse path on cuda" in answer.error + answer.log
     assert "Loading safetensors" not in answer.log

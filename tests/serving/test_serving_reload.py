@@ -1,6 +1,6 @@
-"""Weights that change while a server runs: a layer stays what it was at first, sparse or dense.
+"""Weights that are replaced while a server runs: each layer stays sparse or dense, as it was at first.
 
-What comes out after that is compared on GPUs (test_gpu_serving): vLLM's own layers for CPUs keep their first weights.
+Tokens after a reload are compared on GPUs (test_gpu_serving), because vLLM's own CPU layers keep their first weights.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def served(engines: Engines, request: Request) -> Answer:
 
 
 def test_weights_loaded_after_dummy_ones_are_not_pruned(engines: Engines, source: Path, pruned: Path) -> None:
-    """Dummy weights are cut to the pattern; a trainer's, which come into the same engine, must obey it."""
+    """Dummy weights are pruned to the pattern; weights that are loaded later into the same engine must obey it."""
     dummy = {"load_format": "dummy"}
     reloaded = served(engines, Request(str(pruned), options=dummy, task="reload_after_dummy"))
     assert reloaded.tokens == served(engines, Request(str(pruned))).tokens
     answer = engines.ask(Request(str(source), env=SPARSE_FLAGS, options=dummy, task="reload_after_dummy"))
-    words = answer.error + answer.log
-    assert "has 8 non-zeros, 6:8 (2 of every 8 pruned)" in words
-    assert "The layer has been sparse since the server started; restart it to serve these weights" in words
+    message = answer.error + answer.log
+    assert "has 8 non-zeros, 6:8 (2 of every 8 pruned)" in message
+    assert "The layer has been sparse since the server started; restart it to serve these weights" in message
 
 
 def test_reload_refuses_dense_weights_in_a_sparse_layer(
@@ -75,16 +75,16 @@ def test_reload_refuses_dense_weights_in_a_sparse_layer(
             work={"other": partly_pruned, "model": fully_pruned},
         )
     )
-    words = answer.error + answer.log
-    assert "model.layers.0.mlp.down_proj" in words
-    assert "The layer has been sparse since the server started" in words
+    message = answer.error + answer.log
+    assert "model.layers.0.mlp.down_proj" in message
+    assert "The layer has been sparse since the server started" in message
 
 
 def test_reload_keeps_a_dense_layer_dense(engines: Engines, fully_pruned: str, partly_pruned: str) -> None:
     work = {"other": fully_pruned, "model": partly_pruned}
-    ours = served(engines, Request(partly_pruned, env=SPARSE_FLAGS, task="reload_other", work=work))
-    assert "7 layers sparse, 2 dense (1 lm_head, 1 whose weights break the pattern)" in ours.summary
-    assert ours.data["turns"][0] == served(engines, Request(partly_pruned, env=STOCK)).tokens
+    answer = served(engines, Request(partly_pruned, env=SPARSE_FLAGS, task="reload_other", work=work))
+    assert "7 layers sparse, 2 dense (1 lm_head, 1 whose weights break the pattern)" in answer.summary
+    assert answer.data["turns"][0] == served(engines, Request(partly_pruned, env=STOCK)).tokens
 
 
 def test_compiled_graphs_are_not_reused_for_other_weights(
@@ -94,11 +94,11 @@ def test_compiled_graphs_are_not_reused_for_other_weights(
     second.
     """
     folder = tmp_path / "model"
-    for weights, sparse in ((fully_pruned, 8), (partly_pruned, 7)):
+    for weights, sparse_layers in ((fully_pruned, 8), (partly_pruned, 7)):
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(weights, folder)
         options = {"enforce_eager": False}
-        ours = served(engines, Request(str(folder), env=SPARSE_FLAGS, options=options, pieces=True))
-        assert "Directly load AOT compilation" not in ours.log
-        assert f"{sparse} layers sparse" in ours.summary
-        assert ours.tokens == served(engines, Request(weights, env=STOCK)).tokens
+        answer = served(engines, Request(str(folder), env=SPARSE_FLAGS, options=options, pieces=True))
+        assert "Directly load AOT compilation" not in answer.log
+        assert f"{sparse_layers} layers sparse" in answer.summary
+        assert answer.tokens == served(engines, Request(weights, env=STOCK)).tokens

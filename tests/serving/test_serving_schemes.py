@@ -1,6 +1,6 @@
-"""vLLM takes another scheme for layers that are W8A8: refused where that was not wanted or cannot work, else said once.
+"""vLLM uses another scheme for W8A8 layers: refused if a flag is set or the layout needs ours, otherwise warned once.
 
-As it takes FP8 without quantized activations on GPUs of compute capability below 8.9; no engine is needed.
+An example is FP8 without quantized activations on GPUs of compute capability below 8.9; no engine is needed.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ FLAGS = {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"}
 
 
 def config(layout: str | None) -> dict[str, Any]:
-    """The quantization config of an FP8 checkpoint; with a layout it has our metadata."""
-    made = quantization_config("fp8")
+    """The quantization config of an FP8 checkpoint; with a layout it has SlideSparse metadata."""
+    block = quantization_config("fp8")
     if layout:
-        made[KEY] = Metadata(SIX_EIGHT, layout, {LAYER: LayerEntry(SIX_EIGHT, QWEN.intermediate)}).to_json()
-    return made
+        block[KEY] = Metadata(SIX_EIGHT, layout, {LAYER: LayerEntry(SIX_EIGHT, QWEN.intermediate)}).to_json()
+    return block
 
 
 @pytest.fixture(autouse=True)
 def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretend a GPU that cannot multiply FP8, and set none of our flags."""
+    """Simulate a GPU that cannot multiply FP8, with no SlideSparse flag set."""
     from slidesparse.vllm_patch import compat
     from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors, schemes
 
@@ -54,12 +54,12 @@ def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scheme(quantization: dict[str, Any], name: str = LAYER) -> str:
-    """The name of the class of a layer's scheme."""
+    """Name of the class of a layer's scheme."""
     from slidesparse.vllm_patch.config import SlideSparseConfig
     from vllm.model_executor.layers.linear import RowParallelLinear
 
-    made = SlideSparseConfig.from_config(copy.deepcopy(quantization))
-    return type(made.get_scheme(object.__new__(RowParallelLinear), name)).__name__
+    parsed = SlideSparseConfig.from_config(copy.deepcopy(quantization))
+    return type(parsed.get_scheme(object.__new__(RowParallelLinear), name)).__name__
 
 
 @pytest.mark.parametrize("layout", ["dense", None])
@@ -73,12 +73,12 @@ def test_flag_is_refused_where_vllm_uses_another_scheme(
         monkeypatch.setenv(name, value)
     with pytest.raises(ResolveError) as caught:
         scheme(config(layout))
-    for words in (
+    for fragment in (
         f"{LAYER}: vLLM runs W8A8 layers of this checkpoint by its own CompressedTensorsW8A16Fp8",
         "compute capability below 8.9, while a SlideSparse flag is set",
         "--quant int8; for vLLM's own kernels unset the flag",
     ):
-        assert words in str(caught.value)
+        assert fragment in str(caught.value)
 
 
 def test_stamp_remembers_that_a_flag_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,11 +113,11 @@ def test_dense_layout_is_left_to_vllm_with_one_warning(
     with caplog.at_level(logging.WARNING, logger=compat.logger.name):
         for name in (LAYER, "model.layers.1.mlp.down_proj"):
             assert scheme(config("dense"), name) == "CompressedTensorsW8A16Fp8"
-    (said,) = (record.getMessage() for record in caplog.records if record.name == compat.logger.name)
-    assert said.startswith(
+    (message,) = (record.getMessage() for record in caplog.records if record.name == compat.logger.name)
+    assert message.startswith(
         "SlideSparse leaves them dense: vLLM runs W8A8 layers of this checkpoint by its own CompressedTensorsW8A16Fp8"
     )
-    assert "slidesparse convert SRC OUT --sparsity 6:8 --quant int8" in said
+    assert "slidesparse convert SRC OUT --sparsity 6:8 --quant int8" in message
 
 
 @pytest.mark.parametrize(
@@ -133,14 +133,14 @@ def test_unsupported_layers_do_not_raise_with_a_flag(
         monkeypatch.setenv(name, value)
     quantization = config(None)
     groups = quantization["config_groups"]
-    other = copy.deepcopy(groups["group_0"])
+    group = copy.deepcopy(groups["group_0"])
     if "block" in change:
-        other["weights"] |= {"strategy": "block", "block_structure": change["block"]}
+        group["weights"] |= {"strategy": "block", "block_structure": change["block"]}
     elif "weight" in change:
-        other["input_activations"] = None
+        group["input_activations"] = None
     else:
-        other["input_activations"] |= change
-    groups["other"] = {**other, "targets": ["re:.*down_proj"]}
+        group["input_activations"] |= change
+    groups["other"] = {**group, "targets": ["re:.*down_proj"]}
     groups["group_0"]["targets"] = ["re:.*up_proj"]
     assert scheme(quantization) == "CompressedTensorsW8A16Fp8"
 
@@ -201,29 +201,29 @@ def test_dual_batch_overlap_is_refused_where_unsupported(
     from slidesparse.vllm_patch import compat
     from slidesparse.vllm_patch.scheme import SlideSparseScheme
 
-    made = object.__new__(SlideSparseScheme)
-    made.config = SimpleNamespace(resolution=SimpleNamespace(profile=profile))  # type: ignore[assignment]
-    made.backend = gemm.get(backend)
+    layer_scheme = object.__new__(SlideSparseScheme)
+    layer_scheme.config = SimpleNamespace(resolution=SimpleNamespace(profile=profile))  # type: ignore[assignment]
+    layer_scheme.backend = gemm.get(backend)
     parallel = SimpleNamespace(enable_dbo=True)
     monkeypatch.setattr(compat, "current_config", lambda: SimpleNamespace(parallel_config=parallel))
     if refused:
         with pytest.raises(BackendError, match=f"{backend}.*leave out --enable-dbo"):
-            made._require_no_threads()
+            layer_scheme._require_no_threads()
     parallel.enable_dbo = refused is False
-    made._require_no_threads()
+    layer_scheme._require_no_threads()
 
 
 @pytest.mark.parametrize(
-    ("cuda", "size", "given"), [(True, 20 << 20, True), (True, 1 << 20, False), (False, 1 << 30, False)]
+    ("cuda", "size", "freed"), [(True, 20 << 20, True), (True, 1 << 20, False), (False, 1 << 30, False)]
 )
 def test_cached_gpu_memory_is_freed_before_packing_large_weights(
-    monkeypatch: pytest.MonkeyPatch, cuda: bool, size: int, given: bool
+    monkeypatch: pytest.MonkeyPatch, cuda: bool, size: int, freed: bool
 ) -> None:
     """It synchronizes first, so that no kernel can still read the memory."""
     from slidesparse.vllm_patch.scheme import _release_unused
 
-    called: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: called.append(f"synchronize {device}"))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("empty"))
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(f"synchronize {device}"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
     _release_unused(SimpleNamespace(is_cuda=cuda, nbytes=size, device="cuda:1"))  # type: ignore[arg-type]
-    assert called == (["synchronize cuda:1", "empty"] if given else [])
+    assert calls == (["synchronize cuda:1", "empty"] if freed else [])

@@ -1,7 +1,7 @@
-"""Ten thousand requests through vLLM's HTTP server, a tenth of them cancelled: no error, no growth, stock's metrics.
+"""Ten thousand requests to vLLM's HTTP server, a tenth of them cancelled: no error, no memory growth, stock's metrics.
 
-Then adapters that swap places, weights that are reloaded while the server runs, and on a GPU sleep.  On a machine with
-a GPU the server runs there, compiled and with graphs, else by the reference backend.
+A second test alternates adapters and reloads weights while the server runs, and on a GPU puts it to sleep.  On a
+machine with a GPU the server runs there, compiled and with graphs, otherwise with the reference backend.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from slidesparse.versions import numbers
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.alone]
 
 ON_GPU = torch.cuda.is_available()
-MODEL = replace(QWEN, hidden=256, head_dim=64)  # which FlashAttention has kernels for
+MODEL = replace(QWEN, hidden=256, head_dim=64)  # FlashAttention has kernels for these sizes
 REQUESTS, SETTLED, THREADS = 10_000, 2_000, 16
-CANCELLED = 10  # one in so many
-CANCELLED_TOKENS = 440  # more than there is time for, mostly
+CANCELLED = 10  # one of this many requests is cancelled
+CANCELLED_TOKENS = 440  # so many that a request is usually cancelled before it ends
 MEBIBYTE = 1 << 20
-# Host memory is looked at WINDOWS times after the first requests.  A leak makes every window larger; what a server
-# takes once, an arena of the allocator, a thread, a size that comes up for the first time, one or two of them: some MiB
-# when the machine is busy.  So the second smallest window counts.  A prompt's activations of one layer are 20 to 40 KB.
+# Host memory is measured WINDOWS times after the first requests.  A leak makes it grow in every window; a one-time
+# allocation (an arena of the allocator, a thread, a new size) in one or two of them, by some MiB on a busy machine.  So
+# the second smallest growth counts.  A prompt's activations of one layer are 20 to 40 KB.
 WINDOWS = 4
 DISTURBED = 75  # requests between two reloads of the weights
 LEAK = (48 if ON_GPU else 12) << 10  # bytes a request; on a GPU new sizes of prefill batches make plans
@@ -59,7 +59,7 @@ ENVIRONMENT = {
 OPTIONS = [
     *("--skip-tokenizer-init", "--served-model-name", "model", "--host", "127.0.0.1"),
     *("--max-model-len", "512", "--max-num-seqs", "32"),
-    *("--block-size", "32", "--num-gpu-blocks-override", "256"),  # few, so that all have soon been touched
+    *("--block-size", "32", "--num-gpu-blocks-override", "256"),  # few, so that all are soon allocated
     *("--disable-uvicorn-access-log", "--gpu-memory-utilization", "0.2"),
     *(("--kv-cache-memory-bytes", str(2 << 30)) if ON_GPU else ("--enforce-eager", "--dtype", "float32")),
 ]
@@ -79,10 +79,10 @@ class Server:
             )
 
     def wait(self) -> Server:
-        until = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + START_SECONDS
         while not self.healthy():
             assert self.process.poll() is None, self.log.read_text()[-4000:]
-            assert time.monotonic() < until, self.log.read_text()[-4000:]
+            assert time.monotonic() < deadline, self.log.read_text()[-4000:]
             time.sleep(0.5)
         return self
 
@@ -98,7 +98,7 @@ class Server:
         return text
 
     def resident(self) -> int:
-        """Bytes of host memory of all processes of its session, as Linux counts them."""
+        """Resident bytes of host memory of all processes of the server's session."""
         pages = 0
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):  # the process has ended
@@ -107,7 +107,7 @@ class Server:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def command(self, path: str, body: dict[str, Any] | None = None) -> None:
-        """Call one of the paths that VLLM_SERVER_DEV_MODE opens."""
+        """Post to one of the paths that VLLM_SERVER_DEV_MODE enables."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         connection.request("POST", path, json.dumps(body or {}), {"Content-Type": "application/json"})
         response = connection.getresponse()
@@ -123,7 +123,7 @@ class Server:
         return answer  # type: ignore[no-any-return]
 
     def cancel(self, prompt: list[int]) -> None:
-        """Hang up after the first piece of the answer."""
+        """Close the connection after the first part of the answer."""
         connection, response = self._post(prompt, CANCELLED_TOKENS, stream=True)
         assert response.status == 200, response.read()
         assert response.readline().startswith(b"data: ")
@@ -172,7 +172,7 @@ def _free_port() -> int:
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
-    """Start stock's server and ours with the same checkpoint, side by side."""
+    """Start a stock server and a sparse one with the same checkpoint."""
     folder = tmp_path_factory.mktemp("soak")
     model = converted(write_w8a8(MODEL, folder / "source"), folder / "pruned", "6:8")
     environments = {"stock": {"DISABLE_SLIDESPARSE": "1"}, "sparse": {}}
@@ -188,7 +188,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
 
 
 def ask(server: Server, number: int, models: Sequence[str] = ("model",)) -> None:
-    """One of the requests: short and long prompts, few and many tokens, each of the ``models`` in turn."""
+    """Send one of the requests: short and long prompts, few and many tokens, each of the ``models`` in turn."""
     prompt = [(number * 31 + 7 * i) % 500 for i in range(1 + number * 13 % 64)]
     if number % CANCELLED == 3:
         server.cancel(prompt)
@@ -208,7 +208,7 @@ def metric_names(server: Server) -> set[str]:
 
 
 def finished(server: Server) -> dict[str, int]:
-    """How many requests have finished, by reason; those that were cancelled are not among them."""
+    """Number of finished requests by reason; cancelled ones are not counted."""
     pattern = r'^vllm:request_success_total\{.*finished_reason="(\w+)".*\} (\S+)$'
     return {
         reason: int(float(count)) for reason, count in re.findall(pattern, server.metrics(), re.MULTILINE)
@@ -216,42 +216,44 @@ def finished(server: Server) -> dict[str, int]:
 
 
 def growth(server: Server, first: int) -> float:
-    """Bytes a request by which the host's memory grows from request ``first`` on, in the second smallest of WINDOWS."""
+    """Growth of host memory in bytes per request, from request ``first`` on, in the second smallest of WINDOWS."""
     window, host = (REQUESTS - SETTLED) // WINDOWS, [server.resident()]
     for start in range(first, first + WINDOWS * window, window):
         run(server, range(start, start + window))
         host.append(server.resident())
-    grown = [after - before for before, after in pairwise(host)]
-    print(f"{window} requests each: {', '.join(f'{one / MEBIBYTE:.1f}' for one in grown)} MiB more")
-    return sorted(grown)[1] / window
+    growths = [after - before for before, after in pairwise(host)]
+    print(f"{window} requests each: {', '.join(f'{size / MEBIBYTE:.1f}' for size in growths)} MiB more")
+    return sorted(growths)[1] / window
 
 
 def test_soak_of_ten_thousand_requests(servers: tuple[Server, Server]) -> None:
-    stock, ours = servers
+    stock, sparse = servers
     run(stock, range(20))
-    started = len(ours.log.read_text())
-    run(ours, range(SETTLED))
-    gpu, asked = _gpu_memory(), REQUESTS
-    grown = growth(ours, SETTLED)
-    if grown >= LEAK:  # by chance, on a busy machine; a leak goes on
-        grown, asked = growth(ours, REQUESTS), 2 * REQUESTS - SETTLED
-    gpu_grown = _gpu_memory() - gpu
-    print(f"of the GPU {gpu_grown / MEBIBYTE:.1f} MiB more in all")
+    log_start = len(sparse.log.read_text())
+    run(sparse, range(SETTLED))
+    gpu_before, requested = _gpu_memory(), REQUESTS
+    grown = growth(sparse, SETTLED)
+    if grown >= LEAK:  # possibly by chance, on a busy machine; a leak continues
+        grown, requested = growth(sparse, REQUESTS), 2 * REQUESTS - SETTLED
+    gpu_grown = _gpu_memory() - gpu_before
+    print(f"{gpu_grown / MEBIBYTE:.1f} MiB more of GPU memory in total")
 
-    assert ours.healthy()
-    reasons = finished(ours)
-    cancelled = asked // CANCELLED
-    too_late = reasons.pop("length") - (asked - cancelled)  # finished before the client was seen to have gone
+    assert sparse.healthy()
+    reasons = finished(sparse)
+    cancelled = requested // CANCELLED
+    too_late = reasons.pop("length") - (
+        requested - cancelled
+    )  # finished before the server noticed the closed connection
     assert 0 <= too_late < cancelled // 2
     assert not any(reasons.values())
     assert grown < LEAK
     assert gpu_grown < GPU_GROWTH
-    assert metric_names(ours) == metric_names(stock)
-    log = ours.log.read_text()
+    assert metric_names(sparse) == metric_names(stock)
+    log = sparse.log.read_text()
     assert "SlideSparse 6:8 (2 of every 8 pruned): 8 layers sparse, 1 dense (1 lm_head)" in log
-    served = log[started:]
-    assert "Traceback" not in served, served[-4000:]
-    assert "ERROR" not in served, served[-4000:]
+    serving_log = log[log_start:]
+    assert "Traceback" not in serving_log, serving_log[-4000:]
+    assert "ERROR" not in serving_log, serving_log[-4000:]
 
 
 def test_adapters_alternate_while_weights_are_reloaded(tmp_path: Path) -> None:
@@ -270,12 +272,14 @@ def test_adapters_alternate_while_weights_are_reloaded(tmp_path: Path) -> None:
 
     def answers() -> list[list[int]]:
         # LoRA's kernels add in any order on a GPU
-        asked = models[:1] if ON_GPU else models
-        return [server.complete([3, 1, 4, 1, 5], 8, name)["choices"][0]["token_ids"] for name in asked]
+        served_models = models[:1] if ON_GPU else models
+        return [
+            server.complete([3, 1, 4, 1, 5], 8, name)["choices"][0]["token_ids"] for name in served_models
+        ]
 
     try:
         expected = server.wait() and answers()
-        started = len(server.log.read_text())
+        log_start = len(server.log.read_text())
         assert len({*map(tuple, expected)}) == len(expected)
         host = []
         for start in range(0, 8 * DISTURBED, DISTURBED):
@@ -287,11 +291,13 @@ def test_adapters_alternate_while_weights_are_reloaded(tmp_path: Path) -> None:
                 server.command("/wake_up")
             assert answers() == expected
             host.append(server.resident())
-        grown = sorted(after - before for before, after in pairwise(host))
-        print(f"{DISTURBED} requests each: {', '.join(f'{one / MEBIBYTE:.1f}' for one in grown)} MiB more")
-        assert grown[1] < LEAK * DISTURBED
-        served = server.log.read_text()[started:]
-        assert "Traceback" not in served, served[-4000:]
+        growths = sorted(after - before for before, after in pairwise(host))
+        print(
+            f"{DISTURBED} requests each: {', '.join(f'{size / MEBIBYTE:.1f}' for size in growths)} MiB more"
+        )
+        assert growths[1] < LEAK * DISTURBED
+        serving_log = server.log.read_text()[log_start:]
+        assert "Traceback" not in serving_log, serving_log[-4000:]
     finally:
         server.close()
 
@@ -299,5 +305,5 @@ def test_adapters_alternate_while_weights_are_reloaded(tmp_path: Path) -> None:
 def _gpu_memory() -> int:
     if not ON_GPU:
         return 0
-    free, whole = torch.cuda.mem_get_info()
-    return whole - free
+    free, total = torch.cuda.mem_get_info()
+    return total - free

@@ -1,4 +1,4 @@
-"""Checkpoints that claim what is not so, and flags that mean others: on the objects that vLLM itself passes."""
+"""Checkpoints with false metadata or invalid tensors, and flags that do not fit the model, in real vLLM."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ DOWN = "model.layers.0.mlp.down_proj"
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One model as BF16, as unpruned W8A8, and at 6:8 in both layouts."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    plain = write_w8a8(QWEN, folder / "w8a8")
+    unpruned = write_w8a8(QWEN, folder / "w8a8")
     return {
         "float": write_float(QWEN, folder / "float"),
-        "w8a8": plain,
-        "dense": converted(plain, folder / "dense", "6:8"),
-        "slided": converted(plain, folder / "slided", "6:8", "slided"),
+        "w8a8": unpruned,
+        "dense": converted(unpruned, folder / "dense", "6:8"),
+        "slided": converted(unpruned, folder / "slided", "6:8", "slided"),
     }
 
 
 def quantization(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text())["quantization_config"]
-    return found
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config["quantization_config"]
 
 
 def served(engines: Engines, model: Path | str, **request: Any) -> Answer:
@@ -47,16 +47,16 @@ def served(engines: Engines, model: Path | str, **request: Any) -> Answer:
 def test_invalid_flags_do_not_stop_other_models(
     engines: Engines, checkpoints: dict[str, Path], environment: dict[str, str]
 ) -> None:
-    """One line says that they have no effect on the model."""
+    """A log line states that they have no effect on the model."""
     answer = served(engines, checkpoints["float"], env=environment)
     assert (
         f"no effect on {checkpoints['float']}, which is not quantized: {next(iter(environment))}"
         in answer.log
     )
     assert not answer.summary
-    plain = served(engines, checkpoints["w8a8"], env=environment)
-    assert f"{next(iter(environment))} has no effect on this checkpoint" in plain.log
-    assert not plain.summary
+    unpruned = served(engines, checkpoints["w8a8"], env=environment)
+    assert f"{next(iter(environment))} has no effect on this checkpoint" in unpruned.log
+    assert not unpruned.summary
 
 
 def test_path_flag_with_a_float_model_is_refused(engines: Engines, checkpoints: dict[str, Path]) -> None:
@@ -80,15 +80,15 @@ def test_path_flag_with_a_float_model_is_refused(engines: Engines, checkpoints: 
 
 
 def test_disable_flag_overrides_invalid_flags(engines: Engines, checkpoints: dict[str, Path]) -> None:
-    nonsense = {
+    invalid = {
         "DISABLE_SLIDESPARSE": "1",
         "SPARSITY": "lots",
         "USE_CUSPARSELT": "1",
         "USE_CUBLASLT": "maybe",
     }
-    assert not served(engines, checkpoints["dense"], env=nonsense).summary
-    unclear = {"DISABLE_SLIDESPARSE": "on"}
-    refused(engines, str(checkpoints["dense"]), unclear, "DISABLE_SLIDESPARSE='on': use 1 or 0")
+    assert not served(engines, checkpoints["dense"], env=invalid).summary
+    ambiguous = {"DISABLE_SLIDESPARSE": "on"}
+    refused(engines, str(checkpoints["dense"]), ambiguous, "DISABLE_SLIDESPARSE='on': use 1 or 0")
 
 
 @pytest.mark.parametrize("backend", ["hopper", None, 3])
@@ -96,12 +96,12 @@ def test_stamp_in_the_checkpoint_is_ignored(
     engines: Engines, checkpoints: dict[str, Path], tmp_path: Path, backend: Any
 ) -> None:
     """The plugin itself writes the stamp into the config, in memory."""
-    plain = served(engines, checkpoints["dense"])
+    expected = served(engines, checkpoints["dense"])
     stamp = {"path": "dense", "backend": backend, "pattern": "4:6", "profile": True}
     planted = edited(checkpoints["dense"], tmp_path / "planted", {}, {"slidesparse_serving": stamp})
     answer = served(engines, planted)
-    assert answer.summary == plain.summary
-    assert answer.tokens == plain.tokens
+    assert answer.summary == expected.summary
+    assert answer.tokens == expected.tokens
 
 
 def test_stamp_reaches_workers_without_environment(engines: Engines, checkpoints: dict[str, Path]) -> None:
@@ -112,7 +112,7 @@ def test_stamp_reaches_workers_without_environment(engines: Engines, checkpoints
 
 def test_draft_model_is_resolved_in_the_front_end(engines: Engines, checkpoints: dict[str, Path]) -> None:
     draft = {"model": str(checkpoints["dense"]), "num_speculative_tokens": 2, "method": "draft_model"}
-    answer = served(  # it generates nothing: not every CPU build has the kernels that drafts want
+    answer = served(  # without generation: not every CPU build has the kernels that drafts need
         engines,
         checkpoints["dense"],
         env={"USE_CUBLASLT": "1"},
@@ -138,7 +138,7 @@ def test_slided_layer_without_metadata_is_refused(
 def test_slided_checkpoint_without_metadata_is_refused(
     engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A flag does not replace the metadata, which alone say how the weights are stored."""
+    """A flag does not replace the metadata, which describe how the weights are stored."""
     model = edited(checkpoints["slided"], tmp_path / "out", {}, {"slidesparse": None})
     for environment in ({}, SPARSE_FLAGS):
         refused(
@@ -147,7 +147,7 @@ def test_slided_checkpoint_without_metadata_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "message"),
     [
         ({"ignore": "lm_head"}, "ignore is 'lm_head', it must be a list of texts"),
         ({"ignore": [None]}, "ignore is [None], it must be a list of texts"),
@@ -166,12 +166,12 @@ def test_slided_checkpoint_without_metadata_is_refused(
     ],
 )
 def test_malformed_quantization_config_is_refused(
-    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path, changed: dict[str, Any], words: str
+    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path, changed: dict[str, Any], message: str
 ) -> None:
     if "targets" in changed:
         group = quantization(checkpoints["dense"])["config_groups"]["group_0"]
         changed = {"config_groups": {"group_0": {**group, **changed}}}
-    refused(engines, edited(checkpoints["dense"], tmp_path / "out", {}, changed), {}, words)
+    refused(engines, edited(checkpoints["dense"], tmp_path / "out", {}, changed), {}, message)
 
 
 @pytest.mark.parametrize("layout", ["dense", "slided"])
@@ -199,7 +199,7 @@ def test_slided_weight_in_two_windows_is_refused(
 
 @pytest.mark.parametrize("layout", ["dense", "slided"])
 @pytest.mark.parametrize(
-    ("tensor", "become", "words"),
+    ("tensor", "become", "message"),
     [
         ("weight", None, "lacks its weight"),
         ("weight_scale", None, "lacks its weight_scale"),
@@ -220,19 +220,19 @@ def test_missing_or_nonfinite_tensors_are_refused(
     layout: str,
     tensor: str,
     become: Any,
-    words: str,
+    message: str,
 ) -> None:
     in_qkv = tensor != "weight_scale"
     layer = "model.layers.1.self_attn.k_proj" if in_qkv else DOWN
-    found = load_file(checkpoints[layout] / "model.safetensors")[f"{layer}.{tensor}"]
+    values = load_file(checkpoints[layout] / "model.safetensors")[f"{layer}.{tensor}"]
     if isinstance(become, float):
-        found[3] = become
+        values[3] = become
     if isinstance(become, slice):
-        found, become = found[become].contiguous(), found.dtype
-    other = None if become is None else found.to(become) if isinstance(become, torch.dtype) else found
-    model = edited(checkpoints[layout], tmp_path / "out", {f"{layer}.{tensor}": other}, {})
-    vllms_name = "model.layers.1.self_attn.qkv_proj" if in_qkv else DOWN
-    refused(engines, model, {}, vllms_name, words)
+        values, become = values[become].contiguous(), values.dtype
+    replacement = None if become is None else values.to(become) if isinstance(become, torch.dtype) else values
+    model = edited(checkpoints[layout], tmp_path / "out", {f"{layer}.{tensor}": replacement}, {})
+    fused_layer = "model.layers.1.self_attn.qkv_proj" if in_qkv else DOWN
+    refused(engines, model, {}, fused_layer, message)
 
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
@@ -248,7 +248,7 @@ def test_fp8_nan_codes_are_refused(engines: Engines, tmp_path: Path, code: int) 
 def test_kv_scales_per_head_do_not_break_slided_checkpoints(
     engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A slided checkpoint is no compressed-tensors one by name, so vLLM does not add what KV scales by head need."""
+    """vLLM adds the entries that KV scales per head need only if the method is named compressed-tensors."""
     scheme = {"num_bits": 8, "type": "float", "strategy": "attn_head", "dynamic": False, "symmetric": True}
     model = edited(checkpoints["slided"], tmp_path / "out", {}, {"kv_cache_scheme": scheme})
     answer = engines.ask(Request(model))

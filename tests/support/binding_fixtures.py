@@ -1,4 +1,4 @@
-"""The fixtures of tests that name this file in ``pytest_plugins``; ``native`` is each binding of csrc/ in turn."""
+"""Fixtures for tests that name this file in ``pytest_plugins``; ``native`` is parametrized over csrc/'s bindings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slidesparse.build import compile, find
 
 @pytest.fixture(scope="session")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Native]:
-    """Both extensions by `compile.build`, on the fake libraries."""
+    """Build both extensions with `compile.build` and load them with the fake libraries."""
     root = tmp_path_factory.mktemp("bindings")
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
         patch.setenv("SLIDESPARSE_CUDA_INCLUDE", str(FAKES / "include"))
@@ -28,7 +28,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Native]:
 
 
 def watched(native: Native) -> Iterator[Native]:
-    """The binding with its library at the beginning; at the end nothing may live, and no call was a wrong one."""
+    """Yield the binding with its library reset; then check that no object is alive and that every call was valid."""
     native.forget()
     yield native
     assert native.alive() == 0

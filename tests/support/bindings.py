@@ -1,4 +1,4 @@
-"""The two extensions, compiled as on users' machines but against headers of our own, and libraries that log calls.
+"""The two extensions, compiled as on users' machines but with fake CUDA headers, and fake libraries that log calls.
 
 The fixtures are in binding_fixtures.py.
 """
@@ -21,11 +21,11 @@ LACKS = {"cusparselt": "cusparseLtMatmulPlanDestroy", "cublaslt": "cublasLtMatmu
 TYPES = {"fp32": 0, "fp16": 2, "int8": 3, "int32": 10, "bf16": 14, "fp8": 28}
 WHAT = "int8 [32, 96] @ [64, 96].T"
 ADDRESSES = {"activations": 0x1000, "weight": 0x2000, "out": 0x3000, "workspace": 0x4000, "stream": 0x50}
-Call = dict[str, Any]  # "name": the function's; its arguments by name
+Call = dict[str, Any]  # "name" is the function's name; the other keys are its arguments
 
 
 class Native:
-    """A binding with its fake library loaded, and what a test asks of both bindings alike."""
+    """A binding with its fake library loaded; both bindings have this interface."""
 
     def __init__(self, name: str, extension: Path, library: Path) -> None:
         loader = importlib.machinery.ExtensionFileLoader(f"_{name}", str(extension))
@@ -40,22 +40,25 @@ class Native:
         self._fake.fake_log.restype = ctypes.c_char_p
 
     def calls(self, *names: str) -> list[Call]:
-        """The calls since the last question, only those of ``names`` if any are given; none may be a wrong one."""
-        found = []
+        """Return the calls since the last query, all valid; with ``names``, only the calls of these functions."""
+        calls = []
         for line in self._fake.fake_log().decode().splitlines():
             assert "WRONG" not in line
-            name, *words = line.split()
-            pairs = (word.split("=") for word in words)
-            found.append({"name": name, **{key: int(value) for key, value in pairs}})
-        return [call for call in found if not names or call["name"] in names]
+            name, *fields = line.split()
+            pairs = (field.split("=") for field in fields)
+            calls.append({"name": name, **{key: int(value) for key, value in pairs}})
+        return [call for call in calls if not names or call["name"] in names]
 
     def alive(self) -> int:
-        """How many of the library's objects live."""
-        gc.collect()  # errors hold their frames
+        """Number of the library's objects that are alive."""
+        gc.collect()  # exceptions keep their frames alive
         return int(self._fake.fake_alive())
 
     def set(self, **settings: int) -> None:
-        """Answers, such as algorithms=8; ``X_fails=n``: call n of X, from 0, fails; ``X_sleeps``: milliseconds."""
+        """Set the library's behavior, for example algorithms=8.
+
+        ``X_fails=n`` makes call n of X, counted from 0, fail; ``X_sleeps`` is in milliseconds.
+        """
         for key, value in settings.items():
             self._fake.fake_set(key.replace("_", " ").encode(), ctypes.c_int64(value))
 
@@ -63,8 +66,8 @@ class Native:
         self._fake.fake_forget()
         self.set(algorithms=8)
 
-    def plan(self, handle: Any = ..., layout: tuple[bool, ...] = (True, True, True), **other: Any) -> Any:
-        """A plan of an int8 product with all that is optional, unless ``other`` says otherwise."""
+    def plan(self, handle: Any = ..., layout: tuple[bool, ...] = (True, True, True), **overrides: Any) -> Any:
+        """A plan of an int8 product with every optional part; ``overrides`` replace its arguments."""
         module = self.module
         values: dict[str, Any] = {"n": 64, "k": 96, "m": 32, "what": WHAT, "layout": module.Layout(*layout)}
         values |= {"operand_type": TYPES["int8"], "compute_type": module.COMPUTE["int8"]}
@@ -74,23 +77,23 @@ class Native:
         else:
             values["scale_type"] = TYPES["fp32"]
             values["epilogue"] = module.Epilogue(True, TYPES["bf16"], True)
-        return module.Plan(module.Handle() if handle is ... else handle, **values | other)
+        return module.Plan(module.Handle() if handle is ... else handle, **values | overrides)
 
-    def ready(self, handle: Any = ..., **other: Any) -> Any:
-        """A plan with an algorithm."""
-        plan = self.plan(handle, **other)
+    def ready(self, handle: Any = ..., **overrides: Any) -> Any:
+        """A plan whose algorithm is chosen."""
+        plan = self.plan(handle, **overrides)
         if self.name == "cublaslt":
             plan.choose(plan.heuristics(1, 1 << 30)[0])
         return plan
 
-    def run(self, plan: Any, **other: int) -> None:
+    def run(self, plan: Any, **overrides: int) -> None:
         dense = self.name == "cublaslt"
         scales = {"weight_scales": 0x6000 * dense, "token_scales": 0x7000 * dense, "bias": 0x8000 * dense}
-        plan.run(**ADDRESSES | scales | other)
+        plan.run(**ADDRESSES | scales | overrides)
 
 
 def build_fake(name: str, library: Path, *options: str) -> Path:
     """Compile a fake library."""
-    words = [*find.compiler(), "-std=c++17", "-fPIC", "-shared", "-pthread", f"-I{FAKES / 'include'}"]
-    compile.compile_with([*words, *options, str(FAKES / f"{name}.cpp"), "-o", str(library)])
+    command = [*find.compiler(), "-std=c++17", "-fPIC", "-shared", "-pthread", f"-I{FAKES / 'include'}"]
+    compile.compile_with([*command, *options, str(FAKES / f"{name}.cpp"), "-o", str(library)])
     return library

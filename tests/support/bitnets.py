@@ -1,4 +1,4 @@
-"""Small BitNet models with random weights, in the forms that their checkpoints have, and transformers' arithmetic."""
+"""Small BitNet models with random weights in every checkpoint format, and their outputs in transformers."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ SMALL = {
 
 
 def transformers_model(block: dict[str, Any] | None = None, **shape: int) -> nn.Module:
-    """transformers' model of SMALL, or of another shape, on the CPU in float32.
+    """Return transformers' model of the configuration SMALL, updated by ``shape``, on the CPU in float32.
 
     With ``block`` its linear layers are AutoBitLinear.
     """
     from transformers import BitNetConfig, BitNetForCausalLM
     from transformers.integrations.bitnet import AutoBitLinear
 
-    torch.compiler.set_stance("force_eager")  # for its decorated functions
+    torch.compiler.set_stance("force_eager")  # transformers decorates functions with torch.compile
     model = BitNetForCausalLM(BitNetConfig(**{**SMALL, **shape})).eval()
     if block:
         for name in DECODER.layers(model.state_dict()):
@@ -58,18 +58,19 @@ def transformers_model(block: dict[str, Any] | None = None, **shape: int) -> nn.
 def write_master(
     folder: Path, block: dict[str, Any] | None = None, blocks: float = 3.0, **shape: int
 ) -> Path:
-    """BF16 master weights.  Blocks weigh more than the token that they read, so that the next token depends on them.
+    """Write BF16 master weights.
 
-    ``blocks`` is how much; the more, the more rounding errors grow from one to the next.
+    ``blocks`` scales the weights of transformer blocks.  It outweighs the embedding, so that the next token depends on
+    the context; the larger it is, the more rounding errors grow from block to block.
     """
     generator = torch.Generator().manual_seed(0)
     tensors = {}
-    for name, like in transformers_model(**shape).state_dict().items():
-        noise = torch.randn(like.shape, generator=generator)
+    for name, parameter in transformers_model(**shape).state_dict().items():
+        noise = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:
             noise = 1 + 0.2 * noise
         else:
-            noise *= 0.3 if "embed" in name else blocks * like.shape[1] ** -0.5
+            noise *= 0.3 if "embed" in name else blocks * parameter.shape[1] ** -0.5
         tensors[name] = noise.to(torch.bfloat16)
     del tensors["lm_head.weight"]
     return write(folder, tensors, block, **shape)
@@ -84,7 +85,7 @@ def write(folder: Path, tensors: dict[str, Tensor], block: dict[str, Any] | None
 
 
 def write_offline(master: Path, folder: Path, block: dict[str, Any], packed: bool) -> Path:
-    """The ternary form of a master checkpoint, by transformers' own functions."""
+    """Write the ternary form of a master checkpoint with transformers' own functions."""
     from transformers.integrations.bitnet import pack_weights
 
     tensors = load_file(master / "model.safetensors")
@@ -100,31 +101,28 @@ def write_offline(master: Path, folder: Path, block: dict[str, Any], packed: boo
 
 @torch.inference_mode()
 def best(model: nn.Module, prompts: list[list[int]]) -> list[list[float]]:
-    """The largest log-probability at each position of the prompts but the last, as the task ``logprobs`` gives them.
-
-    That of the best token or of the prompt's own, whichever is larger, which is the best one's.
-    """
-    found = []
+    """Return the largest log-probability at each position but the last, as the task ``logprobs`` does."""
+    logprobs = []
     for prompt in prompts:
         logits = model(input_ids=torch.tensor([prompt])).logits[0].float()
-        found.append(logits.log_softmax(-1).amax(-1)[:-1].tolist())
-    return found
+        logprobs.append(logits.log_softmax(-1).amax(-1)[:-1].tolist())
+    return logprobs
 
 
 @torch.inference_mode()
 def greedy(model: nn.Module, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """``count`` tokens after each prompt."""
-    found = []
+    """Generate ``count`` tokens after each prompt."""
+    completions = []
     for prompt in prompts:
         ids = list(prompt)
         for _ in range(count):
             ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
-        found.append(ids[len(prompt) :])
-    return found
+        completions.append(ids[len(prompt) :])
+    return completions
 
 
 def load(model: nn.Module, folder: Path) -> nn.Module:
-    """``model`` with the weights of a master checkpoint."""
+    """Load the weights of a master checkpoint into ``model``."""
     tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     assert set(missing) <= {"lm_head.weight"}

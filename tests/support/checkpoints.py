@@ -1,4 +1,4 @@
-"""Tiny source checkpoints for the tests of conversion, and ways to damage them.  No vLLM."""
+"""Tiny source checkpoints for the tests of conversion, and functions that damage them; vLLM is not needed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Q = "model.layers.1.self_attn.q_proj"
 
 
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], shards: int = 1) -> Path:
-    """A checkpoint of one file, or of several with an index."""
+    """Write a checkpoint of one file, or of several shards with an index."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
@@ -52,7 +52,10 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], shar
 def llama(
     folder: Path, shards: int = 1, dtype: torch.dtype = torch.bfloat16, **changed: Tensor | None
 ) -> Path:
-    """A float Llama-style model; ``changed`` replaces tensors, or removes them with None (dots as ``__``)."""
+    """Write a float Llama-style model.
+
+    ``changed`` replaces tensors, or removes them if None; ``__`` in a keyword stands for a dot in the tensor's name.
+    """
     tensors = {name: tensor.to(dtype) for name, tensor in float_tensors(LLAMA).items()}
     for key, tensor in changed.items():
         name = key.replace("__", ".")
@@ -64,7 +67,7 @@ def llama(
 
 
 def w8a8(folder: Path, quant: str = "int8", strategy: str = "channel") -> Path:
-    """The same model as an unpruned W8A8 checkpoint, whose layer DOWN is ignored: a float one."""
+    """Write the same model as an unpruned W8A8 checkpoint, whose layer DOWN is ignored and stays float."""
     tensors = float_tensors(LLAMA)
     for name in LLAMA.linears():
         if name == DOWN:
@@ -80,7 +83,7 @@ def w8a8(folder: Path, quant: str = "int8", strategy: str = "channel") -> Path:
 
 
 def bert(folder: Path, architecture: str = "BertModel") -> Path:
-    """A two-layer BERT-like encoder with a pooler, and a tokenizer of the words w0 to w49."""
+    """Write a two-layer BERT-like encoder with a pooler, and a tokenizer of the words w0 to w49."""
     generator = torch.Generator().manual_seed(1)
     tensors = {
         "embeddings.word_embeddings.weight": torch.randn(50, 32, generator=generator),
@@ -112,7 +115,7 @@ def bert(folder: Path, architecture: str = "BertModel") -> Path:
 
 
 def write_tokenizer(folder: Path, words: Sequence[str]) -> None:
-    """A tokenizer.json whose tokens are ``words``, apart by spaces."""
+    """Write a tokenizer.json whose tokens are ``words``, separated by spaces."""
     model = {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(words)}, "unk_token": words[0]}
     tokenizer = {
         "version": "1.0",
@@ -124,27 +127,27 @@ def write_tokenizer(folder: Path, words: Sequence[str]) -> None:
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, read by the safetensors library."""
-    found: dict[str, Tensor] = {}
+    """Read all tensors of a checkpoint with the safetensors library."""
+    tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
+        tensors |= load_file(path)
+    return tensors
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """config.json."""
+    """Read config.json."""
     return json.loads((folder / "config.json").read_text())
 
 
 def edit_json(path: Path, **values: Any) -> None:
     """Replace top-level entries of a JSON file, or remove them with None."""
-    found = json.loads(path.read_text())
-    found.update(values)
-    path.write_text(json.dumps({name: value for name, value in found.items() if value is not None}))
+    document = json.loads(path.read_text())
+    document.update(values)
+    path.write_text(json.dumps({name: value for name, value in document.items() if value is not None}))
 
 
 def edit_header(path: Path, text: str | None = None, **changed: dict[str, Any]) -> None:
-    """Rewrite a safetensors header: entries of one tensor each, or the whole JSON text; the data stay."""
+    """Rewrite the entries of tensors in a safetensors header, or its whole JSON text; the data stay unchanged."""
     raw = path.read_bytes()
     length = struct.unpack("<Q", raw[:8])[0]
     if text is None:
@@ -157,7 +160,7 @@ def edit_header(path: Path, text: str | None = None, **changed: dict[str, Any]) 
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder: what must be the same bytes, or untouched."""
+    """Contents of every file below a folder, to check that they are equal or untouched."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
@@ -171,25 +174,25 @@ def convert(
     layer: Sequence[str] = (),
     **options: Any,
 ) -> Report:
-    """Convert with options that are written as on the command line."""
-    made = ConvertOptions(
+    """Convert with options in their command-line notation."""
+    parsed = ConvertOptions(
         parse_pattern(pattern) if isinstance(pattern, str) else pattern,
         layer_patterns=tuple(map(parse_layer_pattern, layer)),
         **{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()},
     )
-    return stream.convert(source, out, made, dry_run=dry_run, progress=progress)
+    return stream.convert(source, out, parsed, dry_run=dry_run, progress=progress)
 
 
 def refused(
-    source: Path, *words: str, error: type[Exception] = CheckpointError, out: str = "out", **options: Any
+    source: Path, *fragments: str, error: type[Exception] = CheckpointError, out: str = "out", **options: Any
 ) -> str:
-    """Convert, expect an error with all of ``words``, and that neither source nor surroundings changed."""
+    """Expect that conversion fails with all ``fragments`` in its message and leaves the source's folder unchanged."""
     before, names = snapshot(source), sorted(path.name for path in source.parent.iterdir())
     with pytest.raises(error) as caught:
         convert(source, source.parent / out, **options)
     message = str(caught.value)
-    for word in words:
-        assert word in message, message
+    for fragment in fragments:
+        assert fragment in message, message
     assert snapshot(source) == before
     assert sorted(path.name for path in source.parent.iterdir()) == names
     return message

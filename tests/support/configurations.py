@@ -1,4 +1,4 @@
-"""The parts of the text that names a configuration of the Hopper kernels."""
+"""A parser for the names of configurations of the Hopper kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Configuration:
-    """The name as csrc/hopper/configuration.cuh writes it."""
+    """The fields of a configuration's name, as csrc/hopper/configuration.cuh formats it."""
 
     design: str  # "split" or "stream"
     strips: int
@@ -19,10 +19,10 @@ class Configuration:
 
     @classmethod
     def parse(cls, text: str) -> Configuration:
-        """The configuration that ``text`` names."""
-        found = re.fullmatch(r"(split|stream):(\d+)x(\d+)/(\d+)(?:x(\d+))?/(\d+)", text)
-        assert found, text
-        return cls(found[1], *(int(one or 1) for one in found.groups()[1:]))
+        """Parse the name of a configuration."""
+        match = re.fullmatch(r"(split|stream):(\d+)x(\d+)/(\d+)(?:x(\d+))?/(\d+)", text)
+        assert match, text
+        return cls(match[1], *(int(number or 1) for number in match.groups()[1:]))
 
     def __str__(self) -> str:
         splits = f"x{self.splits}" if self.design == "split" else ""
@@ -30,5 +30,5 @@ class Configuration:
 
     @property
     def cluster(self) -> int:
-        """CTAs of a cluster."""
+        """Number of CTAs in a cluster."""
         return self.multicast * self.splits

@@ -1,4 +1,4 @@
-"""Checkpoints that are edited after conversion, and refusals to serve them."""
+"""Editing of converted checkpoints, and a check that vLLM refuses to serve one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ SPARSE_FLAGS = {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"}
 def edited(
     source: Path, out: Path, tensors: dict[str, torch.Tensor | None], quantization: dict[str, object]
 ) -> str:
-    """A copy of ``source`` with tensors and entries of quantization_config replaced (None removes)."""
+    """Copy ``source`` with tensors and entries of quantization_config replaced, or removed where None."""
     out.mkdir()
-    both = {**load_file(source / "model.safetensors"), **tensors}
-    merged = {name: tensor for name, tensor in both.items() if tensor is not None}
+    replaced = {**load_file(source / "model.safetensors"), **tensors}
+    merged = {name: tensor for name, tensor in replaced.items() if tensor is not None}
     save_file(merged, out / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text())
     for key, value in quantization.items():
@@ -30,10 +30,10 @@ def edited(
     return str(out)
 
 
-def refused(engines: Engines, model: str, env: dict[str, str], *words: str, **options: object) -> str:
+def refused(engines: Engines, model: str, env: dict[str, str], *fragments: str, **options: object) -> str:
     answer = engines.ask(Request(model, env=env, options=options))
-    assert answer.error, "this should not have been served"
+    assert answer.error, "the model was served, a refusal was expected"
     message = answer.error + answer.log
-    for word in words:
-        assert word in message, f"{word!r} is missing from:\n{answer.error}\n{answer.log[-3000:]}"
+    for fragment in fragments:
+        assert fragment in message, f"{fragment!r} is missing from:\n{answer.error}\n{answer.log[-3000:]}"
     return answer.error

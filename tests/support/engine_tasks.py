@@ -1,6 +1,6 @@
-"""Tasks that `engines` runs with an engine: ``TASKS[name](llm, work)`` gives a dict, which becomes an `Answer`.
+"""Tasks that `engines` runs with an engine: ``TASKS[name](llm, work)`` returns a dict, which becomes an `Answer`.
 
-``work`` and what comes back are JSON.  Imported by the parent too, so vLLM is imported late.
+``work`` and the result are JSON objects.  The parent process imports this module too, so vLLM is imported late.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from unittest import mock
 
 PROMPTS = [[(7 * i * j + 3) % 500 for j in range(1, 5 + 9 * i)] for i in range(1, 6)]
 
-Found = dict[str, Any]
+Json = dict[str, Any]
 
 
 def _greedy(llm: Any, prompts: list[list[int]], tokens: int, lora: Any = None, **sampling: Any) -> list[Any]:
-    """vLLM's outputs, of exactly so many tokens each."""
+    """Return vLLM's outputs, each of exactly ``tokens`` tokens."""
     from vllm import SamplingParams
 
     parameters = SamplingParams(
@@ -32,12 +32,12 @@ def _tokens(outputs: list[Any]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def generate(llm: Any, work: Found) -> Found:
+def generate(llm: Any, work: Json) -> Json:
     """Tokens after PROMPTS or those of ``work``."""
     return {"tokens": _tokens(_greedy(llm, work.get("prompts", PROMPTS), work.get("tokens", 16)))}
 
 
-def logprobs(llm: Any, work: Found) -> Found:
+def logprobs(llm: Any, work: Json) -> Json:
     """The largest log-probability at each position of PROMPTS, and the first token after them."""
     outputs = _greedy(llm, PROMPTS, 1, prompt_logprobs=1)
     rows = [
@@ -47,65 +47,65 @@ def logprobs(llm: Any, work: Found) -> Found:
     return {"tokens": _tokens(outputs), "logprobs": rows}
 
 
-def prove(llm: Any, work: Found) -> Found:
+def prove(llm: Any, work: Json) -> Json:
     """``forced``: `_best` at each position of ``windows``, teacher-forced, window by window in one list;
     ``greedy``: `_best` of each of ``tokens`` new tokens after each of ``prompts``.
     """
-    found: Found = {"greedy": [], "forced": []}
+    result: Json = {"greedy": [], "forced": []}
     for output in _greedy(llm, work["prompts"], work["tokens"], logprobs=2):
-        found["greedy"].append([_best(position) for position in output.outputs[0].logprobs])
+        result["greedy"].append([_best(position) for position in output.outputs[0].logprobs])
     for output in _greedy(llm, work["windows"], 1, prompt_logprobs=2) if work["windows"] else []:
-        found["forced"] += [_best(position) for position in output.prompt_logprobs[1:]]
-    return found
+        result["forced"] += [_best(position) for position in output.prompt_logprobs[1:]]
+    return result
 
 
 def _best(position: dict[int, Any]) -> list[float]:
-    """[token, log-probability] of the best and of the second best; of equal ones the smaller token comes first."""
+    """Return [token, log-probability] of the best and the second-best token; ties go to the smaller token."""
     ordered = sorted((-entry.logprob, token) for token, entry in position.items())[:2]
     return [number for negative, token in ordered for number in (token, -negative)]
 
 
-def mixed(llm: Any, work: Found) -> Found:
-    """Tokens after the prompts of each of ``phases``, and how many tokens of each prompt came from the prefix cache."""
-    found: Found = {"phases": [], "cached": []}
+def mixed(llm: Any, work: Json) -> Json:
+    """Tokens after the prompts of each of ``phases``, and the number of each prompt's tokens from the prefix cache."""
+    result: Json = {"phases": [], "cached": []}
     for prompts in work["phases"]:
         outputs = _greedy(llm, prompts, work["tokens"])
-        found["phases"].append(_tokens(outputs))
-        found["cached"].append([output.num_cached_tokens for output in outputs])
-    return found
+        result["phases"].append(_tokens(outputs))
+        result["cached"].append([output.num_cached_tokens for output in outputs])
+    return result
 
 
 def _reload(llm: Any, **options: Any) -> None:
-    """Reload the weights as vLLM up to 0.25 does, where layers find no configuration meanwhile."""
+    """Reload the weights as vLLM up to 0.25 does, which sets no current configuration meanwhile."""
     from slidesparse.vllm_patch import compat
 
     with mock.patch.object(compat, "current_config", side_effect=AssertionError("no configuration is set")):
         llm.collective_rpc("reload_weights", kwargs=options)
 
 
-def reload(llm: Any, work: Found) -> Found:
+def reload(llm: Any, work: Json) -> Json:
     """Tokens after reloading the weights."""
     _reload(llm)
     return generate(llm, work)
 
 
-def reload_after_dummy(llm: Any, work: Found) -> Found:
-    """Tokens of the checkpoint's weights in an engine that began with random ones."""
+def reload_after_dummy(llm: Any, work: Json) -> Json:
+    """Tokens after an engine that started with random weights reloads those of the checkpoint."""
     llm.collective_rpc("update_config", args=({"load_config": {"load_format": "auto"}},))
     return reload(llm, work)
 
 
-def reload_other(llm: Any, work: Found) -> Found:
-    """Tokens with the weights of the engine's model, then with those of ``other``, then of the first again."""
-    found = [generate(llm, work)["tokens"]]
+def reload_other(llm: Any, work: Json) -> Json:
+    """Tokens with the weights of the engine's model, then with those of ``other``, then with the first again."""
+    turns = [generate(llm, work)["tokens"]]
     for path in (work["other"], work["model"]):
         _reload(llm, weights_path=path)
-        found.append(generate(llm, work)["tokens"])
-    return {"turns": found}
+        turns.append(generate(llm, work)["tokens"])
+    return {"turns": turns}
 
 
-def adapters(llm: Any, work: Found) -> Found:
-    """Tokens without an adapter, with that in the folder ``adapter``, and of a batch of prompts with and without."""
+def adapters(llm: Any, work: Json) -> Json:
+    """Tokens without an adapter, with that in the folder ``adapter``, and of a batch that alternates between both."""
     from vllm.lora.request import LoRARequest
 
     prompts, lora = work["prompts"], LoRARequest("adapter", 1, work["adapter"])
@@ -119,60 +119,60 @@ def adapters(llm: Any, work: Found) -> Found:
     }
 
 
-def profile(llm: Any, work: Found) -> Found:
+def profile(llm: Any, work: Json) -> Json:
     """The table that SLIDESPARSE_PROFILE prints when a process ends, after some generation."""
     from slidesparse import profiling
 
     return {**generate(llm, work), "table": profiling.enable().table()}
 
 
-def sleep(llm: Any, work: Found) -> Found:
-    """Tokens before a sleep of level 1 and after it, and bytes of the GPU: free before, asleep and after."""
+def sleep(llm: Any, work: Json) -> Json:
+    """Tokens before and after a sleep of level 1, and the GPU's free bytes before, during and after it."""
     import torch
 
-    found = {"before": generate(llm, work)["tokens"], "free": [torch.cuda.mem_get_info()[0]]}
-    found["weights"], found["in_pool"] = llm.collective_rpc(_weight_bytes)[0]
+    result = {"before": generate(llm, work)["tokens"], "free": [torch.cuda.mem_get_info()[0]]}
+    result["weights"], result["in_pool"] = llm.collective_rpc(_weight_bytes)[0]
     llm.sleep(level=1)
-    found["free"].append(torch.cuda.mem_get_info()[0])
+    result["free"].append(torch.cuda.mem_get_info()[0])
     llm.wake_up()
-    found["free"].append(torch.cuda.mem_get_info()[0])
-    found["after"] = generate(llm, work)["tokens"]
-    return found
+    result["free"].append(torch.cuda.mem_get_info()[0])
+    result["after"] = generate(llm, work)["tokens"]
+    return result
 
 
 def _weight_bytes(worker: Any) -> tuple[int, int]:
-    """Bytes of the model's parameters, and of those that lie in memory that is given back while asleep."""
+    """Bytes of the model's parameters, and of those in memory that is released during sleep."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     pool = CuMemAllocator.get_instance().pointer_to_data
     spans = [(start, start + data.handle[1]) for start, data in pool.items() if data.tag == "weights"]
-    inside = whole = 0
+    inside = total = 0
     for parameter in worker.get_model().parameters():
-        whole += parameter.nbytes
+        total += parameter.nbytes
         if any(start <= parameter.data_ptr() < end for start, end in spans):
             inside += parameter.nbytes
-    return whole, inside
+    return total, inside
 
 
-def perplexity(llm: Any, work: Found) -> Found:
-    """The arrays that ``slidesparse eval perplexity`` works with, of ``ids``, all tokens compared."""
+def perplexity(llm: Any, work: Json) -> Json:
+    """The arrays that ``slidesparse eval perplexity`` computes from ``ids`` if all tokens are compared."""
     from slidesparse.evaluate.worker import request_logprobs
 
     return {name: array.tolist() for name, array in request_logprobs(llm, work["ids"], -1).items()}
 
 
-def _kill_soon(work: Found) -> None:
-    """Kill one of this process's descendants, by ``victim`` in its title, after ``seconds``."""
+def _kill_soon(work: Json) -> None:
+    """Kill a descendant of this process whose title contains ``victim``, after ``seconds``."""
     import psutil
 
-    titles = {one: " ".join(one.cmdline()) for one in psutil.Process().children(recursive=True)}
-    victims = [one for one, title in titles.items() if work["victim"] in title]
+    titles = {process: " ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)}
+    victims = [process for process, title in titles.items() if work["victim"] in title]
     if not victims:
         raise RuntimeError(f"no process is called {work['victim']}: {sorted(titles.values())}")
     threading.Timer(work["seconds"], victims[-1].kill).start()
 
 
-def killed(llm: Any, work: Found) -> Found:
+def killed(llm: Any, work: Json) -> Json:
     """The name of the error that ends requests when a process is killed."""
     _kill_soon(work)
     try:
@@ -182,8 +182,8 @@ def killed(llm: Any, work: Found) -> Found:
         return {"raised": type(error).__name__}
 
 
-def killed_server(llm: Any, work: Found) -> Found:
-    """The same of the engine of ``vllm serve``."""
+def killed_server(llm: Any, work: Json) -> Json:
+    """The name of the error that ends a request of the engine of ``vllm serve`` when a process is killed."""
     from vllm import SamplingParams
 
     parameters = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True, detokenize=False)
@@ -201,7 +201,7 @@ def killed_server(llm: Any, work: Found) -> Found:
     return {}
 
 
-TASKS: dict[str, Callable[[Any, Found], Found]] = {
+TASKS: dict[str, Callable[[Any, Json], Json]] = {
     "perplexity": perplexity,
     "generate": generate,
     "strip_env": generate,

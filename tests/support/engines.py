@@ -41,18 +41,18 @@ FLAGS = (
 
 @dataclass
 class Request:
-    """An engine to start and what to ask of it."""
+    """An engine to start, and the task that it runs."""
 
     model: str
     env: dict[str, str] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)  # of vllm.LLM
     # or "config_hash", "strip_env", "damaged" (`fuzz_serving.run`, without an engine), or one of engine_tasks.TASKS
     task: str = "generate"
-    work: dict[str, Any] = field(default_factory=dict)  # what the task takes
+    work: dict[str, Any] = field(default_factory=dict)  # arguments of the task
     pretend_cuda: bool = False  # resolve as on a machine with a GPU
     pieces: bool = False  # compile as on a machine with a GPU: by vLLM's own backend, cut at attentions
-    exact_fp8: bool = False  # accumulate FP8 in float64: the yardstick for everybody's error
-    # serve by the reference backend with sums in "float64", or those rounded to "bfloat16"
+    exact_fp8: bool = False  # accumulate FP8 in float64, as the yardstick for rounding errors
+    # serve with the reference backend and sums in "float64", or such sums rounded to "bfloat16"
     yardstick: str = ""
     registered: str = ""  # a module whose ENTRY is added to the registry of backends
     seconds: int = 600  # after which the engine is ended
@@ -60,27 +60,27 @@ class Request:
 
 @dataclass
 class Answer:
-    """The outcome of a request; ``log`` holds all that the engine's processes printed."""
+    """The outcome of a request; ``log`` is the output of the engine's processes."""
 
     error: str = ""
     log: str = ""
     tokens: list[list[int]] = field(default_factory=list)
     logprobs: list[list[float]] = field(default_factory=list)  # top-1, per prompt and position
     config_hash: str = ""
-    data: dict[str, Any] = field(default_factory=dict)  # of tasks that find out more
+    data: dict[str, Any] = field(default_factory=dict)  # other results of the task
 
     @property
     def summary(self) -> str:
-        """The plugin's one line, or nothing."""
+        """The plugin's summary line, or an empty text."""
         lines = [line for line in self.log.splitlines() if "SlideSparse " in line and "layers" in line]
         return lines[-1].split("SlideSparse ", 1)[1] if lines else ""
 
 
 class Engines:
-    """A fork server for vLLM engines, as its client sees it."""
+    """A client of a fork server for vLLM engines."""
 
     def __init__(self) -> None:
-        # compiled graphs of this run, no others
+        # a cache of its own, so that compiled graphs of other runs are not used
         self.cache = tempfile.TemporaryDirectory(prefix="vllm-cache-")
         env = {name: value for name, value in os.environ.items() if name not in FLAGS}
         env |= {
@@ -93,7 +93,7 @@ class Engines:
             "VLLM_LOGGING_LEVEL": "INFO",  # tests read the plugin's lines
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
             "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # a look at the GPU must not spoil it for forked children
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # initializing CUDA here would make it unusable in forked children
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
         }
@@ -103,7 +103,7 @@ class Engines:
         )
 
     def ask(self, request: Request) -> Answer:
-        """Start the engine, wait for its answer."""
+        """Start the engine and wait for its answer."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(asdict(request)) + "\n")
@@ -114,37 +114,37 @@ class Engines:
         return Answer(**json.loads(line))
 
     def close(self) -> None:
-        """End the process; its input ending tells it to."""
+        """End the process by closing its standard input."""
         self.process.communicate()
         self.cache.cleanup()
 
 
 class EnginePool:
-    """Several fork servers, so that as many engines run at a time; all import vLLM at once, from now on."""
+    """Several fork servers, so that as many engines run at a time; all start to import vLLM immediately."""
 
     def __init__(self, count: int) -> None:
         self.all = [Engines() for _ in range(count)]
         self._free: queue.SimpleQueue[Engines] = queue.SimpleQueue()
-        for one in self.all:
-            self._free.put(one)
+        for engines in self.all:
+            self._free.put(engines)
         self._pool = ThreadPoolExecutor(count)
 
     def submit(self, request: Request) -> Future[Answer]:
-        """Return the future answer of the first server that is free, in the order of the requests."""
+        """Queue a request for the next free server, and return its future answer."""
         return self._pool.submit(self._ask, request)
 
     def _ask(self, request: Request) -> Answer:
-        one = self._free.get()
+        engines = self._free.get()
         try:
-            return one.ask(request)
+            return engines.ask(request)
         finally:
-            self._free.put(one)
+            self._free.put(engines)
 
     def close(self) -> None:
-        """Drop what has not begun, end the processes."""
+        """Cancel pending requests and end the processes."""
         self._pool.shutdown(cancel_futures=True)
-        for one in self.all:
-            one.close()
+        for engines in self.all:
+            engines.close()
 
 
 def _run(request: Request) -> Answer:
@@ -165,15 +165,15 @@ def _run(request: Request) -> Answer:
         import fuzz_serving
 
         return Answer(data=fuzz_serving.run(**request.work))
-    make = {"strip_env": _engine_without_flags, "killed_server": _server}.get(request.task, _engine)
-    found = engine_tasks.TASKS[request.task](make(request), request.work)
-    return Answer(found.pop("error", ""), "", found.pop("tokens", []), found.pop("logprobs", []), data=found)
+    factory = {"strip_env": _engine_without_flags, "killed_server": _server}.get(request.task, _engine)
+    data = engine_tasks.TASKS[request.task](factory(request), request.work)
+    return Answer(data.pop("error", ""), "", data.pop("tokens", []), data.pop("logprobs", []), data=data)
 
 
 def _options(request: Request) -> dict[str, Any]:
-    # float32, because vLLM's kernels for AVX2 truncate to bfloat16 where everybody else rounds
+    # float32, because vLLM's kernels for AVX2 truncate to bfloat16 where all others round
     common = {"skip_tokenizer_init": True, "max_model_len": 256, "max_num_seqs": 8, "dtype": "float32"}
-    common["gpu_memory_utilization"] = 0.2  # of the memory of a CPU too, and other tests may run beside
+    common["gpu_memory_utilization"] = 0.2  # of a CPU's memory too; other tests may run at the same time
     return {**common, "enforce_eager": True, **request.options}
 
 
@@ -221,17 +221,18 @@ def _resolve_as(on_cuda: bool) -> None:
 
 
 def _compile_in_pieces() -> None:
-    """On the CPU build, which leaves models to torch.compile.  vLLM's last pass asks for operators that only its build
-    for GPUs has; it changes nothing that this build runs.
+    """Compile in pieces on vLLM's CPU build too, which otherwise leaves models to torch.compile.
+
+    vLLM's last pass is skipped: it needs operators of the GPU build and changes nothing that the CPU build runs.
     """
     from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
     from vllm.config import CompilationMode
     from vllm.platforms.cpu import CpuPlatform
 
-    plain = CpuPlatform.check_and_update_config.__func__
+    original = CpuPlatform.check_and_update_config.__func__
 
     def check_and_update_config(cls: type, config: Any) -> None:
-        plain(cls, config)
+        original(cls, config)
         compilation = config.compilation_config
         compilation.mode, compilation.backend = CompilationMode.VLLM_COMPILE, "inductor"
         compilation.ir_enable_torch_wrap, compilation.compile_sizes = True, []
@@ -244,14 +245,14 @@ def _compile_in_pieces() -> None:
 def _accumulate_fp8_in_float64() -> None:
     from slidesparse import reference
 
-    plain = reference.matmul
+    original = reference.matmul
     reference.matmul = lambda q, w: (
-        (q.double() @ w.double().t()) if q.dtype.is_floating_point else plain(q, w)
+        (q.double() @ w.double().t()) if q.dtype.is_floating_point else original(q, w)
     )
 
 
 def _accumulate_in_float64(rounded_to: str) -> None:
-    """Sums of INT8 products, which stay below 2**53, are exact; those of FP8 nearly so."""
+    """Sum products in float64: exactly for INT8, whose sums stay below 2**53, and nearly so for FP8."""
     import torch
 
     from slidesparse import reference
@@ -262,7 +263,7 @@ def _accumulate_in_float64(rounded_to: str) -> None:
 
 def _child(request: Request, log: str, out: int) -> None:
     os.setsid()  # so that it can be ended with all processes that it starts
-    # the answer is there without them
+    # so that the end of the pipe, and with it the answer, does not wait for its child processes
     os.register_at_fork(after_in_child=lambda: os.closerange(out, out + 1))
     with open(log, "w") as sink:
         os.dup2(sink.fileno(), 1)
@@ -279,7 +280,7 @@ def _child(request: Request, log: str, out: int) -> None:
 
 
 def _import_vllm() -> None:
-    """All that engines import later, as long as it leaves the GPU alone."""
+    """Import what engines import later, without initializing CUDA."""
     import torch
     import vllm
     from slidesparse.vllm_patch.bitnet import BitNetForCausalLM
@@ -301,9 +302,9 @@ def _import_vllm() -> None:
 
 
 def _text_of(readable: int, seconds: int) -> str | None:
-    """All that comes out of a pipe until its end, or None when it has not ended after so long."""
-    text, until = b"", time.monotonic() + seconds
-    while select.select([readable], [], [], max(0.0, until - time.monotonic()))[0]:
+    """Read a pipe until its end; None if it has not ended after ``seconds``."""
+    text, deadline = b"", time.monotonic() + seconds
+    while select.select([readable], [], [], max(0.0, deadline - time.monotonic()))[0]:
         part = os.read(readable, 1 << 20)
         text += part
         if not part:
@@ -312,10 +313,10 @@ def _text_of(readable: int, seconds: int) -> str | None:
 
 
 def _end(group: int) -> None:
-    """Let the processes that an engine has started end; kill those that do not, such as workers waiting for others."""
-    until = time.monotonic() + GRACE
+    """Wait for the processes that an engine has started, and kill those that do not end."""
+    deadline = time.monotonic() + GRACE
     with suppress(ProcessLookupError):
-        while time.monotonic() < until:
+        while time.monotonic() < deadline:
             os.killpg(group, 0)
             time.sleep(0.02)
         os.killpg(group, signal.SIGKILL)
@@ -324,7 +325,7 @@ def _end(group: int) -> None:
 def main() -> None:
     """Serve requests until stdin ends."""
     answers = os.dup(1)
-    os.dup2(2, 1)  # whatever is printed is not an answer
+    os.dup2(2, 1)  # printed text must not mix with answers
     _import_vllm()
 
     for line in sys.stdin:
@@ -343,9 +344,9 @@ def main() -> None:
                 os.killpg(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             _end(pid)
-            ended = f"the engine gave no answer in {request.seconds} s" if text is None else ""
+            timeout = f"the engine gave no answer in {request.seconds} s" if text is None else ""
             answer = (
-                Answer(**json.loads(text)) if text else Answer(error=ended or "the engine's process died")
+                Answer(**json.loads(text)) if text else Answer(error=timeout or "the engine's process died")
             )
             answer.log = Path(log.name).read_text(errors="replace")
         os.write(answers, (json.dumps(asdict(answer)) + "\n").encode())

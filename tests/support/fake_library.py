@@ -1,4 +1,4 @@
-"""A GEMM library and a clock for machines without a GPU: exact products, times from a table."""
+"""A fake GEMM library and clock for machines without a GPU: exact products, and times from a table."""
 
 from __future__ import annotations
 
@@ -58,17 +58,18 @@ class FakePlan:
 
 
 def logical(memory: Tensor, rows: int, columns: int, columns_contiguous: bool) -> Tensor:
-    """[rows, columns] as a layout finds it in memory, which may be viewed in another shape."""
+    """View memory as [rows, columns], stored by rows, or by columns unless ``columns_contiguous``."""
     flat = memory.reshape(-1)
     return flat.view(rows, columns) if columns_contiguous else flat.view(columns, rows).t()
 
 
 @dataclass
 class FakeLibrary:
-    """``times``: algorithm -> microseconds.  Names that begin with refused, fails, wrong, unwritten do that.
+    """A library whose algorithms take ``times`` (name -> microseconds).
 
-    ``named``: the algorithms of layouts that have others; none: the layout is refused.
-    ``splits``: what follows "/" in a name is a way of splitting K.
+    An algorithm whose name begins with "refused", "fails", "wrong" or "unwritten" behaves that way.
+    ``named`` lists the algorithms of layouts that have others; a layout with an empty list is refused.
+    ``splits``: a suffix after "/" in a name is a split-K configuration.
     """
 
     name: str = "cusparselt"
@@ -85,7 +86,7 @@ class FakeLibrary:
 
     @property
     def takes_dense(self) -> bool:
-        """Whether it serves weights without a pattern: of these two kinds one does."""
+        """Whether it serves weights without a pattern, as the dense library does."""
         return not self.sparse
 
     def version(self) -> str:
@@ -114,8 +115,8 @@ class FakeLibrary:
         return self.named.get(layout, list(self.times))
 
     def unsplit(self, algorithm: str) -> str | None:
-        whole, way, _ = algorithm.partition("/")
-        return whole if way and self.splits else None
+        base, separator, _ = algorithm.partition("/")
+        return base if separator and self.splits else None
 
     def _require(self, problem: Problem, layout: Layout) -> None:
         if self.named.get(layout) == []:
@@ -134,7 +135,7 @@ class FakeLibrary:
 
 
 class FakeClock:
-    """Runs launches, and reads their times from the tables of the libraries."""
+    """A clock that runs launches and reads their times from the tables of the libraries."""
 
     def __init__(self, *libraries: FakeLibrary) -> None:
         self._libraries = libraries
@@ -151,7 +152,7 @@ class FakeClock:
         return "other", 5.0
 
     def time_once(self, launch: Launch) -> float:
-        return self._run(launch)[1] + 4.0  # the processor's part
+        return self._run(launch)[1] + 4.0  # the host's overhead
 
     def prepare(self, launch: Launch, copies: int, about_us: float, target_us: float) -> Replay:
         name, us = self._run(launch)
@@ -190,8 +191,10 @@ class Ticks:
         return self.seconds
 
 
-def times_of(rows: Sequence[dict[str, str]], **wanted: object) -> list[float]:
-    """p50 of the rows with these values."""
+def times_of(rows: Sequence[dict[str, str]], **columns: object) -> list[float]:
+    """Return the p50 times of the rows that have these values in ``columns``."""
     return [
-        float(row["p50_us"]) for row in rows if all(row[name] == str(value) for name, value in wanted.items())
+        float(row["p50_us"])
+        for row in rows
+        if all(row[name] == str(value) for name, value in columns.items())
     ]

@@ -1,4 +1,4 @@
-"""A ``vllm`` command and an engine's process that write down what they are asked for, and take times of their own."""
+"""A fake ``vllm`` command and a fake engine process that record their arguments and report fixed times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ PYTHON = sys.executable
 FLAGS = ("USE_CUSPARSELT", "USE_CUBLASLT", "DISABLE_SLIDESPARSE", "SPARSITY", "VLLM_PLUGINS")
 CONDITIONS = {"gpu": None, "capability": None, "cpu": "a test's", "versions": {"vllm": "0.28.0"}}
 
-# Notes its arguments and flags in a file, behaves as another file says, and takes a time that its system alone decides.
+# It appends its arguments and flags to a file, behaves as another file says, and reports a time that depends only on
+# the system.
 FAKE = """\
 #!{python}
 import json, os, sys, time
@@ -49,7 +50,7 @@ with open(option("--output-json"), "w") as file:
 
 
 class Fake:
-    """A folder of checkpoints, a ``vllm`` on the PATH, and what it was called with."""
+    """A folder of checkpoints, a fake ``vllm`` for the PATH, and the calls that it recorded."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.out = folder, folder / "out"
@@ -67,15 +68,15 @@ class Fake:
         for name, pattern in (("2_4", "2:4"), ("2_8", "6:8")):
             write_config(folder / "tiny" / name, pattern)
 
-    def behave(self, **how: Any) -> None:
-        self.behaviour.write_text(json.dumps(how))
+    def behave(self, **settings: Any) -> None:
+        self.behaviour.write_text(json.dumps(settings))
 
     def run(self, *options: str, model: bool = True) -> Result:
-        """The command, with one small prefill cell unless ``options`` say otherwise."""
-        given = ["--model", str(self.folder / "tiny")] if model else []
+        """Run the command, with one small prefill cell unless ``options`` have ``--stages``."""
+        arguments = ["--model", str(self.folder / "tiny")] if model else []
         if "--stages" not in options:
-            given += ["--stages", "prefill", "--m", "64"]
-        return CliRunner().invoke(app, ["e2e", *given, "--out", str(self.out), *options])
+            arguments += ["--stages", "prefill", "--m", "64"]
+        return CliRunner().invoke(app, ["e2e", *arguments, "--out", str(self.out), *options])
 
     @property
     def calls(self) -> list[dict[str, Any]]:
@@ -93,7 +94,7 @@ class Fake:
         return [f"{row['system']} {row['pattern']}" for row in self.rows]
 
 
-# Behaves as the worker does, with a clock by system; notes what it is told.
+# It behaves as the worker does, reports a time that depends only on the system, and records its input.
 WORKER = """\
 import json, os, sys
 system = ("sparse" if "USE_CUSPARSELT" in os.environ else "stock")

@@ -1,7 +1,7 @@
-"""Damage tiny converted checkpoints at random, by a seed, and see what becomes of them: ``fuzz.py --help``.
+"""Damage tiny converted checkpoints at random, from a seed, and run the commands on them: ``fuzz.py --help``.
 
-The outcome of a command must be a result that is right, or one clear line of an error of ours.  Anything else (another
-exception, too long, too much memory, a wrong result) is a `Defect`, which is printed with the number of its case.
+A command must give a correct result or a one-line error of SlideSparse.  Anything else (another exception, a time or
+memory limit exceeded, a wrong result) is a `Defect`, which is printed with the number of its case.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from slidesparse.slide import lift
 
 TINY = Decoder("LlamaForCausalLM", hidden=64, intermediate=80, heads=2, kv_heads=1, layers=1, vocabulary=64)
 KINDS = [(layout, quant, shards) for layout in LAYOUTS for quant in ("int8", "fp8") for shards in (1, 2)]
-SECONDS = 20.0  # that a command may take on a busy machine; it takes some hundredths of one
-MEMORY = 1 << 30  # bytes that it may ask for
+SECONDS = 20.0  # limit for a command on a busy machine; it usually takes some hundredths of a second
+MEMORY = 1 << 30  # limit of the bytes that a command allocates
 MAX_LINE_LENGTH = 1500
 
 DEEP = "deep"  # stands for a value nested too deeply for json.dumps
@@ -75,14 +75,14 @@ NASTY: list[Any] = [
 
 
 class Defect(Exception):  # noqa: N818  a finding, not a fault
-    """Raised when what must never happen did."""
+    """Raised when a command does what it must never do."""
 
 
 # Damage
 
 
 def _places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths to all that a JSON value holds."""
+    """Yield the paths to all values that a JSON value contains."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield (*above, key)
@@ -90,7 +90,7 @@ def _places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
 
 
 def damage_json(document: Any, rng: random.Random, below: tuple[Any, ...] = ()) -> str:
-    """Change one place of a document, below a path; returns what."""
+    """Change one value of a document, below a path, and return a description of the change."""
     places = [place for place in _places(document) if place[: len(below)] == below]
     if not places:
         return "nothing"
@@ -98,24 +98,24 @@ def damage_json(document: Any, rng: random.Random, below: tuple[Any, ...] = ()) 
     holder = document
     for key in place[:-1]:
         holder = holder[key]
-    key, how = place[-1], rng.randrange(6)
-    if how == 0:
+    key, change = place[-1], rng.randrange(6)
+    if change == 0:
         del holder[key]
         return f"remove {place}"
-    if how == 1 and isinstance(holder, dict):
+    if change == 1 and isinstance(holder, dict):
         new = rng.choice(
             ["", "x", "slidesparse", "\ud800", "a\nb", str(key).upper(), str(key) + "x", "lm_head"]
         )
         holder[new] = holder.pop(key)
         return f"rename {place} to {new!r}"
-    if how == 2:
+    if change == 2:
         other = rng.choice(places)
         source: Any = document
         for step in other:
             source = source[step]
         holder[key] = json.loads(json.dumps(source))
         return f"{place} as {other}"
-    if how == 3 and type(holder[key]) in (int, float):
+    if change == 3 and type(holder[key]) in (int, float):
         holder[key] += rng.choice([-1, 1, 8, -8, 64])
         return f"{place} {holder[key]}"
     holder[key] = rng.choice(NASTY)
@@ -127,13 +127,13 @@ def _dump(document: Any) -> bytes:
 
 
 def damage_bytes(raw: bytes, rng: random.Random) -> tuple[bytes, str]:
-    """Flip, cut, insert, or repeat some bytes."""
-    at, how = rng.randrange(len(raw) + 1), rng.randrange(5)
-    if how == 0:
+    """Flip, cut, insert or repeat some bytes, and return them with a description of the change."""
+    at, change = rng.randrange(len(raw) + 1), rng.randrange(5)
+    if change == 0:
         return raw[:at], f"cut at {at}"
-    if how == 1:
+    if change == 1:
         return raw[:at] + rng.randbytes(rng.randint(1, 9)) + raw[at:], f"insert at {at}"
-    if how == 2:
+    if change == 2:
         return raw + raw[:at], f"append {at}"
     changed = bytearray(raw)
     for _ in range(rng.randint(1, 4)):
@@ -161,16 +161,16 @@ def _index(folder: Path, rng: random.Random) -> str:
 
 def _json_file(path: Path, rng: random.Random, below: tuple[Any, ...] = ()) -> str:
     document = json.loads(path.read_bytes())
-    found = " and ".join(damage_json(document, rng, below) for _ in range(rng.choice([1, 1, 1, 2, 3])))
+    description = " and ".join(damage_json(document, rng, below) for _ in range(rng.choice([1, 1, 1, 2, 3])))
     path.write_bytes(_dump(document))
-    return f"{path.name}: {found}"
+    return f"{path.name}: {description}"
 
 
 def _text(folder: Path, rng: random.Random) -> str:
     path = rng.choice([path for path in sorted(folder.iterdir()) if path.suffix == ".json"])
-    raw, found = damage_bytes(path.read_bytes(), rng)
+    raw, description = damage_bytes(path.read_bytes(), rng)
     path.write_bytes(raw)
-    return f"{path.name}: {found}"
+    return f"{path.name}: {description}"
 
 
 def _shard(folder: Path, rng: random.Random) -> Path:
@@ -182,16 +182,16 @@ def _header(folder: Path, rng: random.Random) -> str:
     raw = path.read_bytes()
     length = struct.unpack("<Q", raw[:8])[0]
     header = json.loads(raw[8 : 8 + length])
-    if rng.random() < 0.3:  # two tensors change places, or names
-        one, two = rng.sample([name for name in header if name != "__metadata__"], 2)
-        what = rng.choice(["data_offsets", "shape", "dtype"])
-        header[one][what], header[two][what] = header[two][what], header[one][what]
-        found = f"{one} and {two} change {what}"
+    if rng.random() < 0.3:  # two tensors swap a field
+        first, second = rng.sample([name for name in header if name != "__metadata__"], 2)
+        field = rng.choice(["data_offsets", "shape", "dtype"])
+        header[first][field], header[second][field] = header[second][field], header[first][field]
+        description = f"{first} and {second} change {field}"
     else:
-        found = damage_json(header, rng)
+        description = damage_json(header, rng)
     text = _dump(header)
     path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
-    return f"{path.name}: header: {found}"
+    return f"{path.name}: header: {description}"
 
 
 def _header_bytes(folder: Path, rng: random.Random) -> str:
@@ -199,9 +199,9 @@ def _header_bytes(folder: Path, rng: random.Random) -> str:
     raw = path.read_bytes()
     end = 8 + struct.unpack("<Q", raw[:8])[0]
     start = rng.choice([0, 8])
-    changed, found = damage_bytes(raw[start:end], rng)
+    changed, description = damage_bytes(raw[start:end], rng)
     path.write_bytes(raw[:start] + changed + raw[end:])
-    return f"{path.name}: header: {found}"
+    return f"{path.name}: header: {description}"
 
 
 def _data(folder: Path, rng: random.Random) -> str:
@@ -218,23 +218,23 @@ def _data(folder: Path, rng: random.Random) -> str:
 
 
 def _tensor(folder: Path, rng: random.Random) -> str:
-    """Another value, type or shape of one tensor, or none, in files that fit together."""
+    """Change the values, dtype or shape of one tensor, or remove it, in files that stay consistent."""
     config, tensors = config_of(folder), tensors_of(folder)
     name = rng.choice(sorted(tensors))
-    tensor, how = tensors[name].clone(), rng.randrange(7)
-    if how == 0:
+    tensor, change = tensors[name].clone(), rng.randrange(7)
+    if change == 0:
         del tensors[name]
-    elif how == 1:
+    elif change == 1:
         tensors[name] = tensor.float().to(
             rng.choice([torch.int8, torch.bfloat16, torch.float32, torch.int32])
         )
-    elif how == 2:
+    elif change == 2:
         tensors[name] = tensor[..., : rng.randrange(tensor.shape[-1])].clone()
-    elif how == 3:
+    elif change == 3:
         tensors[name] = tensor[: rng.randrange(len(tensor))].clone()
-    elif how == 4:
+    elif change == 4:
         tensors[name] = tensor.unsqueeze(rng.choice([0, -1])).contiguous()
-    elif how == 5:
+    elif change == 5:
         tensors[rng.choice(["x", "lm_head.weight", name + "_scale", name + "x"])] = tensor
     elif tensor.numel():
         value = rng.choice([float("nan"), float("inf"), -1.0, 0.0, 100.0])
@@ -245,35 +245,35 @@ def _tensor(folder: Path, rng: random.Random) -> str:
     tokenizer = (folder / "tokenizer.json").read_bytes()
     for path in folder.iterdir():
         path.unlink()
-    write(folder, config, {name: one.contiguous() for name, one in tensors.items()}, shards)
+    write(folder, config, {name: value.contiguous() for name, value in tensors.items()}, shards)
     (folder / "tokenizer.json").write_bytes(tokenizer)
-    return f"tensor {name}: change {how}"
+    return f"tensor {name}: change {change}"
 
 
 def _files(folder: Path, rng: random.Random) -> str:
-    path, how = rng.choice(sorted(folder.iterdir())), rng.randrange(8)
-    if how == 0:
+    path, change = rng.choice(sorted(folder.iterdir())), rng.randrange(8)
+    if change == 0:
         path.unlink()
-    elif how == 1:
+    elif change == 1:
         path.write_bytes(b"")
-    elif how == 2:
+    elif change == 2:
         path.unlink()
         path.mkdir()
-    elif how == 3:
+    elif change == 3:
         path.unlink()
         path.symlink_to("/etc/passwd")
-    elif how == 4:
+    elif change == 4:
         path.unlink()
         path.symlink_to(path.name)
-    elif how == 5:
+    elif change == 5:
         path.unlink()
         os.mkfifo(path)
-    elif how == 6:
+    elif change == 6:
         other = folder / rng.choice(["x.safetensors", "y.bin", "modules.json", INDEX, "z.py"])
         other.write_bytes(path.read_bytes())
     else:
         path.rename(folder / rng.choice(["x.safetensors", "config.json", "modules.json"]))
-    return f"{path.name}: file {how}"
+    return f"{path.name}: file {change}"
 
 
 DAMAGE: dict[str, Callable[[Path, random.Random], str]] = {
@@ -291,51 +291,51 @@ DAMAGE: dict[str, Callable[[Path, random.Random], str]] = {
 
 
 def make_sources(folder: Path) -> list[Path]:
-    """One tiny model, converted in all KINDS."""
-    made = []
+    """Convert one tiny model to all KINDS."""
+    folders = []
     for layout, quant, shards in KINDS:
         source = folder / f"float-{shards}"
         if not source.exists():
             write(source, TINY.config(), float_tensors(TINY), shards)
         out = folder / f"{layout}-{quant}-{shards}"
         convert(source, out, layout=layout, quant=quant)
-        made.append(out)
-    return made
+        folders.append(out)
+    return folders
 
 
 def damaged(source: Path, target: Path, case: int) -> str:
-    """Make the damaged copy of a case; returns what was done."""
+    """Make the damaged copy of a case, and return a description of the damage."""
     rng = random.Random(case)
     shutil.copytree(source, target)
     kind = rng.choice(sorted(DAMAGE))
     return f"{source.name}, {kind}: {DAMAGE[kind](target, rng)}"
 
 
-# What becomes of it
+# Outcomes
 
 
 @contextmanager
 def limits() -> Iterator[None]:
-    """Raise Defect after SECONDS; more memory than MEMORY from now on is a MemoryError or a RuntimeError."""
+    """Raise Defect after SECONDS, and let allocations of more than MEMORY fail."""
 
-    def late(*_: object) -> None:
+    def expire(*_: object) -> None:
         raise Defect(f"it takes more than {SECONDS} s")
 
-    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    handler = signal.signal(signal.SIGALRM, late)
-    resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, before[1]))
+    current = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    handler = signal.signal(signal.SIGALRM, expire)
+    resource.setrlimit(resource.RLIMIT_AS, (current + MEMORY, limit[1]))
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        resource.setrlimit(resource.RLIMIT_AS, before)
+        resource.setrlimit(resource.RLIMIT_AS, limit)
         signal.signal(signal.SIGALRM, handler)
 
 
 def require_clear(error: BaseException) -> str:
-    """The class of an error of ours; Defect for another, or for one that is not a printable line."""
+    """Return the class of a SlideSparse error; raise Defect for any other, or for one that is not a printable line."""
     if not isinstance(error, SlideSparseError):
         shown = "".join(traceback.format_exception(error))[-1500:]
         raise Defect(f"{type(error).__name__}: {str(error)[:300]}\n{shown}") from error
@@ -358,26 +358,26 @@ def outcome(command: Callable[[], str]) -> str:
 
 
 def judge(folder: Path, original: Path, out: Path) -> dict[str, str]:
-    """The outcomes of `inspect`, `doctor`, `verify` against the original, and `convert` to the other layout.
+    """Return the outcomes of `inspect`, `doctor`, `verify` against the original, and `convert` to another layout.
 
-    Defect for a wrong one.
+    Raises Defect if one is wrong.
     """
     other = {"dense": "slided", "slided": "packed", "packed": "dense"}[original.name.partition("-")[0]]
-    found = {
+    outcomes = {
         "inspect": outcome(lambda: "violations" if inspect(folder).violations else "ok"),
         "doctor": outcome(lambda: "yes" if examine("model", folder).backend else "no"),
         "verify": outcome(lambda: "equal" if verify(original, folder).equal else "different"),
         "convert": outcome(lambda: _convert(folder, out, other)),
     }
-    if found["convert"] == "ok":
+    if outcomes["convert"] == "ok":
         try:
             stored(folder)
         except Exception as error:
             raise Defect(f"convert reads what the safetensors library refuses: {error}") from error
-        if found["inspect"] != "ok" and Metadata.of_config(config_of(folder).get("quantization_config")):
-            raise Defect(f"inspect says {found['inspect']}, but convert takes it")
+        if outcomes["inspect"] != "ok" and Metadata.of_config(config_of(folder).get("quantization_config")):
+            raise Defect(f"inspect says {outcomes['inspect']}, but convert takes it")
         _require_same_products(folder, out)
-    return found
+    return outcomes
 
 
 def _convert(folder: Path, out: Path, layout: str) -> str:
@@ -386,28 +386,28 @@ def _convert(folder: Path, out: Path, layout: str) -> str:
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the files that make up the model, read by the safetensors library; packed ones by ours."""
-    found: dict[str, torch.Tensor] = {}
+    """Read all tensors of a model's files with the safetensors library, and packed ones with SlideSparse's reader."""
+    tensors: dict[str, torch.Tensor] = {}
     checkpoint = storage.Checkpoint.open(folder)
     for file in checkpoint.files:
-        found |= load_file(folder / file)
+        tensors |= load_file(folder / file)
     with checkpoint.reader() as reader:
-        return found | {name: reader.whole(name) for name in checkpoint.tensors if name not in found}
+        return tensors | {name: reader.whole(name) for name in checkpoint.tensors if name not in tensors}
 
 
-def _require_same_products(one: Path, two: Path) -> None:
-    """Both checkpoints' layers, times the same activations, whatever their layouts."""
+def _require_same_products(left: Path, right: Path) -> None:
+    """Raise Defect unless the layers of both checkpoints, in any layout, give equal products."""
     products: list[dict[str, torch.Tensor]] = []
-    for folder in (one, two):
+    for folder in (left, right):
         metadata = Metadata.of_config(config_of(folder).get("quantization_config"))
-        tensors, found = stored(folder), {}
+        tensors, outputs = stored(folder), {}
         for name, entry in (metadata.layers if metadata else {}).items():
             x = torch.arange(entry.in_features, dtype=torch.float64)[None].sin()
             if metadata and metadata.layout == "slided":
                 x = lift(x, entry.pattern)
             scale = tensors[f"{name}.weight_scale"].double().reshape(-1, 1)
-            found[name] = (tensors[f"{name}.weight"].float().double() * scale) @ x[0]
-        products.append(found)
+            outputs[name] = (tensors[f"{name}.weight"].float().double() * scale) @ x[0]
+        products.append(outputs)
     for name in products[0].keys() & products[1].keys():
         if not torch.allclose(products[0][name], products[1][name], rtol=1e-12, atol=1e-9):
             raise Defect(f"{name}: the products of both layouts differ")
@@ -419,11 +419,11 @@ def run(
     report: Callable[[int, str, str], None],
     serve: Callable[[Path, str, dict[str, str]], str] | None = None,
 ) -> Counter[str]:
-    """Judge ``count`` cases from ``first`` on; ``report`` gets the number, the damage and what is wrong of defects.
+    """Judge ``count`` cases from ``first`` on; ``report`` gets the number, the damage and the message of each defect.
 
-    ``serve`` is another command: it gets the folder, the damage, and the outcomes of the others.
+    ``serve`` is an additional command that gets the folder, the damage, and the outcomes of the others.
     """
-    output.sync = lambda path: None  # type: ignore[assignment]  # not written for ever
+    output.sync = lambda path: None  # type: ignore[assignment]  # the files need not be durable
     os.fsync, fsync = lambda descriptor: None, os.fsync
     counts: Counter[str] = Counter()
     try:
@@ -432,15 +432,15 @@ def run(
             for case in range(first, first + count):
                 source = sources[case % len(sources)]
                 target, out = Path(name) / "damaged", Path(name) / "out"
-                done = damaged(source, target, case)
+                damage = damaged(source, target, case)
                 try:
-                    found = judge(target, source, out)
+                    outcomes = judge(target, source, out)
                     if serve:
-                        found["serve"] = serve(target, done, found)
-                    counts.update(f"{command}: {result}" for command, result in found.items())
+                        outcomes["serve"] = serve(target, damage, outcomes)
+                    counts.update(f"{command}: {result}" for command, result in outcomes.items())
                 except Defect as defect:
                     counts["defect"] += 1
-                    report(case, done, str(defect))
+                    report(case, damage, str(defect))
                 shutil.rmtree(target)
                 shutil.rmtree(out, ignore_errors=True)
     finally:
@@ -454,7 +454,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1000)
     options = parser.parse_args()
     started = time.monotonic()
-    counts = run(options.first, options.count, lambda *found: print("DEFECT", *found, sep="\n  ", flush=True))
+    counts = run(
+        options.first, options.count, lambda *defect: print("DEFECT", *defect, sep="\n  ", flush=True)
+    )
     for name, number in sorted(counts.items()):
         print(f"{number:7} {name}")
     print(f"{options.count} cases in {time.monotonic() - started:.0f} s")

@@ -1,4 +1,4 @@
-"""Load damaged checkpoints by vLLM with the plugin, each in a forked process: ``fuzz_serving.py --count 200``.
+"""Load damaged checkpoints into vLLM with the plugin, each in a forked process: ``fuzz_serving.py --count 200``.
 
 No engine is started: the model is made and loaded as a worker does, and each of its linear layers multiplies some
 activations.  The products must be those of the weights that `convert` reads from the same files.
@@ -40,7 +40,7 @@ FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj
 
 
 def load(folder: Path) -> Any:
-    """vLLM's model of a checkpoint."""
+    """Load a checkpoint as vLLM's model."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
     from vllm.engine.arg_utils import EngineArgs
@@ -54,30 +54,30 @@ def load(folder: Path) -> Any:
 
 
 def products(model: Any) -> dict[str, tuple[torch.Tensor, bool]]:
-    """Layer of the model -> its output for activations that only its in-features decide, [N]; whether it has a bias."""
+    """Map the name of each layer to its output [N] for `activations`, and whether it has a bias."""
     layers = ((name, module) for name, module in model.named_modules() if getattr(module, "scheme", None))
-    found = {}
+    outputs = {}
     for name, layer in layers:
         y = layer(activations(layer.input_size))
-        found[name] = (y[0] if isinstance(y, tuple) else y)[0], layer.bias is not None
-    return found
+        outputs[name] = (y[0] if isinstance(y, tuple) else y)[0], layer.bias is not None
+    return outputs
 
 
 def activations(in_features: int) -> torch.Tensor:
     return torch.randn(1, in_features, generator=torch.Generator().manual_seed(in_features))
 
 
-def require_right(folder: Path, found: dict[str, tuple[torch.Tensor, bool]]) -> None:
-    """Defect unless the products are those of what the checkpoint stores, to within the quantization of activations."""
+def require_right(folder: Path, outputs: dict[str, tuple[torch.Tensor, bool]]) -> None:
+    """Raise Defect unless outputs equal the stored weights' products, up to the quantization error of activations."""
     try:
         tensors = fuzz.stored(folder)
-    except SlideSparseError:  # an index that vLLM reads less strictly
+    except SlideSparseError:  # for example an index that vLLM reads less strictly
         tensors = fuzz.tensors_of(folder)
     metadata = Metadata.of_config(fuzz.config_of(folder)["quantization_config"])
     assert metadata
-    for name, (y, biased) in found.items():
+    for name, (y, biased) in outputs.items():
         head, _, last = name.rpartition(".")
-        expected, spread = [], []
+        parts, norms = [], []
         for part in (f"{head}.{part}" for part in FUSED.get(last, [last])):
             weight, entry = tensors[f"{part}.weight"], metadata.layers.get(part)
             if entry and metadata.layout == "slided":
@@ -85,53 +85,54 @@ def require_right(folder: Path, found: dict[str, tuple[torch.Tensor, bool]]) -> 
             weight = weight.double() * tensors[f"{part}.weight_scale"].double().reshape(-1, 1)
             x = activations(weight.shape[1])[0].double()
             bias = tensors[f"{part}.bias"].double() if biased else 0
-            expected.append(weight @ x + bias)
-            spread.append(weight.norm(dim=1) * x.norm())
-        wanted, allowed = (
-            torch.cat(expected),
-            0.02 * torch.cat(spread) + 1e-2 * torch.cat(expected).abs() + 1e-6,
+            parts.append(weight @ x + bias)
+            norms.append(weight.norm(dim=1) * x.norm())
+        expected, allowed = (
+            torch.cat(parts),
+            0.02 * torch.cat(norms) + 1e-2 * torch.cat(parts).abs() + 1e-6,
         )
-        same = (y.double() - wanted).abs() <= allowed
-        same |= (y == wanted.float()) | (y.isnan() & wanted.isnan())
-        if y.shape != wanted.shape or not bool(same.all()):
+        same = (y.double() - expected).abs() <= allowed
+        same |= (y == expected.float()) | (y.isnan() & expected.isnan())
+        if y.shape != expected.shape or not bool(same.all()):
             row = int((~same).nonzero()[0])
-            raise fuzz.Defect(f"{name}: row {row} gives {float(y[row])}, should be {float(wanted[row])}")
+            raise fuzz.Defect(f"{name}: row {row} gives {float(y[row])}, should be {float(expected[row])}")
 
 
 def folder_is_packed(folder: Path) -> bool:
     return any(name.endswith(".bitmask") for name in fuzz.tensors_of(folder))
 
 
-def serve_here(folder: Path, done: str, before: dict[str, str]) -> str:
-    """The outcome of loading: "right", "refused" by us, or the class of an error of vLLM's own."""
+def serve_here(folder: Path, damage: str, outcomes: dict[str, str]) -> str:
+    """Return the outcome of loading: "right", "refused" by the plugin, or the class of an error of vLLM's own."""
     try:
         with fuzz.limits():
-            found = products(load(folder))
+            outputs = products(load(folder))
     except fuzz.Defect:
         raise
     except BaseException as error:
-        return _refused(error, done)
-    if before["convert"] != "ok" and folder_is_packed(folder):
-        return "served, not judged"  # nothing but what refuses it reads the packed form
-    require_right(folder, found)
-    return "right" if before["convert"] == "ok" else "right, though convert refuses it"
+        return _refused(error, damage)
+    if outcomes["convert"] != "ok" and folder_is_packed(folder):
+        return "served, not judged"  # only convert, which refuses it, could read the packed form
+    require_right(folder, outputs)
+    return "right" if outcomes["convert"] == "ok" else "right, though convert refuses it"
 
 
-def _refused(error: BaseException, done: str) -> str:
+def _refused(error: BaseException, damage: str) -> str:
     chain: list[BaseException] = [error]
     while (above := chain[-1].__cause__ or chain[-1].__context__) is not None and above not in chain:
         chain.append(above)
-    if any(isinstance(one, SlideSparseError) for one in chain) or "Value error, " in str(error):
+    if any(isinstance(link, SlideSparseError) for link in chain) or "Value error, " in str(error):
         return "refused"
     frames = traceback.extract_tb(error.__traceback__)
-    of_ours = ", metadata: " in done and not isinstance(error, RecursionError)  # of whoever reads config.json
-    if not frames or of_ours or any(part in frames[-1].filename for part in OURS):
+    # a RecursionError comes from whichever package reads config.json
+    damaged_metadata = ", metadata: " in damage and not isinstance(error, RecursionError)
+    if not frames or damaged_metadata or any(part in frames[-1].filename for part in OURS):
         raise fuzz.Defect("".join(traceback.format_exception(error))[-2500:])
     return f"vLLM's {type(error).__name__}: {frames[-1].filename}:{frames[-1].lineno} {str(error)[:300]}"
 
 
-def serve(folder: Path, done: str, before: dict[str, str]) -> str:
-    """`serve_here` in a process of its own.  Not asked about pipes, which vLLM and safetensors wait for."""
+def serve(folder: Path, damage: str, outcomes: dict[str, str]) -> str:
+    """Run `serve_here` in its own process, except for folders with pipes, for which vLLM and safetensors wait."""
     if any(path.is_fifo() for path in folder.iterdir()):
         return "not asked"
     readable, writable = os.pipe()
@@ -143,15 +144,15 @@ def serve(folder: Path, done: str, before: dict[str, str]) -> str:
             os.dup2(sink, 1)
             os.dup2(sink, 2)
             try:
-                said = serve_here(folder, done, before)
+                outcome = serve_here(folder, damage, outcomes)
             except BaseException as error:
-                said = f"!{error}"
-            os.write(writable, said.encode(errors="replace")[:60_000])
+                outcome = f"!{error}"
+            os.write(writable, outcome.encode(errors="replace")[:60_000])
         finally:
             os._exit(0)
     os.close(writable)
-    text, until = b"", time.monotonic() + 2 * fuzz.SECONDS
-    while select.select([readable], [], [], max(0.0, until - time.monotonic()))[0]:
+    text, deadline = b"", time.monotonic() + 2 * fuzz.SECONDS
+    while select.select([readable], [], [], max(0.0, deadline - time.monotonic()))[0]:
         part = os.read(readable, 65536)
         text += part
         if not part:
@@ -161,20 +162,20 @@ def serve(folder: Path, done: str, before: dict[str, str]) -> str:
     os.close(readable)
     os.waitpid(pid, 0)
     if not text or text[:1] == b"!":
-        raise fuzz.Defect(text[1:].decode() or "the process ended without a word, or did not end")
+        raise fuzz.Defect(text[1:].decode() or "the process ended without output, or did not end")
     if SHOW and text.startswith(b"vLLM"):
-        print(done[:200], text.decode(), sep="\n  ")
+        print(damage[:200], text.decode(), sep="\n  ")
     return text.decode().partition(": ")[0]
 
 
 def run(first: int, count: int) -> dict[str, Any]:
-    """``defects``, each with its case, and ``counts`` of outcomes."""
+    """Return ``defects``, each with its case, and ``counts`` of outcomes."""
     defects: list[str] = []
     with tempfile.TemporaryDirectory() as name:  # imports all that loading needs
         for source in fuzz.make_sources(Path(name)):
             require_right(source, products(load(source)))
     counts = fuzz.run(
-        first, count, lambda case, done, wrong: defects.append(f"{case}: {done}: {wrong}"), serve
+        first, count, lambda case, damage, defect: defects.append(f"{case}: {damage}: {defect}"), serve
     )
     return {"defects": defects, "counts": dict(sorted(counts.items()))}
 
@@ -185,12 +186,12 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200)
     options = parser.parse_args()
     started = time.monotonic()
-    found = run(options.first, options.count)
-    print(*found["defects"], sep="\n\n")
-    for outcome, number in found["counts"].items():
+    report = run(options.first, options.count)
+    print(*report["defects"], sep="\n\n")
+    for outcome, number in report["counts"].items():
         print(f"{number:7} {outcome}")
     print(f"{options.count} cases in {time.monotonic() - started:.0f} s")
-    sys.exit(bool(found["defects"]))
+    sys.exit(bool(report["defects"]))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Engines on a GPU for tests: a trained model in every pattern, and many engines at a time, each asked once.
+"""Engines on a GPU for tests: a trained model in every pattern, and many engines at a time, each with one task.
 
-A test says with `needs` which engines it compares; all that the selected tests need are started at once, a dozen at a
-time, because an engine for a small model mostly waits for its own Python.
+A test declares with `needs` which engines it compares.  The engines of all selected tests are submitted at once and
+run a dozen at a time, because an engine for a small model mostly waits for its own Python code.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ F = TypeVar("F", bound=Callable[..., None])
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine: a checkpoint of the trained model, how it is served, what it is asked."""
+    """One engine: a checkpoint of the trained model, the way it is served, and its task."""
 
     quant: str
     pattern: str
@@ -90,14 +90,14 @@ class Engine:
 
     @property
     def layers(self) -> str:
-        """How the summary counts them: in a pipeline each of two processes counts its own."""
+        """The count of sparse layers in the summary; in a pipeline each of two processes counts its own."""
         count = trained.LAYERS // 2 if self.parallel == "pp" else trained.LAYERS
         return f"{count * 3 // 4 if self.skip else count} layers sparse"
 
 
 @dataclass(frozen=True)
 class Best:
-    """The best token at a position, and the second best."""
+    """The best and the second-best token at a position."""
 
     token: int
     logprob: float
@@ -110,7 +110,7 @@ class Best:
 
 
 def needs(engines: Callable[..., list[Engine]]) -> Callable[[F], F]:
-    """Says which engines a test asks for, as a function of its parameters."""
+    """Decorate a test with the engines that it needs, as a function of its parameters."""
 
     def mark(test: F) -> F:
         test.engines = engines  # type: ignore[attr-defined]
@@ -120,7 +120,7 @@ def needs(engines: Callable[..., list[Engine]]) -> Callable[[F], F]:
 
 
 def needed(request: pytest.FixtureRequest) -> Iterable[Engine]:
-    """The engines of the selected tests of the module that asks, as their `needs` say."""
+    """Yield the engines that the selected tests of the requesting module need."""
     for item in request.session.items:
         engines = getattr(getattr(item, "function", None), "engines", None)
         if engines and item.module is request.module:  # type: ignore[attr-defined]
@@ -129,7 +129,7 @@ def needed(request: pytest.FixtureRequest) -> Iterable[Engine]:
 
 
 class GpuEngines:
-    """Trains the model, converts it, runs engines on it."""
+    """The trained model, its converted checkpoints, and engines that serve them."""
 
     def __init__(
         self,
@@ -137,12 +137,13 @@ class GpuEngines:
         tasks: dict[str, Callable[[GpuEngines], dict[str, Any]]],
         at_a_time: int = AT_A_TIME,
     ) -> None:
-        """``tasks`` give what a task other than "prove" takes; of that, "env" and "options" are the engine's.
+        """Train the model.
 
-        ``at_a_time`` is how many engines run at once, at most.
+        ``tasks`` map a task other than "prove" to a function that returns its arguments, among which "env" and
+        "options" are for the engine.  ``at_a_time`` is the largest number of engines that run at once.
         """
         self.folder, self.source, self.tasks = folder, folder / "trained", tasks
-        # they import vLLM meanwhile
+        # the servers import vLLM during the training
         self.pool = EnginePool(min(at_a_time, 3 * (os.cpu_count() or 1) // 4 or 1))
         command = [sys.executable, trained.__file__, str(self.source)]
         run = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
@@ -152,13 +153,13 @@ class GpuEngines:
         self._answers: dict[Engine, Future[Answer]] = {}
 
     def start(self, engine: Engine) -> Future[Answer]:
-        """The answer to come; of an engine that was started before, that one."""
+        """Start an engine, unless it was started before, and return its future answer."""
         if engine not in self._answers:
             self._answers[engine] = self.pool.submit(self._request(engine))
         return self._answers[engine]
 
     def answer(self, engine: Engine) -> Answer:
-        """The engine's answer, once it is sure that it ran as it should have."""
+        """Wait for the engine's answer, and check that the engine ran as requested."""
         answer = self.start(engine).result()
         assert not answer.error, f"{engine}: {answer.error}\n{answer.log[-6000:]}"
         if engine.system == "stock":
@@ -175,11 +176,11 @@ class GpuEngines:
         return [self.answer(engine) for engine in engines]
 
     def wait(self) -> None:
-        """Until no engine runs."""
+        """Wait until no engine runs."""
         wait(self._answers.values())
 
     def checkpoint(self, engine: Engine) -> Path:
-        """The engine's model as it serves it, converted once."""
+        """The checkpoint that the engine serves, converted at its first use."""
         model = "bitnet" if engine.bitnet else "trained"
         pattern = engine.pattern.replace(":", "_")
         out = self.folder / f"{model}-{engine.quant}-{pattern}-{engine.layout}-{engine.method}{engine.skip}"
@@ -190,7 +191,7 @@ class GpuEngines:
         return out
 
     def _bitnet(self) -> Path:
-        """Master weights of a BitNet, which answers to the same text."""
+        """Master weights of a BitNet with the vocabulary and shape of the trained model."""
         folder = self.folder / "bitnet"
         if not folder.exists():
             shape = {"vocab_size": trained.VOCABULARY, **trained.SHAPE}
@@ -199,7 +200,7 @@ class GpuEngines:
         return folder
 
     def windows(self, count: int, length: int) -> list[list[int]]:
-        """Pieces of text that the model has not seen."""
+        """Windows of held-out text."""
         return trained.windows_of(self.text, count, length).tolist()  # type: ignore[no-any-return]
 
     def _request(self, engine: Engine) -> Request:
@@ -247,14 +248,14 @@ def greedy(answer: Answer) -> list[list[Best]]:
     ]
 
 
-def differences(found: Sequence[object], expected: Sequence[object]) -> str:
-    """How many entries differ, and the first that does; nothing when none does."""
-    assert len(found) == len(expected)
-    places = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]
+def differences(actual: Sequence[object], expected: Sequence[object]) -> str:
+    """Describe how many entries differ and the first that does; an empty text if none differs."""
+    assert len(actual) == len(expected)
+    places = [i for i, (a, b) in enumerate(zip(actual, expected, strict=True)) if a != b]
     if not places:
         return ""
     first = places[0]
-    return f"{len(places)} of {len(found)} differ, first number {first}: {found[first]}, expected {expected[first]}"
+    return f"{len(places)} of {len(actual)} differ, first number {first}: {actual[first]}, expected {expected[first]}"
 
 
 def same_share(left: list[Best], right: list[Best]) -> float:
@@ -263,45 +264,45 @@ def same_share(left: list[Best], right: list[Best]) -> float:
 
 
 def largest_change(left: list[Best], right: list[Best]) -> float:
-    """The most by which a log-probability differs between two runs on the same text."""
+    """The largest difference of a log-probability between two runs on the same text."""
     pairs = list(zip(left, right, strict=True))
     return max(max(abs(a.logprob - b.logprob), abs(a.second_logprob - b.second_logprob)) for a, b in pairs)
 
 
-def mean_error(found: list[Best], expected: list[Best]) -> float:
+def mean_error(actual: list[Best], expected: list[Best]) -> float:
     """Mean distance between the best log-probabilities."""
-    return float(np.mean([abs(a.logprob - b.logprob) for a, b in zip(found, expected, strict=True)]))
+    return float(np.mean([abs(a.logprob - b.logprob) for a, b in zip(actual, expected, strict=True)]))
 
 
 def compiled_beside_stock(engine: Engine) -> list[Engine]:
     """List the four engines that `require_only_rounding` compares."""
     stock = replace(engine, system="stock", layout="dense")
-    return [replace(one, mode=mode) for one in (stock, engine) for mode in ("eager", "compiled")]
+    return [replace(variant, mode=mode) for variant in (stock, engine) for mode in ("eager", "compiled")]
 
 
 def require_only_rounding(stock: Answer, stock_compiled: Answer, eager: Answer, compiled: Answer) -> None:
-    """Compiled tokens are eager ones but where Inductor's rounding can decide between two.
+    """Check that compiled tokens equal eager ones except where Inductor's rounding can decide between two tokens.
 
-    That is where the margin of the best token is at most twice what compiling moves a log-probability of stock vLLM by,
-    once for each of the two tokens.  How often: stock's own count, doubled because our layers round once more, and four
-    standard deviations of such a count.
+    There the margin of the best token is at most twice the largest change of a log-probability by which compilation
+    moves stock vLLM, once for each of the two tokens.  The number of such positions is bounded by stock's own count,
+    doubled because our layers round once more, plus four standard deviations of such a count.
     """
     bound = 2 * largest_change(teacher_forced(stock), teacher_forced(stock_compiled))
     differing = differing_positions(teacher_forced(eager), teacher_forced(compiled))
-    of_stock = len(differing_positions(teacher_forced(stock), teacher_forced(stock_compiled)))
+    stock_differing = len(differing_positions(teacher_forced(stock), teacher_forced(stock_compiled)))
     texts = list(zip(greedy(eager), greedy(compiled), strict=True))
     diverged = [
         differing_positions(left, right)[0] for left, right in texts if differing_positions(left, right)
     ]
     largest = max((best.margin for best in differing + diverged), default=0.0)
     print(
-        f"{len(differing)} of {len(teacher_forced(stock))} top-1 tokens differ, stock's {of_stock}; "
+        f"{len(differing)} of {len(teacher_forced(stock))} top-1 tokens differ, stock's {stock_differing}; "
         f"{len(diverged)} of {len(texts)} texts diverge; largest margin {largest:.4f} of {bound:.4f}"
     )
     assert largest <= bound
-    assert len(differing) <= 2 * of_stock + 4 * (2 * of_stock) ** 0.5 + 4
+    assert len(differing) <= 2 * stock_differing + 4 * (2 * stock_differing) ** 0.5 + 4
 
 
 def differing_positions(left: list[Best], right: list[Best]) -> list[Best]:
-    """Positions of ``left`` where the other has another token; of a generated text only the first can be compared."""
+    """Positions of ``left`` at which ``right`` has another token; in generated text only the first is comparable."""
     return [a for a, b in zip(left, right, strict=True) if a.token != b.token]

@@ -26,7 +26,7 @@ from slidesparse.slide import lift_layout
 LIBRARIES = {name: cast("Tunable", gemm.get(name)) for name in ("cusparselt", "cublaslt")}  # NVIDIA's
 BACKENDS = (*LIBRARIES, "hopper")
 HOPPER = (9, 0)
-ON_CPU = 100  # rows up to which exact products are computed there, by other code than the GPU's
+ON_CPU = 100  # largest number of rows for which exact products are computed on the CPU, by code other than the GPU's
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ def gpu() -> torch.device:
 
 
 def require_served() -> str:
-    """The backend that serves sparse layers on this GPU, built, so that no process that is measured does it."""
+    """Return the backend of sparse layers on this GPU, after building it, so that no measured process has to."""
     backend = os.environ.get(BACKEND) or AUTO
     if backend == AUTO:
         backend = "hopper" if torch.cuda.get_device_capability() == HOPPER else "cusparselt"
@@ -46,7 +46,7 @@ def require_served() -> str:
 
 
 def require_hopper() -> None:
-    """Skip the test on any other GPU."""
+    """Skip the test unless the GPU is a Hopper GPU."""
     capability = torch.cuda.get_device_capability()
     if capability != HOPPER:
         pytest.skip(f"the Hopper kernels are for compute capability 9.0, this GPU has {capability}")
@@ -83,7 +83,7 @@ def dense_sums(q: Tensor, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer and what it was made of."""
+    """A packed layer, and the weight it was packed from."""
 
     backend: str
     dtype: torch.dtype
@@ -91,25 +91,25 @@ class Layer:
     weight: Tensor  # [N, K], pruned, as it was before sliding
     packed: Tensor
     scale: Tensor  # [N, 1]
-    columns: int  # of codes; no property, as torch.compile could not trace the search for the backend
+    columns: int  # of codes; a field, as torch.compile could not trace a property that looks up the backend
 
     def lifted(self, q: Tensor) -> Tensor:
-        """Codes [M, K] -> [M, K'], by the reference, with nothing behind the last row."""
+        """Lift codes [M, K] -> [M, K'] with the reference, in memory that ends with the last row."""
         return lift_layout(q, self.layout)
 
     def quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [M, K] -> codes [M, columns] and scales [M, 1], by the operator."""
-        found: tuple[Tensor, Tensor] = torch.ops.slidesparse.quant_slide(
+        codes, scale = torch.ops.slidesparse.quant_slide(
             x, self.layout.length, self.layout.phase, self.dtype, self.columns
         )
-        return found
+        return codes, scale
 
     def product(self, q: Tensor, scale_x: Tensor, bias: Tensor | None, out: torch.dtype) -> Tensor:
-        """Run what follows `quantized`, by the operator."""
-        found: Tensor = torch.ops.slidesparse.scaled_matmul(
+        """Multiply the results of `quantized` by the weight, by the operator."""
+        y: Tensor = torch.ops.slidesparse.scaled_matmul(
             q, scale_x, self.packed, self.scale, bias, out, self.backend
         )
-        return found
+        return y
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The whole layer, x [M, K] -> [M, N]."""
@@ -128,9 +128,9 @@ class Layer:
 
 
 def layer(backend: str, pattern: str, dtype: torch.dtype, n: int, k: int) -> Layer:
-    """INT8 weights of every code, FP8 ones of normal numbers; the dense backend takes them pruned but not slid.
+    """Make a layer of INT8 weights of every code, or FP8 weights of normal numbers.
 
-    Skips the test where the backend is for other GPUs.
+    The dense backend gets pruned weights that are not slid.  Skips the test if the backend is for other GPUs.
     """
     if backend == "hopper":
         require_hopper()
@@ -140,19 +140,19 @@ def layer(backend: str, pattern: str, dtype: torch.dtype, n: int, k: int) -> Lay
     else:
         weight = prune(codes(n, k, n * k), parsed)
         scale = torch.linspace(0.005, 0.015, n, device=gpu()).reshape(n, 1)
-    found = gemm.get(backend)
+    implementation = gemm.get(backend)
     spec = LayerSpec(n, k, None if backend == "cublaslt" else parsed, 0, dtype, torch.bfloat16)
-    packed, columns = found.pack(spec, weight), spec.columns(found.alignment)
+    packed, columns = implementation.pack(spec, weight), spec.columns(implementation.alignment)
     return Layer(backend, dtype, spec.layout, weight, packed, scale, columns)
 
 
 def forget_plans() -> None:
-    """Let layers be planned anew: on this thread, and those of the backend hopper on all."""
+    """Discard the plans of this thread, and the plans of the backend hopper on all threads."""
     plans._thread_state.caches.clear()
     native.library().slidesparse_hopper_forget()
 
 
 def on_a_new_thread(function: Callable[[], T]) -> T:
-    """``function()`` where there are no handles and plans yet."""
+    """Call ``function`` on a thread that has no handles and plans yet."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()

@@ -1,4 +1,4 @@
-"""The fixture of tests that name this file in ``pytest_plugins``: a machine that seems to have a Hopper GPU."""
+"""The fixture for tests that name this file in ``pytest_plugins``: a simulated machine with a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slidesparse.gemm.hopper import backend, native
 
 @pytest.fixture
 def standing_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> StandIn:
-    """The stand-in for the kernels, with tuned tables of its own; CPU tensors pass for a GPU's."""
+    """Replace the kernels by a stand-in with its own cache of tuned tables; CPU tensors count as GPU tensors."""
     library = StandIn()
     monkeypatch.setattr(native, "library", lambda: library)
     monkeypatch.setattr(backend, "MAX_TABLE_TOKENS", 1 << 10)  # tables are made in less time

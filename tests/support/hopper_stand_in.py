@@ -1,6 +1,7 @@
-"""The compiled kernels of csrc/hopper/ for machines without a Hopper GPU: the same functions on a CPU's memory.
+"""A stand-in for the compiled kernels of csrc/hopper/ on machines without a Hopper GPU.
 
-They compute what the kernels compute by the reference, and note what they were handed.  Configurations are only names.
+It has the same functions for CPU memory, computes with the reference, and records its arguments.  Configurations are
+only names.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TYPES = {number: dtype for dtype, number in native.TYPES.items()}
 
 
 def memory(address: int, count: int, dtype: torch.dtype) -> Tensor:
-    """``count`` elements at an address, copied."""
+    """Copy ``count`` elements from an address."""
     size = count * dtype.itemsize
     if not size:
         return torch.empty(0, dtype=dtype)
@@ -34,7 +35,7 @@ def memory(address: int, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def strided(address: int, m: int, k: int, stride: int, dtype: torch.dtype) -> Tensor:
-    """Rows of ``k`` elements, ``stride`` apart."""
+    """Copy ``m`` rows of ``k`` elements, ``stride`` elements apart, from an address."""
     return memory(address, (m - 1) * stride + k if m else 0, dtype).as_strided((m, k), (stride, 1))
 
 
@@ -46,7 +47,7 @@ def write(address: int, values: Tensor) -> None:
 
 @dataclass
 class Plan:
-    """The arguments that a plan was made of."""
+    """The arguments from which a plan was made."""
 
     layer: Layer
     table: list[tuple[int, list[str]]]
@@ -64,17 +65,17 @@ class Plan:
 
 @dataclass
 class StandIn:
-    """The library; its functions are named as the compiled ones."""
+    """The library; its functions have the names of the compiled ones."""
 
     plans: dict[int, Plan] = field(default_factory=dict)  # by handle
     served: dict[tuple[int, Layer], int] = field(default_factory=dict)
     calls: list[tuple[Any, ...]] = field(default_factory=list)  # configuration, m, stream of each product
     quantizations: list[dict[str, Any]] = field(default_factory=list)
-    layers: int = 0  # runs of a whole one
+    layers: int = 0  # calls of slidesparse_hopper_linear
     refused: tuple[str, ...] = ("split:9x9/1x1/1",)
     candidates: tuple[str, ...] = ("split:2x64/1x4/2", "stream:3x128/2/1")
-    error: bytes | None = None  # what every launch returns
-    missing: bytes | None = None  # why the driver cannot run it
+    error: bytes | None = None  # the result of every launch
+    missing: bytes | None = None  # the reason why the driver cannot run the kernels
 
     def slidesparse_hopper_unusable(self) -> bytes | None:
         return self.missing
@@ -91,11 +92,11 @@ class StandIn:
     def slidesparse_hopper_candidates(
         self, n: int, columns: int, m: int, fp8: int, blocks: int, most: int, texts: Any, us: Any, count: Any
     ) -> None:
-        found = self.candidates[:most]
-        for i, text in enumerate(found):
+        names = self.candidates[:most]
+        for i, text in enumerate(names):
             texts[native.TEXT_BYTES * i : native.TEXT_BYTES * i + len(text)] = text.encode()
             us[i] = 1.0 + i
-        count._obj.value = len(found)
+        count._obj.value = len(names)
 
     def slidesparse_hopper_plan(
         self,
@@ -108,7 +109,7 @@ class StandIn:
         count: int,
         tokens: Any,
         texts: Any,
-        made: Any,
+        plan_out: Any,
     ) -> bytes | None:
         kinds = len(BLOCKS)
         rows = [[texts[kinds * i + kind].decode() for kind in range(kinds)] for i in range(count)]
@@ -117,7 +118,7 @@ class StandIn:
             return refusal
         handle = 1 + max(self.plans, default=0)
         self.plans[handle] = Plan(Layer(n, k, length, phase, bool(fp8), columns), table)
-        made._obj.value = handle
+        plan_out._obj.value = handle
         return None
 
     def slidesparse_hopper_delete(self, plan: int) -> None:
@@ -157,7 +158,7 @@ class StandIn:
             {"stride": stride, "eps": eps, "residual_stride": residual_stride, "stream": stream}
         )
         norm, adds = prologue in (native.RMS_NORM, native.ADD_RMS_NORM), prologue == native.ADD_RMS_NORM
-        assert [bool(one) for one in (gain, residual, total)] == [norm, adds, adds]
+        assert [bool(operand) for operand in (gain, residual, total)] == [norm, adds, adds]
         source, k = TYPES[kind], layer.k
         tokens = strided(x, m, 2 * k if prologue == native.SILU_MUL else k, stride, source)
         if prologue == native.SILU_MUL:

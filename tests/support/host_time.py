@@ -1,4 +1,4 @@
-"""Time that a call takes the host."""
+"""Measurement of the host time of a call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def host_us(call: Callable[[], object]) -> float:
-    """Microseconds of a call on the host while the GPU's queue has room: the median of 20 loops of 20 calls."""
+    """Median host time of a call, in microseconds, over 20 loops of 20 calls that do not fill the GPU's queue."""
     samples = []
     for _ in range(25):
         torch.cuda.synchronize()

@@ -1,6 +1,6 @@
-"""Cases of Triton kernels, run by Triton's interpreter: in a process of their own, as kernels ask for it when defined.
+"""Test cases of Triton kernels that run in Triton's interpreter, which a kernel selects when it is defined.
 
-A test file that has such cases is itself the program: `run` starts it, once, and its ``__main__`` calls `report`.
+They need a separate process: `run` starts the test file itself as a program, once, and its ``__main__`` calls `report`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ ROOT = Path(__file__).parents[2]
 
 @cache
 def run(program: str) -> dict[str, str | None]:
-    """Return what each case of a test file said, None where it passed; skip without Triton."""
+    """Return the error message of each case of a test file, None if it passed; skip without Triton."""
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-W", "ignore", program]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
-    found = dict(json.loads(line) for line in done.stdout.splitlines())
-    assert done.returncode == 0, f"after {len(found)} cases: {done.stderr[-2000:]}"
-    return found
+    process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    messages = dict(json.loads(line) for line in process.stdout.splitlines())
+    assert process.returncode == 0, f"after {len(messages)} cases: {process.stderr[-2000:]}"
+    return messages
 
 
 def report(cases: Mapping[str, Callable[[str], None]]) -> None:
-    """Run the cases; a line of JSON each: [name, what went wrong or null]."""
+    """Run the cases, and print a line of JSON for each: [name, error message or null]."""
     for name, check in cases.items():
         message = None
         try:

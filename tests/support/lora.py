@@ -1,4 +1,4 @@
-"""A LoRA adapter in PEFT's format, and a way to make vLLM's LoRA kernels give the same bits every time."""
+"""A LoRA adapter in PEFT's format, and kernel configurations that make vLLM's LoRA kernels deterministic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 
 def write_adapter(model: Path, folder: Path, seed: int = 0) -> Path:
-    """A random adapter for all linear layers of the float checkpoint ``model``, with an effect that shows."""
+    """Write a random adapter with a visible effect for all linear layers of the float checkpoint ``model``."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, weight in load_file(model / "model.safetensors").items():
@@ -38,10 +38,10 @@ def write_adapter(model: Path, folder: Path, seed: int = 0) -> Path:
 
 
 def write_kernel_configs(folder: Path, gpu: str) -> Path:
-    """Write a folder for VLLM_TUNED_CONFIG_FOLDER: vLLM's own choices for the GPU, but for K, which is not split.
+    """Write a folder for VLLM_TUNED_CONFIG_FOLDER with vLLM's own configurations for the GPU, but without split-K.
 
-    By default up to 64 parts of K are added atomically, in whatever order they come, so that even stock vLLM differs
-    from itself.  The keys are numbers of adapters, slices, tokens, K and N; vLLM takes the nearest but for slices.
+    By default up to 64 parts of K are added atomically, in any order, so that even stock vLLM differs from itself.  The
+    keys are numbers of adapters, slices, tokens, K and N; vLLM takes the nearest key, except for slices.
     """
     shared = {"num_warps": 4, "num_ctas": 1, "num_stages": 2, "max_nreg": None}
     shrink = {**shared, "block_m": 32, "block_n": 16, "block_k": 32, "split_k": 1, "group_size_m": 8}

@@ -1,4 +1,4 @@
-"""Machines that are not here: what their backends say."""
+"""Simulated machines with a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slidesparse.gemm.backend import Backend
 
 
 def with_gpu(monkeypatch: pytest.MonkeyPatch, **missing: str) -> None:
-    """A machine whose GPU backends can run, but for those that say in ``missing`` why not."""
+    """Simulate a machine whose GPU backends can run, except those for which ``missing`` gives a reason."""
 
     def unusable(self: Backend, device: torch.device, capability: object = None) -> str | None:
         return missing.get(self.name) if device.type == "cuda" else "it needs an NVIDIA GPU"

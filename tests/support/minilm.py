@@ -1,4 +1,4 @@
-"""MiniLM's embeddings as the plugin should serve them, computed by calibration's own transformer blocks."""
+"""Expected embeddings of MiniLM, computed with the transformer blocks of calibration."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from slidesparse.quantize import INT8, dequantize_rows, quantize_rows
 
 @torch.inference_mode()
 def embeddings(original: Path, dense: Path, sentences: tuple[str, ...]) -> np.ndarray:
-    """Mean of the last hidden states [sentences, hidden], of length one.
+    """Return normalized means of the last hidden states, [sentences, hidden].
 
-    ``dense``: the INT8 checkpoint converted from ``original`` in the dense layout.  Each linear layer rounds its inputs
-    as vLLM does on a CPU.
+    ``dense`` is the INT8 checkpoint in dense layout that was converted from ``original``.  Each linear layer rounds its
+    inputs as vLLM does on a CPU.
     """
     model, codes, encode = (
         open_model(Checkpoint.open(original)),
@@ -40,13 +40,13 @@ def embeddings(original: Path, dense: Path, sentences: tuple[str, ...]) -> np.nd
     return torch.nn.functional.normalize(means, dim=-1).numpy()
 
 
-def assert_served(found: np.ndarray, expected: np.ndarray) -> None:
-    """Most embeddings are the expected ones to some digits.
+def assert_served(actual: np.ndarray, expected: np.ndarray) -> None:
+    """Check that most embeddings equal the expected ones to some digits.
 
-    Sums in another order move a code by one here and there, which whole layers then multiply.  It costs single
-    sentences less than the 0.003 in cosine that INT8 activations cost the unpruned model on average; pruning alone
-    moves the embeddings to 0.93.  On a GPU the layers between the linear ones compute in BF16.
+    Another summation order changes a code by one occasionally, which the following layers amplify.  This changes the
+    cosine of single sentences by less than the 0.003 that INT8 activations cost the unpruned model on average; pruning
+    alone moves the embeddings to 0.93.  On a GPU the layers between the linear ones compute in BF16.
     """
-    cosines = (found * expected).sum(-1)
+    cosines = (actual * expected).sum(-1)
     assert cosines.min() > 0.99
     assert torch.cuda.is_available() or float(np.median(cosines)) > 0.9998

@@ -107,7 +107,7 @@ def float_tensors(model: Decoder) -> dict[str, torch.Tensor]:
 
 
 def quantization_config(quant: str, strategy: str = "channel") -> dict[str, object]:
-    """A compressed-tensors W8A8 config with dynamic per-token activations."""
+    """Return a compressed-tensors W8A8 config with dynamic per-token activations."""
     kind = {"int8": "int", "fp8": "float"}[quant]
     common = {"num_bits": 8, "type": kind, "symmetric": True}
     return {
@@ -126,12 +126,12 @@ def quantization_config(quant: str, strategy: str = "channel") -> dict[str, obje
 
 
 def write_float(model: Decoder, folder: Path) -> Path:
-    """A BF16 Hugging Face checkpoint in one file."""
+    """Write a BF16 Hugging Face checkpoint of one file."""
     return _write(folder, model.config(), float_tensors(model))
 
 
 def write_w8a8(model: Decoder, folder: Path, quant: str = "int8", strategy: str = "channel") -> Path:
-    """An unpruned compressed-tensors W8A8 checkpoint; INT8 codes stay within LARGEST_EXACT_CODE."""
+    """Write an unpruned compressed-tensors W8A8 checkpoint; INT8 codes stay within LARGEST_EXACT_CODE."""
     tensors = float_tensors(model)
     for name in model.linears():
         weight = tensors[f"{name}.weight"]
@@ -155,7 +155,7 @@ def _write(folder: Path, config: dict[str, object], tensors: dict[str, torch.Ten
 
 
 def converted(source: Path, out: Path, pattern: str, layout: str = "dense") -> Path:
-    """``source`` pruned by the real converter."""
+    """Prune ``source`` with the real converter."""
     from slidesparse.convert.options import ConvertOptions
     from slidesparse.convert.stream import convert
 
@@ -164,7 +164,7 @@ def converted(source: Path, out: Path, pattern: str, layout: str = "dense") -> P
 
 
 def shrink_codes(folder: Path) -> Path:
-    """A checkpoint of one file whose INT8 codes are brought within LARGEST_EXACT_CODE; zeros stay."""
+    """Scale the INT8 codes of a checkpoint of one file into LARGEST_EXACT_CODE; zeros stay zero."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     for name, tensor in tensors.items():
@@ -175,7 +175,7 @@ def shrink_codes(folder: Path) -> Path:
 
 
 def write_config(folder: Path, pattern: str | None, quant: str = "int8", layout: str = "dense") -> Path:
-    """The config.json of a W8A8 checkpoint, pruned or not, and nothing else."""
+    """Write only the config.json of a W8A8 checkpoint, pruned if there is a pattern."""
     folder.mkdir(parents=True)
     block = quantization_config(quant)
     if pattern:

@@ -1,4 +1,4 @@
-"""Small mixture-of-experts models with random weights, in the names of their Hugging Face checkpoints."""
+"""Small mixture-of-experts models with random weights and the tensor names of Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Moe:
     """A model of two layers; the intermediate size of its experts is 64."""
 
     architecture: str
-    config: Mapping[str, Any]  # beside what all have
-    module: str  # of a layer, which holds the router and the experts
+    config: Mapping[str, Any]  # entries beside those that all models have
+    module: str  # name of the module that holds the router and the experts of a layer
     parts: tuple[str, str, str]  # gate, up and down of an expert
     router: str = "gate"
     others: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # of a layer, never pruned
@@ -29,18 +29,18 @@ class Moe:
     dense: tuple[int, ...] = ()  # layers with an MLP instead of experts
 
     def attention(self) -> dict[str, tuple[int, int]]:
-        """Layer name -> (N, K) of what vLLM serves by linear layers."""
+        """Layer name -> (N, K) of the attention's linear layers."""
         shapes = {f"self_attn.{name}_proj": (HIDDEN, HIDDEN) for name in "qkvo"}
         return {f"model.layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in shapes.items()}
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Layer name -> (N, K) of what is pruned."""
-        found = self.attention()
+        """Layer name -> (N, K) of all linear layers, which are pruned."""
+        layers = self.attention()
         for i in range(LAYERS):
             mlp = dict(zip(("gate_proj", "up_proj", "down_proj"), _mlp(160), strict=True))
             shapes = {f"mlp.{name}": shape for name, shape in mlp.items()} if i in self.dense else self.shared
-            found |= {f"model.layers.{i}.{name}": shape for name, shape in shapes.items()}
-        return found
+            layers |= {f"model.layers.{i}.{name}": shape for name, shape in shapes.items()}
+        return layers
 
     def experts(self) -> dict[str, tuple[int, int]]:
         """Layer name -> (N, K) of routed experts."""
@@ -53,13 +53,13 @@ class Moe:
         }
 
     def routers(self) -> dict[str, tuple[int, int]]:
-        """Layer name -> (N, K) of what is never quantized."""
+        """Layer name -> (N, K) of routers and other layers that are never quantized."""
         shapes = {f"{self.module}.{self.router}": (EXPERTS, HIDDEN), **self.others}
-        where = (i for i in range(LAYERS) if i not in self.dense)
-        return {f"model.layers.{i}.{name}": shape for i in where for name, shape in shapes.items()}
+        sparse_layers = (i for i in range(LAYERS) if i not in self.dense)
+        return {f"model.layers.{i}.{name}": shape for i in sparse_layers for name, shape in shapes.items()}
 
     def settings(self) -> dict[str, Any]:
-        """config.json."""
+        """The entries of config.json."""
         return {
             "architectures": [self.architecture],
             "hidden_size": HIDDEN,
@@ -89,27 +89,27 @@ class Moe:
         def normal(n: int, k: int, std: float) -> Tensor:
             return (torch.randn(n, k, generator=generator) * std).bfloat16()
 
-        found = {
+        tensors = {
             "model.embed_tokens.weight": normal(VOCABULARY, HIDDEN, 1.0),
             "model.norm.weight": torch.ones(HIDDEN).bfloat16(),
             "lm_head.weight": normal(VOCABULARY, HIDDEN, 0.2),
         }
         for i in range(LAYERS):
             for norm in ("input_layernorm", "post_attention_layernorm"):
-                found[f"model.layers.{i}.{norm}.weight"] = torch.ones(HIDDEN).bfloat16()
+                tensors[f"model.layers.{i}.{norm}.weight"] = torch.ones(HIDDEN).bfloat16()
             if self.architecture == "Qwen3MoeForCausalLM":
                 for norm in ("q_norm", "k_norm"):
-                    found[f"model.layers.{i}.self_attn.{norm}.weight"] = torch.ones(HEAD).bfloat16()
+                    tensors[f"model.layers.{i}.self_attn.{norm}.weight"] = torch.ones(HEAD).bfloat16()
             if self.architecture == "Qwen2MoeForCausalLM":
                 for part in "qkv":
                     bias = torch.randn(HIDDEN, generator=generator) * 0.1
-                    found[f"model.layers.{i}.self_attn.{part}_proj.bias"] = bias.bfloat16()
+                    tensors[f"model.layers.{i}.self_attn.{part}_proj.bias"] = bias.bfloat16()
         for name, (n, k) in {**self.linears(), **self.experts(), **self.routers()}.items():
-            found[f"{name}.weight"] = normal(n, k, 1.5 * k**-0.5)
-        return found
+            tensors[f"{name}.weight"] = normal(n, k, 1.5 * k**-0.5)
+        return tensors
 
     def write(self, folder: Path) -> Path:
-        """A float checkpoint."""
+        """Write a float checkpoint."""
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(self.settings()))
         save_file(self.tensors(), folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,8 +1,8 @@
-"""How the kernels that norm or gate before they quantize are compared.
+"""Comparison of kernels that compute a norm or an activation before they quantize.
 
-A norm has one free number a row, the factor 1 / sqrt(mean square): sums in another order and an approximate root move
-its last bits.  All that follows is fixed, so a kernel must give, bit for bit, what the reference gives for *some*
-factor within the bound below of the exact one.  The activation has nothing free.
+A norm has one inexact number per row, the factor 1 / sqrt(mean square): another summation order and an approximate root
+change its last bits.  Everything after it is exact, so a kernel must equal, bit for bit, the reference for *some*
+factor within the bound below of the exact one.  The activation has no inexact number.
 """
 
 from __future__ import annotations
@@ -36,21 +36,24 @@ def moved(factor: Tensor, ulps: int) -> Tensor:
 
 
 def assert_norm_of_some_factor(
-    found: tuple[Tensor, Tensor], sums: Tensor, weight: Tensor, source: torch.dtype, layout: SlideLayout
+    actual: tuple[Tensor, Tensor], sums: Tensor, weight: Tensor, source: torch.dtype, layout: SlideLayout
 ) -> int:
-    """Each row of codes and scales is the reference's for a factor within REACH; the farthest that was needed."""
-    codes, scales = without_nan_signs(found[0].cpu()), found[1].cpu()
+    """Check that each row of codes and scales is the reference's for a factor within REACH.
+
+    Returns the largest distance that was needed, in units of the last place.
+    """
+    codes, scales = without_nan_signs(actual[0].cpu()), actual[1].cpu()
     exact = factors(sums)
     unexplained = torch.ones(sums.shape[0], dtype=torch.bool)
     for ulps in sorted(range(-REACH, REACH + 1), key=abs):
-        at = unexplained.nonzero().flatten()
-        normed = (sums[at] * moved(exact[at], ulps) * weight.float()).to(source)
-        q, scale = reference.quant_slide(normed, layout, found[0].dtype)
-        equal = without_nan_signs(q) == codes[at]
-        if found[0].dtype == FP8:  # a row of NaNs: its padding may be NaN too
-            equal |= exact[at].isnan() & (codes[at] == 0x7F)
-        same = equal.all(1) & (scale == scales[at]).flatten()
-        unexplained[at[same]] = False
+        remaining = unexplained.nonzero().flatten()
+        normed = (sums[remaining] * moved(exact[remaining], ulps) * weight.float()).to(source)
+        q, scale = reference.quant_slide(normed, layout, actual[0].dtype)
+        equal = without_nan_signs(q) == codes[remaining]
+        if actual[0].dtype == FP8:  # a row of NaNs: its padding may be NaN too
+            equal |= exact[remaining].isnan() & (codes[remaining] == 0x7F)
+        matches = equal.all(1) & (scale == scales[remaining]).flatten()
+        unexplained[remaining[matches]] = False
         if not unexplained.any():
             return abs(ulps)
     raise AssertionError(
@@ -60,7 +63,7 @@ def assert_norm_of_some_factor(
 
 @cache
 def compiled_activation() -> Callable[[Tensor], Tensor]:
-    """silu(gate) * up by the code that Inductor makes of vLLM's SiluAndMul, once for all shapes of a dtype."""
+    """Return silu(gate) * up as Inductor compiles vLLM's SiluAndMul, once for all shapes of a dtype."""
 
     def act(x: Tensor) -> Tensor:
         d = x.shape[-1] // 2

@@ -1,6 +1,6 @@
-"""Serve with one of vLLM's Ray executors, on a Ray of our own whose workers see none of our flags, and ask the workers.
+"""Serve with one of vLLM's Ray executors on a new Ray cluster, whose workers have none of our flags, and query them.
 
-A program: ``ray_engine.py REQUEST ANSWER`` runs a `RayRequest` and writes {"executor", "tokens", "driver", "workers"}.
+``ray_engine.py REQUEST ANSWER`` runs a `RayRequest` and writes {"executor", "tokens", "driver", "workers"}.
 """
 
 from __future__ import annotations
@@ -35,26 +35,25 @@ class RayRequest:
 
 
 def describe(config: Any) -> dict[str, Any]:
-    """How a process sees the quantization of a VllmConfig."""
-    found = config.quant_config
-    resolution = asdict(found.resolution) if "resolution" in vars(found) else None
-    return {"method": type(found).__name__, "resolution": resolution}
+    """The quantization method and the resolution in a process's VllmConfig."""
+    quantization = config.quant_config
+    resolution = asdict(quantization.resolution) if "resolution" in vars(quantization) else None
+    return {"method": type(quantization).__name__, "resolution": resolution}
 
 
 def describe_worker(worker: Any) -> dict[str, Any]:
-    """`describe` in a worker; for each layer of ours the block length and the backend that it multiplies with; what
-    the process is; what of our flags it can see; its shared memory.
+    """Run `describe` in a worker, and add the block length and the backend of each SlideSparse layer, the identity of
+    the process, the flags in its environment, and its shared memory.
     """
     import ray
     import vllm.plugins
     from vllm.platforms import current_platform
 
     schemes = {name: getattr(module, "scheme", None) for name, module in worker.get_model().named_modules()}
-    found = {name: getattr(scheme, "arguments", None) for name, scheme in schemes.items()}
-    ours = {name: arguments for name, arguments in found.items() if arguments}
+    layers = {name: getattr(scheme, "arguments", None) for name, scheme in schemes.items()}
     return {
         **describe(worker.vllm_config),
-        "layers": {name: [arguments[0], arguments[-1]] for name, arguments in ours.items()},
+        "layers": {name: [arguments[0], arguments[-1]] for name, arguments in layers.items() if arguments},
         "actor": ray.get_runtime_context().get_actor_id(),
         "platform": type(current_platform).__name__,
         "plugins_loaded": vllm.plugins.plugins_loaded,
@@ -64,7 +63,7 @@ def describe_worker(worker: Any) -> dict[str, Any]:
 
 
 def serve(request: RayRequest) -> dict[str, Any]:
-    """An engine's life.  Ray starts before the flags are there, like a cluster that knows nothing of us."""
+    """Run an engine.  Ray starts before the flags are set, as a cluster does that does not know SlideSparse."""
     import ray
 
     ray.init(
@@ -75,7 +74,7 @@ def serve(request: RayRequest) -> dict[str, Any]:
         object_store_memory=100 << 20,  # bytes
         _temp_dir=os.environ["RAY_TMPDIR"],
     )
-    # Below here vLLM looks for a port, after which it names shared memory; left alone, root always gets port 100.
+    # vLLM searches for a free port below this one and names shared memory after it; by default root gets port 100.
     os.environ["VLLM_DP_MASTER_PORT"] = str(_free_port() - 100)
     os.environ.update(request.env)
 
@@ -91,7 +90,7 @@ def serve(request: RayRequest) -> dict[str, Any]:
     }
     llm.llm_engine.engine_core.shutdown()
     ray.shutdown()
-    for worker in answer["workers"]:  # vLLM kills them, so that they could not clear up
+    for worker in answer["workers"]:  # vLLM kills them before they can clean up
         for path in worker.pop("shared"):
             Path(path).unlink(missing_ok=True)
     return answer
@@ -104,5 +103,5 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":
-    asked = RayRequest(**json.loads(Path(sys.argv[1]).read_text()))
-    Path(sys.argv[2]).write_text(json.dumps(serve(asked)))
+    request = RayRequest(**json.loads(Path(sys.argv[1]).read_text()))
+    Path(sys.argv[2]).write_text(json.dumps(serve(request)))

@@ -1,7 +1,7 @@
-"""A platform plugin for vLLM: its CPU platform, which names no resource of Ray's, with one named, and nothing else.
+"""A platform plugin for vLLM: its CPU platform with a resource name for Ray, which the original lacks.
 
-Ray hands out devices of the kinds that it knows, so the workers' places are called GPUs; Ray takes their number on
-trust.
+Ray allocates only devices of kinds that it knows, so the workers' resources are called GPUs; Ray does not verify their
+number.
 """
 
 from __future__ import annotations
@@ -16,5 +16,5 @@ class RayOnCpu(CpuPlatform):
 
 
 def activate() -> str:
-    """The entry point; vLLM calls it in every process, Ray's workers among them."""
+    """Return the platform's class name; vLLM calls this entry point in every process, including Ray's workers."""
     return f"{RayOnCpu.__module__}.{RayOnCpu.__name__}"

@@ -25,7 +25,7 @@ def layer(model: str, name: str, pattern: str, m: int, provider: str, us: float)
 
 
 def four(model: str, pattern: str, m: int, provider: str, us: float) -> list[str]:
-    """Four layers that take ``us`` together: 1, 2, 3 and 4 tenths of it."""
+    """Rows of four layers that take ``us`` together: 1, 2, 3 and 4 tenths of it."""
     return [layer(model, name, pattern, m, provider, us * (i + 1) / 10) for i, name in enumerate(FOUR)]
 
 
@@ -34,7 +34,7 @@ def summed(model: str, pattern: str, m: int, provider: str, us: float, dtype: st
 
 
 def tables(text: str, heading: str) -> list[list[list[str]]]:
-    """Cells of every table under a heading, head first, without the rule."""
+    """Return the cells of every table under a heading, the header row first, without the separator row."""
     body = re.split(r"^#+ ", text.split(f"# {heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
     blocks = re.findall(r"(?:^\|.*\n)+", body, flags=re.MULTILINE)
     split = [

@@ -1,15 +1,16 @@
-"""Every kernel and both GEMM libraries on small odd shapes, to be run where accesses out of bounds are seen::
+"""Every kernel and both GEMM libraries on small odd shapes, to be run under a tool that detects invalid accesses::
 
     compute-sanitizer --tool memcheck --error-exitcode 9 python tests/support/sanitize.py [WORD OF A CASE'S NAME ...]
 
-The word spmm picks the hand-written N:M kernels alone, which racecheck, synccheck and initcheck take as well.
+The word spmm selects only the hand-written N:M kernels, which racecheck, synccheck and initcheck can check as well.
 
-Tensors get memory of their own, not a piece of torch's pool, so that the tool knows where they end.  Inputs lie between
-NaN, Inf or large codes and outputs, where they can be handed over, between guards that must survive.  Results are
-compared with the reference.  Exits with 1 when one differs; the tool tells the rest.
+Every tensor has its own memory, not a part of torch's pool, so that the tool knows where it ends.  Inputs lie between
+NaN, Inf or large codes; outputs, where they can be passed in, lie between guards that must stay unchanged.  Results are
+compared with the reference.  The exit code is 1 if one differs; the tool reports everything else.
 
-Codes reach to the next bucket of tokens and are not written beyond the last token (`slidesparse.ops`): GEMMs read them
-and nobody reads what comes of it.  The tool initcheck reports that and no other; racecheck and synccheck need no care.
+Codes extend to the next bucket of tokens and are not written beyond the last token (`slidesparse.ops`): GEMMs read
+them, and the results of these rows are never used.  The tool initcheck reports these reads and nothing else; racecheck
+and synccheck are not affected.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from slidesparse.tune.inputs import with_sparse_blocks
 
 HOPPER = cast("Hopper", gemm.get("hopper"))
 GUARD = 0x55  # bytes around outputs
-MARGIN = 64  # columns or rows of poison, a multiple of what alignment wants
+MARGIN = 64  # columns or rows of poison, a multiple of every required alignment
 TOKENS = (1, 5, 17)
 GEOMETRIES = (
     ("2:4", 37, 0),
@@ -70,12 +71,12 @@ def normal(m: int, k: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def tight(x: Tensor) -> Tensor:
-    """On the GPU, with nothing around: reading next to it is out of bounds."""
+    """Copy to the GPU without a margin: an access next to the tensor is out of bounds."""
     return x.contiguous().cuda()
 
 
 def poisoned(x: Tensor) -> Tensor:
-    """On the GPU, rows between columns that would show: NaN and Inf, or the largest codes."""
+    """Copy to the GPU between columns that change results if they are read: NaN and Inf, or the largest codes."""
     value = torch.nan if x.dtype.is_floating_point and x.element_size() > 1 else 0x7F  # in FP8 a NaN
     bits = x.view(torch.int8) if x.element_size() == 1 else x
     wide = torch.full((x.shape[0], x.shape[1] + 2 * MARGIN), value, dtype=bits.dtype, device="cuda")
@@ -86,7 +87,7 @@ def poisoned(x: Tensor) -> Tensor:
 
 
 def beside(x: Tensor) -> Tensor:
-    """On the GPU, rows of whole vectors, of which those of ``x`` are the first columns: NaN or wild offsets follow."""
+    """Copy to the GPU as the first columns of rows of whole vectors; NaN or invalid offsets follow them."""
     rows, columns = x.shape
     value = torch.nan if x.dtype.is_floating_point else 0xFF
     wide = torch.full((rows, columns + -columns % 16 + 16), value, dtype=x.dtype, device="cuda")
@@ -95,7 +96,7 @@ def beside(x: Tensor) -> Tensor:
 
 
 class Guarded:
-    """An output [rows, columns] between rows of guards, of which not one may change."""
+    """An output [rows, columns] between rows of guards that must not change."""
 
     def __init__(self, rows: int, columns: int, dtype: torch.dtype, gap: int = 0) -> None:
         size = dtype.itemsize
@@ -105,21 +106,21 @@ class Guarded:
         self.out = self._bytes[MARGIN : MARGIN + rows, : columns * size].view(dtype)
 
     def untouched(self) -> bool:
-        """Whether all but the output is as it was; ends the output."""
+        """Whether all guards are unchanged; overwrites the output."""
         self.out.view(torch.uint8).fill_(GUARD)
         return bool((self._bytes == GUARD).all())
 
 
-def same(found: Tensor, expected: Tensor) -> bool:
-    """Equal bit for bit."""
+def same(actual: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors are equal bit for bit."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}[expected.element_size()]
-    one, other = found.cpu().contiguous(), expected.cpu().contiguous()
-    return one.dtype == other.dtype and torch.equal(one.view(integers), other.view(integers))
+    left, right = actual.cpu().contiguous(), expected.cpu().contiguous()
+    return left.dtype == right.dtype and torch.equal(left.view(integers), right.view(integers))
 
 
 def quantization() -> Iterator[Case]:
     for pattern, k, phase in GEOMETRIES:
-        for source in SOURCES if k == 75 else SOURCES[:1]:  # to compile takes time
+        for source in SOURCES if k == 75 else SOURCES[:1]:  # compilation takes time
             for dtype in CODES:
 
                 def run(
@@ -129,19 +130,21 @@ def quantization() -> Iterator[Case]:
                     source: torch.dtype = source,
                     dtype: torch.dtype = dtype,
                 ) -> bool:
-                    layout, right = SlidePattern.parse(pattern).layout(k, phase), True
+                    layout, passed = SlidePattern.parse(pattern).layout(k, phase), True
                     columns = layout.slided + -layout.slided % 32
                     for m in TOKENS:
                         x = normal(m, k, source)
                         q, scale = reference.quant_slide(x, layout, dtype)
                         for tokens in (tight(x), poisoned(x)):
-                            found = quant_slide(tokens, layout.length, phase, dtype, columns, plans.bucket(m))
-                            right &= same(found[0][:, : layout.slided], q) and same(found[1], scale)
-                            right &= not bool(found[0][:, layout.slided :].view(INT8).any())
+                            actual = quant_slide(
+                                tokens, layout.length, phase, dtype, columns, plans.bucket(m)
+                            )
+                            passed &= same(actual[0][:, : layout.slided], q) and same(actual[1], scale)
+                            passed &= not bool(actual[0][:, layout.slided :].view(INT8).any())
                             plain, scale_of_plain = quant_slide(tokens, 4, 0, dtype, rows=plans.bucket(m))
                             expected, expected_scale = quantize_rows(x, dtype)
-                            right &= same(plain[:, :k], expected) and same(scale_of_plain, expected_scale)
-                    return right
+                            passed &= same(plain[:, :k], expected) and same(scale_of_plain, expected_scale)
+                    return passed
 
                 yield f"quant_slide {pattern} K={k} phase={phase} {source} {dtype}", run
 
@@ -152,29 +155,29 @@ def dequantization() -> Iterator[Case]:
             for out_dtype in SOURCES if n == 37 else SOURCES[:1]:
 
                 def run(n: int = n, source: torch.dtype = source, out_dtype: torch.dtype = out_dtype) -> bool:
-                    right = True
+                    passed = True
                     scale_w = tight(torch.linspace(0.005, 0.015, n).reshape(n, 1))
                     for m in TOKENS:
                         acc, scale_x = (normal(m, n) * 1000).to(source), tight(normal(m, 1).abs())
                         for bias in (None, tight(normal(1, n)[0].to(out_dtype))):
                             for sums in (tight(acc), poisoned(acc)):
-                                found = dequant_bias(sums, scale_x, scale_w, bias, out_dtype)
+                                actual = dequant_bias(sums, scale_x, scale_w, bias, out_dtype)
                                 expected = reference.dequant_bias(sums, scale_x, scale_w, bias, out_dtype)
-                                right &= same(found, expected)
-                    return right
+                                passed &= same(actual, expected)
+                    return passed
 
                 yield f"dequant_bias N={n} {source} -> {out_dtype}", run
 
 
 def sliding() -> Iterator[Case]:
-    """Weights into windows, and on Hopper packed for its kernels too: blocks that are short and long."""
+    """Sliding of weights with short and long blocks, and on Hopper packing for its kernels too."""
     for pattern, k, phase in (*GEOMETRIES, ("30:32", 70, 31), ("126:128", 130, 0)):
         for dtype in CODES:
 
             def run(
                 pattern: str = pattern, k: int = k, phase: int = phase, dtype: torch.dtype = dtype
             ) -> bool:
-                parsed, right = SlidePattern.parse(pattern), True
+                parsed, passed = SlidePattern.parse(pattern), True
                 for n in TOKENS:
                     w = prune(quantize_rows(normal(n, k), dtype)[0], parsed, phase=phase)
                     windows = slide(w, parsed, phase)
@@ -185,19 +188,19 @@ def sliding() -> Iterator[Case]:
                     for weight in (tight(w), poisoned(w)):
                         guarded = Guarded(n, columns, dtype, gap=32)
                         broken = slide_weight(weight, layout.length, phase, guarded.out)
-                        right &= same(guarded.out[:, : layout.slided], windows) and not int(broken)
-                        right &= not bool(guarded.out[:, layout.slided :].view(INT8).any())
-                        right &= guarded.untouched()
+                        passed &= same(guarded.out[:, : layout.slided], windows) and not int(broken)
+                        passed &= not bool(guarded.out[:, layout.slided :].view(INT8).any())
+                        passed &= guarded.untouched()
                         if on_hopper():
-                            found, broken_blocks = pack_by_kernel(weight, layout)
-                            right &= same(found, packed) and not broken_blocks
-                return right
+                            actual, broken_blocks = pack_by_kernel(weight, layout)
+                            passed &= same(actual, packed) and not broken_blocks
+                return passed
 
             yield f"slide_weight {pattern} K={k} phase={phase} {dtype}", run
 
 
 def products() -> Iterator[Case]:
-    """Plans alone, with a guarded output: INT32 exact, FP8 to BF16 within some percent of the norm."""
+    """Products by plans with a guarded output: exact for INT32, within two percent of the norm for FP8 to BF16."""
     device = torch.device("cuda", torch.cuda.current_device())
     libraries = [cast("Tunable", gemm.get(name)) for name in ("cusparselt", "cublaslt")]
     for library in libraries:
@@ -209,7 +212,7 @@ def products() -> Iterator[Case]:
                 name: str = name,
                 out: torch.dtype = out,
             ) -> bool:
-                right = True
+                passed = True
                 for n, k in ((32, 64), (96, 160), (224, 1056)):
                     w = prune(quantize_rows(normal(n, k), dtype)[0], SlidePattern(4))
                     packed = library.operand(tight(w))
@@ -219,36 +222,36 @@ def products() -> Iterator[Case]:
                         guarded = Guarded(m, n, out)
                         library.plan(problem, device).run(tight(q), packed, guarded.out)
                         expected = q.double() @ w.double().t()
-                        apart = guarded.out.cpu().double() - expected
-                        right &= float(apart.norm() / expected.norm()) <= (0 if dtype == INT8 else 0.02)
-                        right &= guarded.untouched()
-                return right
+                        difference = guarded.out.cpu().double() - expected
+                        passed &= float(difference.norm() / expected.norm()) <= (0 if dtype == INT8 else 0.02)
+                        passed &= guarded.untouched()
+                return passed
 
             yield f"{library.name} {name} -> {out}", run
 
 
 def layers() -> Iterator[Case]:
-    """From tokens to outputs, N and K that need padding: what serving launches, against the reference backend."""
+    """Layers from tokens to outputs with N and K that need padding, compared with the reference backend."""
     for backend, length in (("cusparselt", 8), ("cublaslt", 4)):
 
         def run(backend: str = backend, length: int = length) -> bool:
-            n, k, right = 45, 75, True
-            pattern, serves = SlidePattern(length), gemm.get(backend)
+            n, k, passed = 45, 75, True
+            pattern, implementation = SlidePattern(length), gemm.get(backend)
             w, scale_w = quantize_rows(prune(normal(n, k), pattern), INT8)
             spec = LayerSpec(n, k, pattern if length > 4 else None, 0, INT8, torch.float32)
-            packed, columns = serves.pack(spec, tight(w)), spec.columns(serves.alignment)
+            packed, columns = implementation.pack(spec, tight(w)), spec.columns(implementation.alignment)
             for m in TOKENS:
                 x, bias = normal(m, k, torch.bfloat16), normal(1, n, torch.bfloat16)[0]
                 q, scale_x = torch.ops.slidesparse.quant_slide(tight(x), length, 0, INT8, columns)
-                found = torch.ops.slidesparse.scaled_matmul(
+                actual = torch.ops.slidesparse.scaled_matmul(
                     q, scale_x, packed, tight(scale_w), tight(bias), torch.float32, backend
                 )
                 codes, scale = quantize_rows(x, INT8)
                 sums = (codes.double() @ w.double().t()).to(torch.int32)
-                right &= same(
-                    found, reference.dequant_bias(sums, scale, scale_w, bias, torch.float32, "cuda")
+                passed &= same(
+                    actual, reference.dequant_bias(sums, scale, scale_w, bias, torch.float32, "cuda")
                 )
-            return right
+            return passed
 
         yield f"a layer by {backend}", run
 
@@ -258,9 +261,9 @@ def on_hopper() -> bool:
 
 
 def hopper_products() -> Iterator[Case]:
-    """The Hopper kernels in every configuration, with nothing behind operands and guards around the output.
+    """The Hopper kernels in every configuration, with operands without a margin and a guarded output.
 
-    Products by themselves, and as the second part of a layer.
+    Products run alone, and as the second part of a layer.
     """
     if not on_hopper():
         return
@@ -279,22 +282,22 @@ def hopper_products() -> Iterator[Case]:
             sums = (q.double() @ w.double().t()).to(torch.int32)
             expected = reference.dequant_bias(sums, scale_x, scale_w, None, torch.bfloat16, "cuda")
             operands, tokens = (tight(q), packed), poisoned(x)
-            scales, right = (tight(scale_w), tight(scale_x)), True
+            scales, passed = (tight(scale_w), tight(scale_x)), True
             for config, _ in native.candidates(n, k, m, INT8, 4096, blocks):
                 plan = HOPPER.plan(Problem("int8", "bf16", n, k, m, "both", blocks=blocks), device, config)
                 guarded = Guarded(m, n, torch.bfloat16)
                 plan.run(*operands, guarded.out, *scales)
-                right &= same(guarded.out, expected) and guarded.untouched()
-                whole = native.Plan(native.Layer(n, k, 4, 0, False, k), config)
-                run_layer(whole.handle, tokens, None, packed, scales[0], None, guarded.out)
-                right &= same(guarded.out, expected) and guarded.untouched()
-            return right
+                passed &= same(guarded.out, expected) and guarded.untouched()
+                layer_plan = native.Plan(native.Layer(n, k, 4, 0, False, k), config)
+                run_layer(layer_plan.handle, tokens, None, packed, scales[0], None, guarded.out)
+                passed &= same(guarded.out, expected) and guarded.untouched()
+            return passed
 
         yield f"hopper {m} x {n} x {k}, blocks {blocks}", run
 
 
 def hopper_quantization() -> Iterator[Case]:
-    """Rows as `quantization` has them; codes and scales of their own memory."""
+    """Hopper's quantization of the rows of `quantization`; codes and scales have their own memory."""
     if not on_hopper():
         return
     for pattern, k, phase in GEOMETRIES:
@@ -308,29 +311,29 @@ def hopper_quantization() -> Iterator[Case]:
                     source: torch.dtype = source,
                     dtype: torch.dtype = dtype,
                 ) -> bool:
-                    layout, right = SlidePattern.parse(pattern).layout(k, phase), True
+                    layout, passed = SlidePattern.parse(pattern).layout(k, phase), True
                     for m in TOKENS:
                         x = normal(m, k, source)
                         q, scale = reference.quant_slide(x, layout, dtype)
                         for tokens in (tight(x), poisoned(x)):
-                            found = HOPPER.quantize(
+                            actual = HOPPER.quantize(
                                 tokens,
                                 layout.length,
                                 phase,
                                 dtype,
                                 layout.slided + -layout.slided % HOPPER.alignment,
                             )
-                            right &= same(found[0][:, : layout.slided], q) and same(found[1], scale)
-                            right &= not bool(found[0][:, layout.slided :].view(INT8).any())
-                    return right
+                            passed &= same(actual[0][:, : layout.slided], q) and same(actual[1], scale)
+                            passed &= not bool(actual[0][:, layout.slided :].view(INT8).any())
+                    return passed
 
                 yield f"hopper quantize {pattern} K={k} phase={phase} {source} {dtype}", run
 
 
 def hopper_producers() -> Iterator[Case]:
-    """Rows as `quantization` has them after a norm of a sum, or SiLU.
+    """Hopper's norm of a sum, or SiLU, followed by quantization, with the geometries of `quantization`.
 
-    Where the reference may round otherwise a code may differ by one; the sum may not.  What is around rows is not read.
+    A code may differ by one where the reference may round otherwise; the sum may not.  Margins of rows are not read.
     """
     if not on_hopper():
         return
@@ -340,10 +343,10 @@ def hopper_producers() -> Iterator[Case]:
             def run(
                 pattern: str = pattern, k: int = k, phase: int = phase, source: torch.dtype = source
             ) -> bool:
-                layout, right = SlidePattern.parse(pattern).layout(k, phase), True
+                layout, passed = SlidePattern.parse(pattern).layout(k, phase), True
                 windows = layout.length, layout.phase, INT8, layout.slided + -layout.slided % HOPPER.alignment
                 for m in TOKENS:
-                    x, residual, both = (
+                    x, residual, gate_up = (
                         normal(m, k, source),
                         normal(m + 1, k, source)[1:],
                         normal(m, 2 * k, source),
@@ -355,17 +358,21 @@ def hopper_producers() -> Iterator[Case]:
                         guarded = Guarded(m, k, source)
                         norm = RmsNorm(gain, 1e-6, place(residual), guarded.out)
                         results.append(HOPPER.quantize(place(x), *windows, norm))
-                        right &= same(guarded.out, total) and guarded.untouched()
-                        results.append(HOPPER.quantize(place(both), *windows, SiluMul()))
-                    for tokens, found in zip((normed, reference.silu_mul(both)), results[2:], strict=True):
+                        passed &= same(guarded.out, total) and guarded.untouched()
+                        results.append(HOPPER.quantize(place(gate_up), *windows, SiluMul()))
+                    for tokens, actual in zip(
+                        (normed, reference.silu_mul(gate_up)), results[2:], strict=True
+                    ):
                         q = reference.quant_slide(tokens, layout, INT8)[0]
-                        far = (found[0][:, : layout.slided].cpu().int() - q.int()).abs()
+                        difference = (actual[0][:, : layout.slided].cpu().int() - q.int()).abs()
                         # few lie next to a tie; one code of the smallest case, 33 columns, is 1.5%
-                        right &= bool(far.max() <= 1) and float((far > 0).float().mean()) < 0.02
-                    right &= all(
+                        passed &= (
+                            bool(difference.max() <= 1) and float((difference > 0).float().mean()) < 0.02
+                        )
+                    passed &= all(
                         same(a[0], b[0].cpu()) for a, b in zip(results[:2], results[2:], strict=True)
                     )
-                return right
+                return passed
 
             yield f"hopper producers {pattern} K={k} phase={phase} {source}", run
 
@@ -385,7 +392,7 @@ def spmm_products() -> Iterator[Case]:
         ) -> bool:
             x, weight = integers(m, n, k, *pattern, dtype, strip)
             expected = (spmm.decompress(weight).double() @ x.double().t()).to(dtype)
-            stream, right = torch.cuda.current_stream().cuda_stream, True
+            stream, passed = torch.cuda.current_stream().cuda_stream, True
             for place in (tight, beside):
                 tokens = place(x.t()).t()
                 placed = replace(weight, values=place(weight.values), offsets=place(weight.offsets))
@@ -397,30 +404,30 @@ def spmm_products() -> Iterator[Case]:
                     if call.partials:
                         call.partials = sums.out.data_ptr()
                     spmm._require(spmm.native().slidesparse_spmm(ctypes.addressof(call)))
-                    right &= same(out.out, expected) and out.untouched() and sums.untouched()
+                    passed &= same(out.out, expected) and out.untouched() and sums.untouched()
                     alive.clear()  # the kernel has ended
-            return right
+            return passed
 
         kept, group = pattern
         yield f"spmm {m} x {n} x {k} at {kept}:{group} {dtype} strip={strip}", run
 
 
 def main() -> int:
-    """Run everything; 1 when a result is not what it should be."""
+    """Run all selected cases, and return 1 if a result is wrong."""
     import slidesparse.ops  # noqa: F401  registers the operators
 
     wrong = 0
-    wanted = sys.argv[1:]  # words of which a case's name has one; none: all cases
+    words = sys.argv[1:]  # a case runs if its name contains one of them, or if there are none
     kinds = (quantization, dequantization, sliding, products, layers)
     kinds += (hopper_quantization, hopper_producers, hopper_products, spmm_products)
     for cases in kinds:
         for name, run in cases():
-            if wanted and not any(word in name for word in wanted):
+            if words and not any(word in name for word in words):
                 continue
-            right = run()
+            passed = run()
             torch.cuda.synchronize()
-            wrong += not right
-            print("right" if right else "WRONG", name.replace("torch.", ""), flush=True)
+            wrong += not passed
+            print("right" if passed else "WRONG", name.replace("torch.", ""), flush=True)
     print(f"{wrong} results are wrong")
     return 1 if wrong else 0
 

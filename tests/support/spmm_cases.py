@@ -1,4 +1,4 @@
-"""Operands of N:M products for tests, and how far a result may be from the exact one."""
+"""Operands of N:M products for tests, and the error bound of their results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHAPES = [(1, 1, 1), (5, 37, 70), (64, 32, 128), (33, 65, 300)]  # M, N, K
 def operands(
     m: int, n: int, k: int, kept: int, group: int, dtype: torch.dtype, strip: int = 1
 ) -> tuple[Tensor, Compressed]:
-    """Normal numbers: x [M, K] and a pruned weight."""
+    """Return x [M, K] and a pruned weight, of normal numbers."""
     generator = torch.Generator().manual_seed(m * n + k)
     dense = torch.randn(n, k, generator=generator).to(dtype)
     x = torch.randn(m, k, generator=generator).to(dtype)
@@ -24,7 +24,7 @@ def operands(
 def integers(
     m: int, n: int, k: int, kept: int, group: int, dtype: torch.dtype, strip: int = 1
 ) -> tuple[Tensor, Compressed]:
-    """Integers up to 2: every sum of up to 512 products is one that float16 has."""
+    """Return x [M, K] and a pruned weight of integers up to 2: sums of up to 512 products are exact in float16."""
     generator = torch.Generator().manual_seed(m * n + k)
     dense = torch.randint(-2, 3, (n, k), generator=generator).to(dtype)
     x = torch.randint(-2, 3, (m, k), generator=generator).to(dtype)
@@ -32,11 +32,11 @@ def integers(
 
 
 def bound(x: Tensor, weight: Compressed, fused: bool = True) -> tuple[Tensor, Tensor]:
-    """(x @ weight.T, the largest error) in float64, of each output.
+    """Return x @ weight.T and the error bound of each output, in float64.
 
-    Each of W fused multiply-adds rounds once, by at most u = 2^-24 of what is a sum of some products: together at most
-    W u / (1 - W u) of the sum of their magnitudes, in any order (Higham, Accuracy and Stability, 3.1); products that
-    are rounded by themselves count as one more.  Where float16 is stored, half of its last place comes to that.
+    Each of W fused multiply-adds rounds once, by at most u = 2^-24 of a partial sum: together at most W u / (1 - W u)
+    of the sum of the products' magnitudes, in any order (Higham, Accuracy and Stability, 3.1).  Products that are
+    rounded separately add one rounding.  An output in float16 adds half a unit of its last place.
     """
     dense = decompress(weight).double()
     exact, sizes = x.double() @ dense.t(), x.double().abs() @ dense.abs().t()

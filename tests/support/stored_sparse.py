@@ -1,10 +1,10 @@
-"""Make the checkpoints in tests/checkpoint/stored_sparse, by compressed-tensors 0.14.0, the last release that could.
+"""Make the checkpoints in tests/checkpoint/stored_sparse with compressed-tensors 0.14.0, the last release that can.
 
     pip install compressed-tensors==0.14.0 --no-deps --target OLD
     PYTHONPATH=OLD python tests/support/stored_sparse.py tests/checkpoint/stored_sparse
 
-One random Llama layer each, at 2:4, in the two formats of ``sparsity_config``; up_proj is stored dense.
-``weights.json`` holds what that release's own decompressors make of each weight: SHA-256 of its bytes, as [N, K].
+Each has one random Llama layer at 2:4, in one of the two formats of ``sparsity_config``; up_proj is stored dense.
+``weights.json`` holds the SHA-256 of each weight [N, K] as that release's own decompressors restore it.
 """
 
 from __future__ import annotations

@@ -16,25 +16,25 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def raw(w: Tensor) -> Tensor:
-    """The bits of ``w`` as integers: what bit-for-bit comparisons compare."""
+    """View the bits of ``w`` as integers, for bit-for-bit comparison."""
     return w.contiguous().view(_INTEGERS[w.element_size()])
 
 
-def assert_same_bits(found: Tensor, expected: Tensor) -> None:
-    """Equal dtype, shape and bits; a failure names the first coordinate that differs."""
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
-    different = (raw(found) != raw(expected)).nonzero()
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    """Check that dtype, shape and bits are equal; a failure names the first coordinate that differs."""
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    different = (raw(actual) != raw(expected)).nonzero()
     if len(different):
-        where = tuple(different[0].tolist())
+        index = tuple(different[0].tolist())
         raise AssertionError(
-            f"{len(different)} elements differ, the first at {where}: found {found[where]} "
-            f"({int(raw(found)[where]):#x}), expected {expected[where]} ({int(raw(expected)[where]):#x})"
+            f"{len(different)} elements differ, the first at {index}: found {actual[index]} "
+            f"({int(raw(actual)[index]):#x}), expected {expected[index]} ({int(raw(expected)[index]):#x})"
         )
 
 
 def is_zero(w: Tensor) -> Tensor:
-    """Which elements are +0.0 or -0.0, from their bits."""
+    """Mask of the elements that are +0.0 or -0.0, from their bits."""
     if w.dtype == torch.int8:
         return w == 0
     return (raw(w) & torch.iinfo(raw(w).dtype).max) == 0
@@ -104,8 +104,8 @@ def cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Case:
     pattern = draw(patterns())
     rows = draw(st.one_of(st.sampled_from([1, 0]), st.integers(1, 9)))
     length = pattern.length
-    whole = [] if length is None else [length, 2 * length, 3 * length]
-    columns = draw(st.one_of(st.sampled_from([0, 1, *whole]), st.integers(0, 70), st.integers(0, 400)))
+    block_ends = [] if length is None else [length, 2 * length, 3 * length]
+    columns = draw(st.one_of(st.sampled_from([0, 1, *block_ends]), st.integers(0, 70), st.integers(0, 400)))
     phase = 0 if length is None else draw(st.one_of(st.just(0), st.integers(0, length - 1)))
     dtype, fill = draw(st.sampled_from(dtypes)), draw(st.sampled_from(FILLS))
     weight = obeying(pattern, rows, columns, phase, dtype, fill, draw(st.integers(0, 2**20)))

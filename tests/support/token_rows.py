@@ -1,4 +1,4 @@
-"""Rows of tokens with everything that quantization meets, the geometries they are lifted in, and how codes compare."""
+"""Rows of tokens with the special values of quantization, geometries for lifting, and comparison of codes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slidesparse.quantize import FP8
 SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 NAN, INF = float("nan"), float("inf")
 
-# pattern, K, phase: whole blocks, tails, odd and even phases, a block that is no power of two, one block a row
+# pattern, K, phase: whole blocks, tails, odd and even phases, a block length that is no power of two, one block per row
 GEOMETRIES = [
     ("2:4", 32, 0),
     ("2:4", 33, 0),
@@ -37,7 +37,7 @@ LARGE = [
 
 
 def rows(m: int, k: int, source: torch.dtype) -> Tensor:
-    """[m, k] of every magnitude, with ties, zeros, -0.0, NaN and Inf among the first rows."""
+    """Values [m, k] of every magnitude, with ties, zeros, -0.0, NaN and Inf in the first rows."""
     generator = torch.Generator().manual_seed(m * 7919 + k)
     x = torch.randn(max(m, 12), k, generator=generator)
     x[1] = torch.randint(-254, 255, (k,), generator=generator) / 2  # ties
@@ -65,8 +65,8 @@ def without_nan_signs(q: Tensor) -> Tensor:
     return torch.where((codes & 0x7F) == 0x7F, 0x7F, codes) if q.dtype == FP8 else codes
 
 
-def assert_same_codes(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
-    (q, scale), (expected_q, expected_scale) = found, expected
+def assert_same_codes(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    (q, scale), (expected_q, expected_scale) = actual, expected
     assert q.dtype == expected_q.dtype
     assert_same_bits(scale.cpu(), expected_scale)
     assert_same_bits(without_nan_signs(q.cpu()), without_nan_signs(expected_q))

@@ -1,4 +1,4 @@
-"""Quantized sources as the tools of others lay them out; those of compressed-tensors by that package itself."""
+"""Quantized sources in the formats of other tools; those of compressed-tensors are written by that package itself."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ INPUT_SCALE = 0.02
 
 
 def _modules(tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Modules by the names of tensors; those of matrices are linear, but for embeddings."""
+    """Make modules from the names of tensors; modules of matrices are linear layers, except embeddings."""
     root = nn.Module()
     for name, tensor in tensors.items():
         *path, last = name.split(".")
         module = root
         for depth, part in enumerate(path, 1):
             if part not in module._modules:
-                whole = ".".join(path[:depth])
-                weight = tensors.get(f"{whole}.weight")
+                module_name = ".".join(path[:depth])
+                weight = tensors.get(f"{module_name}.weight")
                 is_linear = weight is not None and weight.dim() == 2 and "embed" not in part
-                bias = f"{whole}.bias" in tensors
-                made = (
+                bias = f"{module_name}.bias" in tensors
+                child = (
                     nn.Linear(*weight.shape[::-1], bias=bias, dtype=weight.dtype)
                     if is_linear
                     else nn.Module()
                 )
-                module.add_module(part, made)
+                module.add_module(part, child)
             module = module._modules[part]
         module._parameters[last] = nn.Parameter(tensor, requires_grad=False)
     return root
@@ -43,10 +43,10 @@ def _modules(tensors: Mapping[str, Tensor]) -> nn.Module:
 def compressed(
     folder: Path, groups: Mapping[str, Any], ignore: Sequence[str], decoder: Decoder = LLAMA, **more: Any
 ) -> Path:
-    """A small model, quantized and compressed by compressed-tensors: ``groups`` name its QuantizationScheme.
+    """Write a small model that compressed-tensors quantizes by the schemes of ``groups`` and compresses.
 
-    Scales are those of the largest weights; static ones of activations are INPUT_SCALE.  ``more`` entries of
-    quantization_config are added to what the package writes.
+    Scales follow from the largest weights; static scales of activations are INPUT_SCALE.  ``more`` entries are added to
+    the quantization_config that the package writes.
     """
     from compressed_tensors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
@@ -89,29 +89,30 @@ def fp8(
     config: Mapping[str, Any] | None = None,
     layers: Sequence[str] = (),
 ) -> Path:
-    """``quant_method: fp8``: by blocks with ``weight_scale_inv``, as DeepSeek and Qwen have it, or a scale a tensor.
+    """Write a checkpoint of ``quant_method: fp8``, with ``weight_scale_inv`` by blocks, as DeepSeek and Qwen publish
+    them, or one scale per tensor.
 
-    Of a tiny Llama, or of the model of ``tensors`` and ``config`` whose ``layers`` are quantized.
+    The model is a tiny Llama, or that of ``tensors`` and ``config``, whose ``layers`` are quantized.
     """
-    found = dict(tensors or float_tensors(LLAMA))
+    stored = dict(tensors or float_tensors(LLAMA))
     for name in layers or LLAMA.linears():
-        weight = found[f"{name}.weight"].float()
+        weight = stored[f"{name}.weight"].float()
         n, k = weight.shape
         rows, columns = block or (n, k)
         padded = nn.functional.pad(weight, (0, -k % columns, 0, -n % rows))
         blocks = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).transpose(1, 2)
         codes, scale = quantize_rows(blocks.flatten(2).flatten(0, 1), FP8)
         codes = codes.unflatten(0, blocks.shape[:2]).unflatten(2, (rows, columns)).transpose(1, 2)
-        found[f"{name}.weight"] = codes.flatten(2).flatten(0, 1)[:n, :k].contiguous()
+        stored[f"{name}.weight"] = codes.flatten(2).flatten(0, 1)[:n, :k].contiguous()
         scale = scale.reshape(blocks.shape[:2]).to(scale_dtype)
-        found[f"{name}.weight_scale_inv" if block else f"{name}.weight_scale"] = (
+        stored[f"{name}.weight_scale_inv" if block else f"{name}.weight_scale"] = (
             scale if block else scale[0, 0]
         )
         if static:
-            found[f"{name}.input_scale"] = torch.tensor(INPUT_SCALE)
+            stored[f"{name}.input_scale"] = torch.tensor(INPUT_SCALE)
     quantization = {
         "quant_method": "fp8",
         "activation_scheme": "static" if static else "dynamic",
         **({"fmt": "e4m3", "weight_block_size": list(block)} if block else {"ignored_layers": ["lm_head"]}),
     }
-    return write(folder, {**(config or LLAMA.config()), "quantization_config": quantization}, found)
+    return write(folder, {**(config or LLAMA.config()), "quantization_config": quantization}, stored)

@@ -1,4 +1,4 @@
-"""A backend of somebody else's: all that one has to write, as tests register it."""
+"""A third-party backend: everything that its author has to write, as tests register it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ENTRY = {"toy": (gemm.SPARSE, "toy_backend:Toy")}  # its line in the registry
 
 
 class Toy(TwoStep):
-    """Keeps windows transposed, and multiplies in float64."""
+    """A backend that stores windows transposed and multiplies in float64."""
 
     name = "toy"
     takes_dense = False

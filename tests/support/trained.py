@@ -1,10 +1,10 @@
 """A small language model of bytes, trained in seconds on a GPU with the sources of Python and torch as its text.
 
-A model that has learned something is needed where top-1 tokens are compared: random weights give logits that differ
-by little more than rounding errors, so that whatever happens to them proves nothing.
+Comparison of top-1 tokens needs a trained model: logits of random weights differ by little more than rounding errors,
+so that their order proves nothing.
 
-As a program: ``python trained.py OUT`` trains and writes a BF16 checkpoint and ``held_out.npy``, text that the
-model has not seen, and prints what came of it as JSON.
+``python trained.py OUT`` trains, writes a BF16 checkpoint and ``held_out.npy``, text that the model has not seen, and
+prints the `Outcome` as JSON.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LEARNING_RATE, WARM_UP = 2e-3, 100
 # BF16 tells them apart; logits of 10 come in steps of 1/16, and one position in a hundred has two best tokens.
 LOGSUMEXP = 0.01
 TRAINING_BYTES, HELD_OUT_BYTES = 48 << 20, 1 << 20
-ONE_FILE_IN = 20  # is held out
+ONE_FILE_IN = 20  # files is held out
 HELD_OUT = "held_out.npy"
 NOT_TEXT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
 
@@ -50,12 +50,12 @@ class Outcome:
     """The result of training, in bits per byte of held-out text."""
 
     bits: float
-    unigram_bits: float  # of a model that knows nothing but how frequent each byte is
+    unigram_bits: float  # of a model that knows only the frequency of each byte
     seconds: float
 
 
 def corpus() -> tuple[np.ndarray, np.ndarray]:
-    """Bytes [T] to train on and bytes of other files: the same on every run with the same packages."""
+    """Return training bytes [T] and held-out bytes of other files, the same on every run with the same packages."""
     folders = (Path(sysconfig.get_paths()["stdlib"]), Path(torch.__file__).parent)
     training, held_out = bytearray(), bytearray()
     for folder in folders:
@@ -63,9 +63,9 @@ def corpus() -> tuple[np.ndarray, np.ndarray]:
             name = path.relative_to(folder)
             if NOT_TEXT & set(name.parts):
                 continue
-            wanted = held_out if crc32(str(name).encode()) % ONE_FILE_IN == 0 else training
-            if len(wanted) < (HELD_OUT_BYTES if wanted is held_out else TRAINING_BYTES):
-                wanted += path.read_bytes() + b"\0"
+            target = held_out if crc32(str(name).encode()) % ONE_FILE_IN == 0 else training
+            if len(target) < (HELD_OUT_BYTES if target is held_out else TRAINING_BYTES):
+                target += path.read_bytes() + b"\0"
     return np.frombuffer(training, np.uint8), np.frombuffer(held_out, np.uint8)
 
 
@@ -126,7 +126,7 @@ def _loss(logits: Tensor, windows: Tensor) -> Tensor:
 
 
 def windows_of(text: np.ndarray, count: int, length: int) -> np.ndarray:
-    """[count, length] bytes from places spread evenly over ``text``."""
+    """Return [count, length] bytes from positions spread evenly over ``text``."""
     starts = np.linspace(0, len(text) - length, count).astype(int)
     return np.stack([text[start : start + length] for start in starts])
 
