@@ -89,9 +89,9 @@ def _search(task: Task, reader: Reader, work: WorkFolder, progress: Progress | N
             if all(name in task.layers or name in task.skipped for name in (gate, *up, down)):
                 x, peaks = _sample_inputs(inputs, len(block.stages) - 1)
                 factors, errors = choose_factors(x, peaks, block.weights[block.stages[-1][0] + WEIGHT])
-                tensors[down + ERRORS] = errors
+                tensors[down + ERRORS] = errors.cpu()
                 if factors is not None:
-                    tensors[down + FACTORS] = factors
+                    tensors[down + FACTORS] = factors.cpu()  # where readers multiply by them
             inputs.advance()
             report(position.number)
     return tensors
@@ -158,7 +158,7 @@ class SmoothedReader(Reader):
 
     def rows(self, name: str, rows: slice) -> Tensor:
         """Read rows of a tensor as [rows, columns]."""
-        x = self._reader.rows(name, rows)  # on a GPU, if it has been rotated there
+        x = self._reader.rows(name, rows)
         if name in self._by_column:
-            return x.float() * self._by_column[name].to(x.device)
-        return x.float() / self._by_row[name][rows, None].to(x.device) if name in self._by_row else x
+            return x.float() * self._by_column[name]
+        return x.float() / self._by_row[name][rows, None] if name in self._by_row else x

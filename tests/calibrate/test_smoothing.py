@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from slidesparse.calibrate import pipeline, smoothing
 from slidesparse.calibrate.models import open_model
 from slidesparse.calibrate.smoothing import SmoothedReader, choose_factors
-from slidesparse.checkpoint.storage import Checkpoint, Reader
+from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.quantize import dequantize_rows
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -64,26 +64,6 @@ def test_smoothing_keeps_model_outputs(kind: str, tmp_path: Path) -> None:
     (tmp_path / "out" / "config.json").write_text((tmp_path / "source" / "config.json").read_text())
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert torch.equal(logits(found), logits(model))
-
-
-class OtherDeviceReader(Reader):
-    """Reads tensors to another device, as a rotation on a GPU does."""
-
-    def __init__(self, reader: Reader) -> None:
-        super().__init__(reader.checkpoint)
-        self._reader = reader
-
-    def rows(self, name: str, rows: slice) -> torch.Tensor:
-        return self._reader.rows(name, rows).to("meta")
-
-
-def test_smoothing_accepts_tensors_on_another_device(tmp_path: Path) -> None:
-    save_random_model("Llama", tmp_path)
-    checkpoint = Checkpoint.open(tmp_path)
-    factors = {f"model.layers.{i}.mlp.down_proj": torch.ones(80) for i in range(2)}
-    with checkpoint.reader() as reader:
-        smoothed = SmoothedReader(OtherDeviceReader(reader), factors, open_model(checkpoint).stages)
-        assert {smoothed.whole(name).device.type for name in checkpoint.tensors} == {"meta"}
 
 
 def test_factors_restore_precision_of_small_channels() -> None:

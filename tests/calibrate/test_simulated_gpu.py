@@ -1,0 +1,70 @@
+"""Calibration on a simulated GPU: no operation mixes tensors of the GPU and of the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from calibration import calibrated, random_decoder, write_ids
+from checkpoints import bert
+from simulated_gpu import simulated_gpu
+
+from slidesparse.checkpoint.inspection import inspect
+from slidesparse.convert.budget import Budget
+
+CASES: list[dict[str, Any]] = [
+    {"pattern": "6:8"},
+    {"pattern": "6:8", "quant": "fp8"},
+    {"pattern": "2:4@50%", "rotate": "off"},
+    {"pattern": "dense"},
+    {"pattern": "4:6", "method": "wanda"},
+    {"pattern": "4:6", "finetune": 0, "skip": ["o_proj"], "layout": "packed"},
+    {"budget": Budget(zeros=0.2)},
+    {"pattern": "6:8", "distill": True, "minutes": 0.01},
+]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    random_decoder("Llama", mlp_bias=True).save_pretrained(tmp_path / "source")
+    return tmp_path / "source"
+
+
+def test_operations_on_two_devices_fail() -> None:
+    with simulated_gpu():
+        x, y = torch.ones(3, device="cuda"), torch.ones(3)
+        assert (x.device.type, y.device.type, (x + x).device.type) == ("cuda", "cpu", "cuda")
+        assert (y.to("cuda") * x).cpu().device.type == "cpu"
+        assert y.device.type == "cpu"
+        for operation in (lambda: x * y, lambda: torch.cat((x, y)), lambda: y.add_(x)):
+            with pytest.raises(RuntimeError, match="expected all tensors on the same device"):
+                operation()
+        with pytest.raises(TypeError, match="NumPy"):
+            x.numpy()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_calibration_keeps_devices_apart(
+    source: Path, tmp_path: Path, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = write_ids(tmp_path / "ids.npy", 24)
+    options = {"rotate": "auto", "finetune": 1, **case}
+    if options.pop("distill", False):
+        text = np.random.default_rng(1).integers(0, 100, (40, 24))
+        np.save(tmp_path / "text.npy", text)
+        options["distill"] = str(tmp_path / "text.npy")
+    with simulated_gpu():
+        report = calibrated(source, tmp_path / "out", ids, device="cuda", **options)
+    assert report.pruned
+    assert inspect(tmp_path / "out").violations == 0
+
+
+def test_calibration_of_an_encoder_keeps_devices_apart(tmp_path: Path) -> None:
+    source, calib = bert(tmp_path / "source"), tmp_path / "calib.jsonl"
+    calib.write_text("\n".join(f'"w{i % 50} w{i % 7}"' for i in range(40)))
+    with simulated_gpu():
+        calibrated(source, tmp_path / "out", str(calib), seqlen=None, samples=30, device="cuda")
+    assert inspect(tmp_path / "out").violations == 0
