@@ -156,6 +156,7 @@ def make(cell: Cell, options: argparse.Namespace) -> Path:
         options.device,
         finetune=options.finetune,
         rotate=rotated if options.rotate else "off",
+        resume=True,
         distill=str(options.text) if cell.distilled else None,
         minutes=options.minutes if cell.distilled else None,
     )
