@@ -17,7 +17,6 @@ from functools import cached_property
 from pathlib import Path
 
 from slidesparse.errors import SlideSparseError
-from slidesparse.gemm.tuned import slug
 from slidesparse.pattern import DENSE_WEIGHT, SlidePattern
 
 FOLDER = Path(__file__).parent.parent / "layer_times"
@@ -52,7 +51,9 @@ def times_of(gpu: str) -> Path:
 
 def default_gpu() -> str:
     """Return the name of this machine's GPU if times of layers were measured on it, else DEFAULT_GPU."""
-    import torch  # late, as the rest of this file does without
+    import torch  # late, as the rest of this file does without, and gemm imports it
+
+    from slidesparse.gemm.tuned import slug
 
     if not torch.cuda.is_available():
         return DEFAULT_GPU
