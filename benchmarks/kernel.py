@@ -152,7 +152,6 @@ class KernelBench:
 
     def _run(self, group: Group) -> bool:
         weights = _Weights(self._session, group)
-        rest()
         for m in group.tokens:
             for cell in self._cells[group]:
                 rows = [_row(group, cell, pattern, m) for pattern in cell.patterns]
@@ -207,6 +206,8 @@ class _Weights:
     def of(self, cell: Cell) -> list[Tensor]:
         name = cell.library.name if cell.library else cell.provider
         key = (name, cell.k, cell.dense_in_blocks)
+        if not self._made:
+            rest()  # after the group before
         if key not in self._made:
             self._made[key] = self._make(cell)
         return self._made[key]

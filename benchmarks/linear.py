@@ -129,13 +129,14 @@ class LinearBench:
     def _run(self, group: Group) -> bool:
         weights: dict[Provider, list[Tensor]] = {}
         scale_w = self._session.inputs.scale(group.layer.n).view(-1, 1)
-        rest()
         for m in group.tokens:
             for provider in self._providers[group]:
                 row = _row(group, provider, m)
                 if not self.records.has(row):
                     if self._session.deadline.passed:
                         return False
+                    if not weights:
+                        rest()  # after the group before
                     if provider not in weights:
                         weights[provider] = self._weights(group, provider)
                     self._measure(group, provider, row, m, weights[provider], scale_w)
