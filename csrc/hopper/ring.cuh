@@ -304,7 +304,7 @@ class Consumer {
   __device__ __forceinline__ void Release() {
     const int lane = threadIdx.x % 32;
     const std::uint32_t barrier = empty_ + 8 * oldest_;
-    __syncwarp();  // the arriving lanes speak for all: orders the reads of the others before theirs
+    __syncwarp();  // orders the reads of all lanes before the arrival
     if (group_.size == 1) {
       if (lane == 0) BarrierArrive(barrier);
     } else if (lane < group_.size) {
