@@ -10,6 +10,7 @@ from calibration import calibrated, write_ids
 from checkpoints import MODEL, config_of, convert, refused, tensors_of
 from models import Decoder, write_float, write_w8a8
 from safetensors.torch import save_file
+from strategies import assert_same_bits
 
 from slidesparse.blocks import BLOCK, STRIP, dense_blocks, obeys
 from slidesparse.checkpoint import storage
@@ -19,6 +20,7 @@ from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.convert.synth import synth
 from slidesparse.errors import CheckFailed
 from slidesparse.pattern import parse_pattern
+from slidesparse.quantize import NAMES, quantize_rows
 
 WIDE = Decoder("LlamaForCausalLM", hidden=256, intermediate=512, head_dim=64, vocabulary=64)
 HALF = parse_pattern("2:4@50%")
@@ -68,7 +70,11 @@ def test_dense_conversion_only_quantizes(tmp_path: Path, source: Path, quant: st
     assert report.pattern == parse_pattern("dense")
     assert {layer.pattern for layer in inspect(tmp_path / "dense").layers} == {"dense"}
     convert(source, tmp_path / "2_inf", "2_inf", quant=quant)
-    tensors = tensors_of(tmp_path / "dense")
+    tensors, floats = tensors_of(tmp_path / "dense"), tensors_of(source)
+    for name in report.patterns:
+        codes, scale = quantize_rows(floats[f"{name}.weight"], NAMES[quant])
+        assert_same_bits(tensors[f"{name}.weight"], codes)
+        assert torch.equal(tensors[f"{name}.weight_scale"].flatten(), scale.flatten())
     ids = write_ids(tmp_path / "ids.npy")
     unchanged = calibrated(source, tmp_path / "calibrated", ids, pattern="dense", quant=quant)
     assert not unchanged.rotation
