@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -53,6 +53,7 @@ GOALS = {
     **{ratio: ratio for ratio in PATTERNS[::-1]},
     **{f"zeros {share}": f"`--zeros {share}`" for share in ("25%", "33.3%")},
     **{f"loss {share}": f"`--max-loss {share}`" for share in ("1%", "2%")},
+    "speedup 1.08": "`--min-speedup 1.08`",
 }
 
 
@@ -136,11 +137,12 @@ def gains() -> str:
     """Zeros, loss, speed of a model in INT8 and memory, not pruned and of three patterns."""
     patterns = ("6:8", "4:6", "2:4")
     parsed = [SlidePattern.parse(pattern) for pattern in patterns]
-    losses = Budgets("D", "on", "in")
-    chosen = (f"{losses.mean(f'zeros {share}'):+.2f}%" for share in ("25%", "33.3%"))
+    loss = partial(Budgets("G", "in").mean, scaled="on")
+    uniform = (f"{loss(pattern):+.2f}%" for pattern in (DENSE, *patterns))
+    chosen = (f"{loss(f'zeros {share}'):+.2f}%" for share in ("25%", "33.3%"))
     rows: list[tuple[str, ...]] = [
         ("weights that are zero", "", *(f"{1 - float(pattern.density):.0%}" for pattern in parsed)),
-        ("perplexity of a 107M model (1)", "", *(f"{losses.mean(pattern):+.2f}%" for pattern in patterns)),
+        ("perplexity of a 107M model above BF16 (1)", *uniform),
         ("as many zeros, a pattern for each layer (`--zeros`)", "", *chosen, ""),
     ]
     ratios = (
@@ -381,47 +383,78 @@ def bitnet() -> str:
 
 
 class Budgets:
-    """The losses in budget.csv of one model, rotated or not, on one text: perplexity above the dense INT8 model's."""
+    """The perplexities in budget.csv of one model on one text, "in" or "out" (see protocol_a.TEXTS)."""
 
-    def __init__(self, model: str, rotate: str, text: str) -> None:
+    def __init__(self, model: str, text: str, rotate: str = "on", base: str = "bf16") -> None:
         rows = pd.read_csv(ACCURACY / "budget.csv", keep_default_na=False)
         rows = rows.set_index(["model", "rotate", "text"]).loc[(model, rotate, text)]
-        self._ppl = rows.groupby(["pattern", "distilled", "quant"])["ppl"].agg(list).to_dict()
+        by = ["pattern", "method", "distilled", "quant", "scaled"]
+        self._ppl = rows.groupby(by)["ppl"].agg(list).to_dict()
+        (self._base,) = self._ppl["dense", "-", "", base, "off"]
 
-    def losses(self, goal: str, distilled: str = "") -> list[float]:
-        """Return the loss in percent of each seed, for a pattern or a goal of a budget."""
-        (dense,) = self._ppl["dense", "", "int8"]
-        return [100 * (ppl / dense - 1) for ppl in self._ppl.get((goal, distilled, "int8"), [])]
+    def losses(self, goal: str, quant: str = "int8", scaled: str = "off", distilled: str = "") -> list[float]:
+        """Return the perplexity of each seed above the base, in percent, at a pattern or budget."""
+        methods = (
+            "sparsegpt",
+            "budget",
+            "-",
+        )  # "-": unpruned without calibration, which only scales channels
+        keys = ((goal, method, distilled, quant, scaled) for method in methods)
+        ppls: list[float] = next((self._ppl[key] for key in keys if key in self._ppl), [])
+        return [100 * (ppl / self._base - 1) for ppl in ppls]
 
-    def mean(self, goal: str) -> float:
-        """Return the mean loss over seeds in percent."""
-        losses = self.losses(goal)
+    def mean(self, goal: str, **kind: str) -> float:
+        """Return the mean of `losses`."""
+        losses = self.losses(goal, **kind)
         return sum(losses) / len(losses)
 
 
-def budgets() -> str:
-    """The losses with budgets and rotation, beside those of uniform patterns."""
-    columns = {
-        "D, 107 M": Budgets("D", "on", "in"),
-        "D, WikiText-2": Budgets("D", "on", "out"),
-        "C, 107 M": Budgets("C", "on", "in"),
-        "C, WikiText-2": Budgets("C", "on", "out"),
-        "B, 30 M": Budgets("B", "on", "in"),
-        "B, WikiText-2": Budgets("B", "on", "out"),
-        "C, not rotated": Budgets("C", "off", "in"),
-        "B, not rotated": Budgets("B", "off", "in"),
-        "A, 30 M, not rotated": Budgets("A", "off", "in"),
+def _mean_and_seeds(losses: list[float]) -> str:
+    seeds = f" ({len(losses)})" if len(losses) > 1 else ""
+    return f"{sum(losses) / len(losses):+.2f}{seeds}" if losses else "-"
+
+
+def costs() -> str:
+    """What `convert --calib` costs model G, above its BF16 perplexity."""
+    kinds = {
+        "INT8": {"scaled": "on"},
+        "INT8, channels not scaled": {"scaled": "off"},
+        "FP8": {"quant": "fp8"},
     }
+    texts = {"": Budgets("G", "in"), ", WikiText-2": Budgets("G", "out")}
+    rows = [("not pruned", DENSE, ""), *((shown, goal, "") for goal, shown in GOALS.items())]
+    lines = []
+    for label, goal, distilled in (*rows, ("2:4, distilled", "2:4", "kl")):
+        losses = [
+            budget.losses(goal, distilled=distilled, **kind)
+            for kind in kinds.values()
+            for budget in texts.values()
+        ]
+        if any(losses):
+            lines.append((label, *map(_mean_and_seeds, losses)))
+    return table(("", *(kind + text for kind in kinds for text in texts)), lines, 1)
 
-    def cell(losses: list[float]) -> str:
-        seeds = f" ({len(losses)})" if len(losses) > 1 else ""
-        return f"{sum(losses) / len(losses):+.2f}{seeds}" if losses else "-"
 
+def budgets() -> str:
+    """What pruning costs earlier models, above their INT8 perplexity unpruned."""
+    columns = {
+        "D, 107 M": Budgets("D", "in", "on", "int8"),
+        "D, WikiText-2": Budgets("D", "out", "on", "int8"),
+        "C, 107 M": Budgets("C", "in", "on", "int8"),
+        "C, WikiText-2": Budgets("C", "out", "on", "int8"),
+        "B, 30 M": Budgets("B", "in", "on", "int8"),
+        "B, WikiText-2": Budgets("B", "out", "on", "int8"),
+        "C, not rotated": Budgets("C", "in", "off", "int8"),
+        "B, not rotated": Budgets("B", "in", "off", "int8"),
+        "A, 30 M, not rotated": Budgets("A", "in", "off", "int8"),
+    }
     rows = [
-        (shown, *(cell(budget.losses(goal)) for budget in columns.values())) for goal, shown in GOALS.items()
+        (shown, *(_mean_and_seeds(budget.losses(goal)) for budget in columns.values()))
+        for goal, shown in GOALS.items()
+        if any(budget.losses(goal) for budget in columns.values())
     ]
-    rows.append(("2:4, distilled", *(cell(budget.losses("2:4", "kl")) for budget in columns.values())))
-    return table(("", *columns), rows, 1)
+    distilled = (_mean_and_seeds(budget.losses("2:4", distilled="kl")) for budget in columns.values())
+    return table(("", *columns), [*rows, ("2:4, distilled", *distilled)], 1)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -429,7 +462,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{make.__name__: make for make in (llama, fusion, step)},
     **{make.__name__: make for make in (layers, ranges, verdicts, products, hopper_products)},
     **{make.__name__: make for make in (heuristics, bandwidth)},
-    **{make.__name__: make for make in (reference, efficiency, bitnet, blocks, budgets)},
+    **{make.__name__: make for make in (reference, efficiency, bitnet, blocks, costs, budgets)},
     "losses": lambda: accuracy.losses(ACCURACY / "protocol_a.csv"),
     "losses-256": lambda: accuracy.losses(ACCURACY / "protocol_a_256.csv"),
     "encoder": lambda: accuracy.encoder(ACCURACY / "protocol_b.csv"),
