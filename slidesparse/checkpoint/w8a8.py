@@ -246,9 +246,6 @@ def _parsed(block: Mapping[str, Any]) -> Quantization:
             f"the source is already quantized by {shown(method)}; supported sources are FP32, FP16, BF16, FP8 "
             "(quant_method fp8) and compressed-tensors W8A8 (INT8 or FP8): start from the original checkpoint"
         )
-    status = block.get("quantization_status", "compressed")
-    if status != "compressed":
-        raise _refusal(f"status {shown(status)}", "a compressed one is")
     sparsity = block.get("sparsity_config") or {}
     stored = sparsity.get("format", "dense") if isinstance(sparsity, dict) else sparsity
     if stored != "dense" and not sparsity_of(block):

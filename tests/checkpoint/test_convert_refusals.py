@@ -357,7 +357,6 @@ KINDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "bad sparsity": (lambda b: b.update(sparsity_config="dense, I think"), "'dense, I think'"),
     "bad group": (lambda b: b["config_groups"].update(group_0=3), "group_0"),
     "packed": (lambda b: b.update(format="pack-quantized"), "'pack-quantized'"),
-    "frozen": (lambda b: b.update(quantization_status="frozen"), "'frozen'"),
     "bitmask": (lambda b: b.update(sparsity_config={"format": "marlin-24"}), "marlin-24"),
     "packed group": (
         lambda b: b["config_groups"]["group_0"].update(format="pack-quantized"),

@@ -346,6 +346,15 @@ def test_fp8_block_scales_of_deepseek_and_qwen(
     check_blocks(before, after, Q, before[f"{Q}.weight_scale_inv"], block, "int8")
 
 
+def test_frozen_status_of_earlier_compressed_tensors_is_accepted(tmp_path: Path) -> None:
+    """Its weights are compressed all the same; vLLM does not read the status."""
+    source = w8a8(tmp_path / "source")
+    block = config_of(source)["quantization_config"]
+    edit_json(source / "config.json", quantization_config={**block, "quantization_status": "frozen"})
+    convert(source, tmp_path / "out")
+    check_codes(tensors_of(source), tensors_of(tmp_path / "out"), Q)
+
+
 @pytest.mark.parametrize(("static", "layout"), [(False, "dense"), (True, "slided"), (True, "packed")])
 def test_fp8_per_tensor_scales_keep_codes(tmp_path: Path, static: bool, layout: str) -> None:
     """q, k and v each have their own scale; codes are kept."""
