@@ -45,7 +45,9 @@ def read_records(path: Path, keys: tuple[str, ...]) -> list[tuple[str, ...]]:
             wrong = [type(entry).__name__ for entry in values if not isinstance(entry, str)]
             if wrong:
                 raise TypeError(f"it holds a {wrong[0]}")
-        except (ValueError, KeyError, TypeError) as reason:
+            for text in values:
+                text.encode()  # half of a surrogate pair is no text for tokenizers
+        except (ValueError, KeyError, TypeError, RecursionError) as reason:
             example = ", ".join(f'"{key}": "..."' for key in keys)
             plain = ' or "..."' if keys == ("text",) else ""
             raise SlideSparseError(

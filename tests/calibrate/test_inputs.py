@@ -115,6 +115,8 @@ def test_random_tokens_come_with_a_note(decoder: LayeredModel) -> None:
         ("random", {"seqlen": 1000}, "--seqlen 1000 must be from 2 to 512"),
         ("bad.jsonl", {}, "bad.jsonl, line 2: KeyError: 'text'"),
         ("broken.jsonl", {}, "broken.jsonl, line 1: JSONDecodeError"),
+        ("half.jsonl", {}, "half.jsonl, line 1: UnicodeEncodeError"),
+        ("deep.jsonl", {}, "deep.jsonl, line 1: RecursionError"),
         ("empty.jsonl", {}, "no text"),
         ("short.jsonl", {"seqlen": 500}, "500 tokens"),
         ("floats.npy", {}, "float64 [2, 2]"),
@@ -128,6 +130,8 @@ def test_invalid_data_is_refused(
 ) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"prompt": "a"}\n')
     (tmp_path / "broken.jsonl").write_text("plain text\n")
+    (tmp_path / "half.jsonl").write_text('"half of a pair: \\ud83d"\n')
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
     (tmp_path / "empty.jsonl").write_text('\n""\n')
     (tmp_path / "short.jsonl").write_text('"a b c"\n')
     np.save(tmp_path / "floats.npy", np.ones((2, 2)))
