@@ -34,6 +34,7 @@ from slidesparse.errors import SlideSparseError, shown
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
+_ADAPTER = "adapter"  # beginning of the names of an adapter's weights, in peft and MLX
 MODEL = "model.safetensors"  # the whole model if there is no index, whatever other files exist
 # Files of a folder without a readable model -> what to do
 _INSTEAD = {
@@ -307,7 +308,7 @@ def is_inside(folder: Path, path: Path) -> bool:
 
 
 def _single_file(folder: Path) -> list[str]:
-    files = sorted(path.name for path in folder.glob(f"*{SUFFIX}"))
+    files = sorted(path.name for path in folder.glob(f"*{SUFFIX}") if not path.name.startswith(_ADAPTER))
     if len(files) == 1 or MODEL in files:
         return [MODEL] if MODEL in files else files
     if files:
@@ -315,7 +316,7 @@ def _single_file(folder: Path) -> list[str]:
             f"{folder} holds {len(files)} {SUFFIX} files ({files[0]}, ...) and no {INDEX}, which says "
             "which of them make up the model; fetch the index too, or remove the files of other models"
         )
-    raise CheckpointError(f"{folder} holds no {SUFFIX} file{_instead(folder)}")
+    raise CheckpointError(f"{folder} holds no {SUFFIX} file of a whole model{_instead(folder)}")
 
 
 def _instead(folder: Path) -> str:

@@ -305,6 +305,14 @@ def test_folder_of_another_format_is_refused(tmp_path: Path, file: str, message:
         Checkpoint.open(source)
 
 
+def test_adapter_that_has_a_config_is_refused(tmp_path: Path) -> None:
+    """Training tools may save the base model's config.json with it."""
+    source = llama(tmp_path / "source")
+    (source / MODEL).rename(source / "adapter_model.safetensors")
+    (source / "adapter_config.json").touch()
+    refused(source, "no .safetensors file of a whole model (it has adapter_config.json: it is a LoRA adapter")
+
+
 def test_consolidated_weights_of_mistral_are_skipped(tmp_path: Path) -> None:
     """Mistral's models come in two formats."""
     source = llama(tmp_path / "source")
