@@ -370,6 +370,8 @@ def read_header(path: Path) -> list[StoredTensor]:
         if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
             raise ValueError(f"__metadata__ must be an object of texts, found {shown(notes)}")
         entries = sorted((_entry(name, entry) for name, entry in header.items()), key=lambda e: e[1:])
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} has a damaged header: {error}; fetch it again") from error
     position = 0
@@ -403,7 +405,10 @@ def _entry(name: str, entry: Any) -> tuple[TensorSpec, int, int]:
         raise ValueError(f"tensor {shown(name)} is not named by 1 to {MAX_NAME} printable characters")
     dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if dtype not in DTYPES:
-        raise ValueError(f"{name} has dtype {shown(dtype)}, the dtypes read are {', '.join(DTYPES)}")
+        raise CheckpointError(
+            f"tensor {name} has dtype {shown(dtype)}, the dtypes read are {', '.join(DTYPES)}; start from the original "
+            "checkpoint, before it was quantized or saved for another program"
+        )
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"{name} has shape {shown(shape)}; it must be a list of at most {MAX_DIMENSIONS}")
     if not all(type(number) is int and 0 <= number <= MAX_DIMENSION_SIZE for number in (*shape, begin, end)):

@@ -242,8 +242,9 @@ def _parsed(block: Mapping[str, Any]) -> Quantization:
     if method == FP8_METHOD:
         return _fp8(block)
     if method not in (COMPRESSED_TENSORS, QUANT_METHOD):
+        named = shown(method) if method else "a method that quantization_config does not name"
         raise CheckpointError(
-            f"the source is already quantized by {shown(method)}; supported sources are FP32, FP16, BF16, FP8 "
+            f"the source is already quantized by {named}; supported sources are FP32, FP16, BF16, FP8 "
             "(quant_method fp8) and compressed-tensors W8A8 (INT8 or FP8): start from the original checkpoint"
         )
     sparsity = block.get("sparsity_config") or {}

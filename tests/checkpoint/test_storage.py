@@ -331,6 +331,14 @@ def test_quantization_config_files_of_other_tools_are_refused(tmp_path: Path, fi
         parse_block(Checkpoint.open(source).quantization_config() or {})
 
 
+@pytest.mark.parametrize("dtype", [torch.uint32, torch.float8_e8m0fnu])
+def test_dtypes_of_other_quantizations_are_not_called_damage(tmp_path: Path, dtype: torch.dtype) -> None:
+    source = llama(tmp_path / "source", extra=torch.zeros(4, dtype=torch.uint8).view(dtype))
+    with pytest.raises(CheckpointError, match="tensor extra has dtype .*; start from the original") as error:
+        Checkpoint.open(source)
+    assert "damaged" not in str(error.value)
+
+
 def test_empty_tensors_have_at_most_one_chunk() -> None:
     """Otherwise they would be read in many empty chunks."""
     assert len(list(TensorSpec("t", "F32", (2**40, 0)).chunks())) == 1
