@@ -66,7 +66,7 @@ QUANTIZED = "quantized in the source, not a linear layer of a block"
 
 _BLOCK = re.compile(r"\blayers?\.(\d+)\.")
 _HEAD = re.compile(r"(^|\.)lm_head$")
-_ACTIVATIONS = (".input_scale", ".input_zero_point")  # suffixes for static activation quantization
+_ACTIVATIONS = (".input_scale", ".input_zero_point", ".activation_scale")  # suffixes for static quantization
 
 
 @dataclass(frozen=True)
