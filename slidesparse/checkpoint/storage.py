@@ -40,6 +40,7 @@ MODEL = "model.safetensors"  # the whole model if there is no index, whatever ot
 _INSTEAD = {
     "adapter_config.json": "it is a LoRA adapter: convert its base model and serve the adapter with that, or merge it "
     "into the base model first",
+    "snapshots": "it is a model's folder in the Hub's cache: give ORG/NAME, or the folder of a revision in it",
     "params.json": "it is in the format of Mistral or Meta: fetch the files for transformers too",
     "*.gguf": "it is in the format of llama.cpp: fetch the original model",
     **dict.fromkeys(("*.bin", "*.pt", "*.pth"), "save the model again with transformers, as safetensors"),

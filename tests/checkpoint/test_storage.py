@@ -292,6 +292,7 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path, name: str) -> None:
     ("file", "message"),
     [
         ("adapter_config.json", "LoRA adapter"),
+        ("snapshots", "folder of a revision"),
         ("params.json", "Mistral or Meta"),
         ("model.Q4_K_M.gguf", "llama.cpp"),
         ("pytorch_model.bin", "as safetensors"),
