@@ -223,6 +223,17 @@ def test_convert_refuses_random_method_with_calibration(tmp_path: Path) -> None:
 # The output
 
 
+def test_convert_refuses_the_current_folder_as_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = llama(tmp_path / "source")
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    with pytest.raises(CheckpointError, match="is the current folder, which would be replaced"):
+        convert(source, Path())
+    assert Path().samefile(tmp_path / "out")
+
+
 def test_convert_refuses_invalid_outputs(tmp_path: Path) -> None:
     source = llama(tmp_path / "source")
     (tmp_path / "full").mkdir()
