@@ -33,6 +33,7 @@ from slidesparse.errors import SlideSparseError, shown
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
+MODULES = "modules.json"  # file of sentence-transformers, which embed texts
 SUFFIX = ".safetensors"
 _ADAPTER = "adapter"  # beginning of the names of an adapter's weights, in peft and MLX
 MODEL = "model.safetensors"  # the whole model if there is no index, whatever other files exist
