@@ -137,7 +137,7 @@ def _slow_tokenizer(folder: Path) -> Callable[[str], list[int]]:
             f"imported ({error}); pip install transformers, or give token ids instead of texts: ids.npy"
         ) from error
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise SlideSparseError(
             f"the tokenizer of {folder} cannot be read: {error}; give token ids instead of texts: ids.npy"

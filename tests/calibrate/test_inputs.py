@@ -18,6 +18,7 @@ from slidesparse.calibrate.inputs import BlockInputs, HiddenStates, host_memory,
 from slidesparse.calibrate.models import Block, BlockSizes, LayeredModel, open_model
 from slidesparse.calibrate.samples import Samples, _sample_each_text, load_samples
 from slidesparse.checkpoint.storage import Checkpoint
+from slidesparse.checkpoint.tokens import tokenizer_of
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 
 CPU = torch.device("cpu")
@@ -165,6 +166,19 @@ def test_texts_without_tokens_are_left_out() -> None:
     """A text has no tokens if the tokenizer drops all of its characters."""
     samples = _sample_each_text(iter([[1, 2], [], [3]]), 5, 8)
     assert [sample.tolist() for sample in samples] == [[1, 2], [3]]
+
+
+def test_code_of_a_tokenizer_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers would ask on the terminal whether to trust it."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    questions: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question: questions.append(question) or "n")
+    code = {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}
+    config = {"tokenizer_class": "OwnTokenizer", "auto_map": code}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(SlideSparseError, match="custom code"):
+        tokenizer_of(tmp_path)
+    assert not questions
 
 
 def test_ids_of_another_tokenizer_are_refused(decoder: LayeredModel) -> None:
