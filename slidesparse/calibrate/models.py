@@ -212,7 +212,7 @@ class LayeredModel:
         for layer in (*self.linears(number), *norms):
             self.checkpoint.require(layer + WEIGHT)
         names = [name for name in self.checkpoint.tensors if name.startswith(prefix)]
-        weights = {name.removeprefix(prefix): reader.whole(name).to(device).float() for name in names}
+        weights = {_current(name[len(prefix) :]): reader.whole(name).to(device).float() for name in names}
         for name in (name for name in weights if name.endswith(SCALE)):
             weights[name.removesuffix(SCALE) + WEIGHT] *= weights[name]
         return (DecoderBlock if self.is_decoder else EncoderBlock)(sizes, weights)
@@ -255,8 +255,11 @@ class LayeredModel:
     ) -> Callable[[Tensor], Tensor]:
         """Return an encoder's embedding function: words, positions and the first token type, normalized."""
 
+        stored = {_current(name): name for name in self.checkpoint.tensors}
+
         def tensor(name: str) -> Tensor:
             full = f"{self.root}embeddings.{name}"
+            full = stored.get(full, full)
             self.checkpoint.require(full)
             return reader.whole(full).to(device).float()
 
@@ -269,6 +272,11 @@ class LayeredModel:
             return F.layer_norm(x, x.shape[-1:], weight, bias, self.sizes[0].eps)
 
         return embed
+
+
+def _current(name: str) -> str:
+    """Return a tensor's name in today's form; the first BERT models call weight and bias of norms gamma and beta."""
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 class Block(ABC):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from slidesparse.calibrate.models import HEAD, LayeredModel, is_tied
 from slidesparse.checkpoint.architectures import architecture_of
-from slidesparse.checkpoint.storage import Checkpoint, Reader
+from slidesparse.checkpoint.storage import MODULES, Checkpoint, Reader
 
 KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3")
 # The tensors that a model of KINDS may have; any other might read the residual stream and is not rotated
@@ -54,6 +54,8 @@ def rotation_obstacle(checkpoint: Checkpoint) -> str | None:
         return (
             f"{architecture or 'a model without a named architecture'} is not one of {', '.join(supported)}"
         )
+    if (checkpoint.folder / MODULES).exists():
+        return f"by {MODULES} its last hidden states are embeddings, which a rotation would change"
     unknown = next((name for name in checkpoint.tensors if not _TENSOR.fullmatch(name)), None)
     return f"the purpose of tensor {unknown} is unknown" if unknown else None
 

@@ -37,7 +37,11 @@ def require_free_name(source: Path, out: Path) -> None:
         )
     if out.resolve().is_relative_to(source.resolve()):
         raise CheckpointError(f"output folder {out} lies inside the source {source}; name one elsewhere")
-    if out.is_mount():  # a folder cannot be renamed to it
+    if out.is_dir() and out.samefile("."):  # the shell would stay in a folder that is deleted
+        raise CheckpointError(
+            f"output folder {out} is the current folder, which would be replaced; run the command in another one"
+        )
+    if out.resolve().is_mount():  # a folder cannot be renamed to it
         raise CheckpointError(
             f"output folder {out} is where a disk or volume is mounted; name a folder in it"
         )

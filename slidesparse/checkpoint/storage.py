@@ -33,12 +33,15 @@ from slidesparse.errors import SlideSparseError, shown
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
+MODULES = "modules.json"  # file of sentence-transformers, which embed texts
 SUFFIX = ".safetensors"
+_ADAPTER = "adapter"  # beginning of the names of an adapter's weights, in peft and MLX
 MODEL = "model.safetensors"  # the whole model if there is no index, whatever other files exist
 # Files of a folder without a readable model -> what to do
 _INSTEAD = {
     "adapter_config.json": "it is a LoRA adapter: convert its base model and serve the adapter with that, or merge it "
     "into the base model first",
+    "snapshots": "it is a model's folder in the Hub's cache: give ORG/NAME, or the folder of a revision in it",
     "params.json": "it is in the format of Mistral or Meta: fetch the files for transformers too",
     "*.gguf": "it is in the format of llama.cpp: fetch the original model",
     **dict.fromkeys(("*.bin", "*.pt", "*.pth"), "save the model again with transformers, as safetensors"),
@@ -307,7 +310,7 @@ def is_inside(folder: Path, path: Path) -> bool:
 
 
 def _single_file(folder: Path) -> list[str]:
-    files = sorted(path.name for path in folder.glob(f"*{SUFFIX}"))
+    files = sorted(path.name for path in folder.glob(f"*{SUFFIX}") if not path.name.startswith(_ADAPTER))
     if len(files) == 1 or MODEL in files:
         return [MODEL] if MODEL in files else files
     if files:
@@ -315,7 +318,7 @@ def _single_file(folder: Path) -> list[str]:
             f"{folder} holds {len(files)} {SUFFIX} files ({files[0]}, ...) and no {INDEX}, which says "
             "which of them make up the model; fetch the index too, or remove the files of other models"
         )
-    raise CheckpointError(f"{folder} holds no {SUFFIX} file{_instead(folder)}")
+    raise CheckpointError(f"{folder} holds no {SUFFIX} file of a whole model{_instead(folder)}")
 
 
 def _instead(folder: Path) -> str:
@@ -369,6 +372,8 @@ def read_header(path: Path) -> list[StoredTensor]:
         if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
             raise ValueError(f"__metadata__ must be an object of texts, found {shown(notes)}")
         entries = sorted((_entry(name, entry) for name, entry in header.items()), key=lambda e: e[1:])
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} has a damaged header: {error}; fetch it again") from error
     position = 0
@@ -402,7 +407,10 @@ def _entry(name: str, entry: Any) -> tuple[TensorSpec, int, int]:
         raise ValueError(f"tensor {shown(name)} is not named by 1 to {MAX_NAME} printable characters")
     dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if dtype not in DTYPES:
-        raise ValueError(f"{name} has dtype {shown(dtype)}, the dtypes read are {', '.join(DTYPES)}")
+        raise CheckpointError(
+            f"tensor {name} has dtype {shown(dtype)}, the dtypes read are {', '.join(DTYPES)}; start from the original "
+            "checkpoint, before it was quantized or saved for another program"
+        )
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"{name} has shape {shown(shape)}; it must be a list of at most {MAX_DIMENSIONS}")
     if not all(type(number) is int and 0 <= number <= MAX_DIMENSION_SIZE for number in (*shape, begin, end)):

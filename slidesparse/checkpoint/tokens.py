@@ -45,7 +45,9 @@ def read_records(path: Path, keys: tuple[str, ...]) -> list[tuple[str, ...]]:
             wrong = [type(entry).__name__ for entry in values if not isinstance(entry, str)]
             if wrong:
                 raise TypeError(f"it holds a {wrong[0]}")
-        except (ValueError, KeyError, TypeError) as reason:
+            for text in values:
+                text.encode()  # half of a surrogate pair is no text for tokenizers
+        except (ValueError, KeyError, TypeError, RecursionError) as reason:
             example = ", ".join(f'"{key}": "..."' for key in keys)
             plain = ' or "..."' if keys == ("text",) else ""
             raise SlideSparseError(
@@ -135,7 +137,7 @@ def _slow_tokenizer(folder: Path) -> Callable[[str], list[int]]:
             f"imported ({error}); pip install transformers, or give token ids instead of texts: ids.npy"
         ) from error
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise SlideSparseError(
             f"the tokenizer of {folder} cannot be read: {error}; give token ids instead of texts: ids.npy"

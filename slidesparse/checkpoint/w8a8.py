@@ -23,7 +23,7 @@ FP8_METHOD = "fp8"  # the quant_method of DeepSeek, Qwen and AutoFP8
 KINDS = {"int8": ("int", "I8"), "fp8": ("float", "F8_E4M3")}  # quant -> type, dtype of safetensors
 MIXED = "mixed-precision"  # the format of groups that have different formats
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized")
-_BLOCK_SCALE = ".weight_scale_inv"  # suffix with quant_method fp8; despite its name a factor, not a divisor
+_SCALE_INV = ".weight_scale_inv"  # suffix with quant_method fp8; despite its name a factor, not a divisor
 
 
 @dataclass(frozen=True)
@@ -230,25 +230,24 @@ def parse_block(block: Mapping[str, Any], tensors: Iterable[str] = ()) -> Quanti
     Args:
         tensors: names of the tensors whose layers will be looked up.
     """
-    quantization = _parsed(block)
+    tensors = list(tensors)
+    quantization = _parsed(block, tensors)
     for kind, entries in (("ignore list", quantization.ignore), ("targets", quantization.targets)):
         regexes = [entry[3:] for entry in entries if entry.startswith("re:")]
         compile_regexes(regexes, f"the source's {kind}:", layer_names(tensors))
     return quantization
 
 
-def _parsed(block: Mapping[str, Any]) -> Quantization:
+def _parsed(block: Mapping[str, Any], tensors: Iterable[str]) -> Quantization:
     method = block.get("quant_method")
     if method == FP8_METHOD:
-        return _fp8(block)
+        return _fp8(block, tensors)
     if method not in (COMPRESSED_TENSORS, QUANT_METHOD):
+        named = shown(method) if method else "a method that quantization_config does not name"
         raise CheckpointError(
-            f"the source is already quantized by {shown(method)}; supported sources are FP32, FP16, BF16, FP8 "
+            f"the source is already quantized by {named}; supported sources are FP32, FP16, BF16, FP8 "
             "(quant_method fp8) and compressed-tensors W8A8 (INT8 or FP8): start from the original checkpoint"
         )
-    status = block.get("quantization_status", "compressed")
-    if status != "compressed":
-        raise _refusal(f"status {shown(status)}", "a compressed one is")
     sparsity = block.get("sparsity_config") or {}
     stored = sparsity.get("format", "dense") if isinstance(sparsity, dict) else sparsity
     if stored != "dense" and not sparsity_of(block):
@@ -269,8 +268,8 @@ def _parsed(block: Mapping[str, Any]) -> Quantization:
     return Quantization(groups, targets, _ignore(block, "ignore"))
 
 
-def _fp8(block: Mapping[str, Any]) -> Quantization:
-    """Parse quant_method fp8: per-block or per-tensor scales."""
+def _fp8(block: Mapping[str, Any], tensors: Iterable[str]) -> Quantization:
+    """Parse quant_method fp8: per-block or per-tensor scales; transformers gives both the same name."""
     form, activations = block.get("fmt", "e4m3"), block.get("activation_scheme", "dynamic")
     if form not in ("e4m3", "float8_e4m3fn") or activations not in ("dynamic", "static"):
         raise _refusal(
@@ -278,9 +277,10 @@ def _fp8(block: Mapping[str, Any]) -> Quantization:
         )
     size = block.get("weight_block_size")
     if size is None:
-        scheme = Scheme("fp8", "tensor", {"static": "static", "dynamic": "dynamic"}[activations])
+        scale = _SCALE_INV if any(name.endswith(_SCALE_INV) for name in tensors) else SCALE
+        scheme = Scheme("fp8", "tensor", activations, scale=scale)
     else:
-        scheme = Scheme("fp8", "block", "per group", _block_size(size, "weight_block_size"), _BLOCK_SCALE)
+        scheme = Scheme("fp8", "block", "per group", _block_size(size, "weight_block_size"), _SCALE_INV)
     ignore = _ignore(block, "ignored_layers") or _ignore(block, "modules_to_not_convert")
     return Quantization({FP8_METHOD: scheme}, {"Linear": scheme}, ignore, FP8_METHOD)
 

@@ -54,7 +54,8 @@ from slidesparse.convert.options import ConvertOptions
 from slidesparse.errors import CalibrationError, shown
 from slidesparse.pattern import MixedPattern, Pattern, SlidePattern
 
-_EMBEDDING = re.compile(r"embed|\.wte$|\.wpe$")
+# A table of embeddings; vLLM may quantize linear layers that belong to one, such as patch_embedding.linear
+_TABLE = re.compile(r"(^|\.)(embed_(tokens|positions|in)\w*|\w*(embed|embeddings?)|wte|wpe)$")
 
 # Reasons for leaving a two-dimensional weight unchanged
 BY_IGNORE, BY_SOURCE, NOT_LINEAR = "--ignore", "not quantized in the source", "not a linear layer of a block"
@@ -66,7 +67,7 @@ QUANTIZED = "quantized in the source, not a linear layer of a block"
 
 _BLOCK = re.compile(r"\blayers?\.(\d+)\.")
 _HEAD = re.compile(r"(^|\.)lm_head$")
-_ACTIVATIONS = (".input_scale", ".input_zero_point")  # suffixes for static activation quantization
+_ACTIVATIONS = (".input_scale", ".input_zero_point", ".activation_scale")  # suffixes for static quantization
 
 
 @dataclass(frozen=True)
@@ -472,7 +473,7 @@ def _other_matrices(checkpoint: Checkpoint, pruned: Container[str]) -> Iterator[
     for name, stored in checkpoint.tensors.items():
         layer = name.removesuffix(WEIGHT)
         is_matrix = layer != name and len(stored.spec.shape) == 2
-        if is_matrix and layer not in pruned and not _EMBEDDING.search(layer):
+        if is_matrix and layer not in pruned and not _TABLE.search(layer):
             yield layer
 
 

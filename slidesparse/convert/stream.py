@@ -55,6 +55,7 @@ from slidesparse.checkpoint.storage import (
     DTYPES,
     FLOATS,
     INDEX,
+    MODULES,
     SIDE_NAMES,
     SIDE_SUFFIXES,
     SUFFIX,
@@ -76,7 +77,6 @@ from slidesparse.quantize import FP8, dequantize_blocks, dequantize_rows, quanti
 from slidesparse.slide import slide
 
 ROTATED = "the residual stream and the values of each head, in the weights"
-MODULES = "modules.json"  # file of sentence-transformers
 _CODE = (".py", ".pkl", ".bin", ".pt", ".pth", ".so", ".sh")  # never copied, whatever the name
 
 

@@ -18,6 +18,7 @@ from slidesparse.calibrate.inputs import BlockInputs, HiddenStates, host_memory,
 from slidesparse.calibrate.models import Block, BlockSizes, LayeredModel, open_model
 from slidesparse.calibrate.samples import Samples, _sample_each_text, load_samples
 from slidesparse.checkpoint.storage import Checkpoint
+from slidesparse.checkpoint.tokens import tokenizer_of
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 
 CPU = torch.device("cpu")
@@ -115,6 +116,8 @@ def test_random_tokens_come_with_a_note(decoder: LayeredModel) -> None:
         ("random", {"seqlen": 1000}, "--seqlen 1000 must be from 2 to 512"),
         ("bad.jsonl", {}, "bad.jsonl, line 2: KeyError: 'text'"),
         ("broken.jsonl", {}, "broken.jsonl, line 1: JSONDecodeError"),
+        ("half.jsonl", {}, "half.jsonl, line 1: UnicodeEncodeError"),
+        ("deep.jsonl", {}, "deep.jsonl, line 1: RecursionError"),
         ("empty.jsonl", {}, "no text"),
         ("short.jsonl", {"seqlen": 500}, "500 tokens"),
         ("floats.npy", {}, "float64 [2, 2]"),
@@ -128,6 +131,8 @@ def test_invalid_data_is_refused(
 ) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"prompt": "a"}\n')
     (tmp_path / "broken.jsonl").write_text("plain text\n")
+    (tmp_path / "half.jsonl").write_text('"half of a pair: \\ud83d"\n')
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
     (tmp_path / "empty.jsonl").write_text('\n""\n')
     (tmp_path / "short.jsonl").write_text('"a b c"\n')
     np.save(tmp_path / "floats.npy", np.ones((2, 2)))
@@ -161,6 +166,19 @@ def test_texts_without_tokens_are_left_out() -> None:
     """A text has no tokens if the tokenizer drops all of its characters."""
     samples = _sample_each_text(iter([[1, 2], [], [3]]), 5, 8)
     assert [sample.tolist() for sample in samples] == [[1, 2], [3]]
+
+
+def test_code_of_a_tokenizer_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers would ask on the terminal whether to trust it."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    questions: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question: questions.append(question) or "n")
+    code = {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}
+    config = {"tokenizer_class": "OwnTokenizer", "auto_map": code}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(SlideSparseError, match="custom code"):
+        tokenizer_of(tmp_path)
+    assert not questions
 
 
 def test_ids_of_another_tokenizer_are_refused(decoder: LayeredModel) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from calibration import calibrated, write_ids
 from checkpoints import llama
+from safetensors.torch import load_file, save_file
 
 from slidesparse.calibrate import models
 from slidesparse.calibrate.models import DECODERS, ENCODERS, Block, LayeredModel, open_model, rms_norm
@@ -113,6 +114,24 @@ def test_block_outputs_equal_transformers(name: str, tmp_path: Path) -> None:
                 offset, sizes = DECODERS[model.kind].norm_offset, model.sizes[number]
                 x = rms_norm(x, reader.whole(f"{model.root}norm.weight") + offset, sizes.eps)
             assert_near(x, expected[number + 1])
+
+
+@torch.inference_mode()
+def test_norms_of_the_first_bert_models(tmp_path: Path) -> None:
+    """Such as bert-base-uncased, whose norms have a gamma and a beta."""
+    save_random_model("bert prefixed", tmp_path)
+    ids = torch.randint(3, 100, (1, 20))
+    outputs = []
+    for _ in range(2):
+        model = open_model(Checkpoint.open(tmp_path))
+        with model.checkpoint.reader() as reader:
+            outputs.append(model.load(reader, 0, CPU).output(model.embedder(reader, [ids], CPU)(ids)))
+        old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+        tensors = load_file(tmp_path / "model.safetensors")
+        for new, former in old.items():
+            tensors = {name.replace(new, former): tensor for name, tensor in tensors.items()}
+        save_file(tensors, tmp_path / "model.safetensors")
+    assert torch.equal(*outputs)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "phi3", "granite", "olmo2"])

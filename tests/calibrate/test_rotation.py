@@ -326,5 +326,8 @@ def test_rotation_obstacle_names_unsupported_models(tmp_path: Path) -> None:
     tensors = tensors_of(tmp_path)
     write(tmp_path, config_of(tmp_path), {**tensors, "model.mtp.weight": torch.ones(2)})
     assert "model.mtp.weight" in str(rotation_obstacle(Checkpoint.open(tmp_path)))
+    write(tmp_path, config_of(tmp_path), tensors)
+    (tmp_path / "modules.json").write_text("[]")  # of a model whose hidden states are used
+    assert "modules.json" in str(rotation_obstacle(Checkpoint.open(tmp_path)))
     edit_json(tmp_path / "config.json", architectures=["LlamaModel"])
     assert "LlamaModel" in str(rotation_obstacle(Checkpoint.open(tmp_path)))

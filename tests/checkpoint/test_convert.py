@@ -272,6 +272,16 @@ def test_convert_bert_copies_other_files(tmp_path: Path) -> None:
         assert f"model.encoder.layer.0.attention.output.{last}" in ignore
 
 
+def test_linear_layers_of_embedding_modules_are_ignored(tmp_path: Path) -> None:
+    """VLLM would quantize them, in Llama 4 and Gemma 4; tables are not linear layers and need no entry."""
+    linears = {"vision_model.patch_embedding.linear", "embed_vision.embedding_projection", "embed_out"}
+    tables = {"visual.pos_embed", "vision.embeddings.position_embedding", "model.embed_tokens_per_layer"}
+    weights = {name.replace(".", "__") + "__weight": torch.ones(4, 8) for name in linears | tables}
+    report = convert(llama(tmp_path / "source", **weights), tmp_path / "out")
+    assert set(report.kept) == {"lm_head", *linears}
+    assert linears < set(config_of(tmp_path / "out")["quantization_config"]["ignore"])
+
+
 def test_convert_drops_auto_map_of_known_architectures(tmp_path: Path) -> None:
     """With --trust-remote-code, transformers would search for the code named in config.json, which is not copied."""
     code = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}

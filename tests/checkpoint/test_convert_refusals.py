@@ -223,6 +223,17 @@ def test_convert_refuses_random_method_with_calibration(tmp_path: Path) -> None:
 # The output
 
 
+def test_convert_refuses_the_current_folder_as_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = llama(tmp_path / "source")
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    with pytest.raises(CheckpointError, match="is the current folder, which would be replaced"):
+        convert(source, Path())
+    assert Path().samefile(tmp_path / "out")
+
+
 def test_convert_refuses_invalid_outputs(tmp_path: Path) -> None:
     source = llama(tmp_path / "source")
     (tmp_path / "full").mkdir()
@@ -357,7 +368,6 @@ KINDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "bad sparsity": (lambda b: b.update(sparsity_config="dense, I think"), "'dense, I think'"),
     "bad group": (lambda b: b["config_groups"].update(group_0=3), "group_0"),
     "packed": (lambda b: b.update(format="pack-quantized"), "'pack-quantized'"),
-    "frozen": (lambda b: b.update(quantization_status="frozen"), "'frozen'"),
     "bitmask": (lambda b: b.update(sparsity_config={"format": "marlin-24"}), "marlin-24"),
     "packed group": (
         lambda b: b["config_groups"]["group_0"].update(format="pack-quantized"),

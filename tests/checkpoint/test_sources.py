@@ -31,6 +31,7 @@ from tool_sources import compressed, fp8
 from torch import Tensor
 
 from slidesparse.checkpoint import storage
+from slidesparse.checkpoint.inspection import verify
 from slidesparse.checkpoint.w8a8 import parse_block
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
@@ -346,6 +347,15 @@ def test_fp8_block_scales_of_deepseek_and_qwen(
     check_blocks(before, after, Q, before[f"{Q}.weight_scale_inv"], block, "int8")
 
 
+def test_frozen_status_of_earlier_compressed_tensors_is_accepted(tmp_path: Path) -> None:
+    """Its weights are compressed all the same; vLLM does not read the status."""
+    source = w8a8(tmp_path / "source")
+    block = config_of(source)["quantization_config"]
+    edit_json(source / "config.json", quantization_config={**block, "quantization_status": "frozen"})
+    convert(source, tmp_path / "out")
+    check_codes(tensors_of(source), tensors_of(tmp_path / "out"), Q)
+
+
 @pytest.mark.parametrize(("static", "layout"), [(False, "dense"), (True, "slided"), (True, "packed")])
 def test_fp8_per_tensor_scales_keep_codes(tmp_path: Path, static: bool, layout: str) -> None:
     """q, k and v each have their own scale; codes are kept."""
@@ -361,6 +371,21 @@ def test_fp8_per_tensor_scales_keep_codes(tmp_path: Path, static: bool, layout: 
     assert message in report.rewritten
     refused(source, "--quant int8 contradicts the source", out="x", quant="int8")
     check_block(tmp_path / "dense", "fp8", {"lm_head"})
+
+
+def test_fp8_per_tensor_scales_by_their_names_in_transformers(tmp_path: Path) -> None:
+    """As in Ministral 3."""
+    source = fp8(tmp_path / "source", static=True)
+    convert(source, tmp_path / "out")
+    names = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+    tensors = {
+        f"{layer}.{names.get(last, last)}": tensor
+        for (layer, _, last), tensor in ((name.rpartition("."), t) for name, t in tensors_of(source).items())
+    }
+    write(tmp_path / "renamed", config_of(source), tensors)
+    convert(tmp_path / "renamed", tmp_path / "again")
+    assert verify(tmp_path / "out", tmp_path / "again").equal
+    assert not any(name.endswith(tuple(names.values())) for name in tensors_of(tmp_path / "again"))
 
 
 @pytest.mark.parametrize("listed", [[], [DOWN]])

@@ -292,6 +292,7 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path, name: str) -> None:
     ("file", "message"),
     [
         ("adapter_config.json", "LoRA adapter"),
+        ("snapshots", "folder of a revision"),
         ("params.json", "Mistral or Meta"),
         ("model.Q4_K_M.gguf", "llama.cpp"),
         ("pytorch_model.bin", "as safetensors"),
@@ -303,6 +304,14 @@ def test_folder_of_another_format_is_refused(tmp_path: Path, file: str, message:
     (source / file).touch()
     with pytest.raises(CheckpointError, match=f"config.json .* is missing .it has {file}: .*{message}"):
         Checkpoint.open(source)
+
+
+def test_adapter_that_has_a_config_is_refused(tmp_path: Path) -> None:
+    """Training tools may save the base model's config.json with it."""
+    source = llama(tmp_path / "source")
+    (source / MODEL).rename(source / "adapter_model.safetensors")
+    (source / "adapter_config.json").touch()
+    refused(source, "no .safetensors file of a whole model (it has adapter_config.json: it is a LoRA adapter")
 
 
 def test_consolidated_weights_of_mistral_are_skipped(tmp_path: Path) -> None:
@@ -321,6 +330,14 @@ def test_quantization_config_files_of_other_tools_are_refused(tmp_path: Path, fi
     (source / file).write_text("{}")
     with pytest.raises(CheckpointError, match=f"already quantized by '{tool}'"):
         parse_block(Checkpoint.open(source).quantization_config() or {})
+
+
+@pytest.mark.parametrize("dtype", [torch.uint32, torch.float8_e8m0fnu])
+def test_dtypes_of_other_quantizations_are_not_called_damage(tmp_path: Path, dtype: torch.dtype) -> None:
+    source = llama(tmp_path / "source", extra=torch.zeros(4, dtype=torch.uint8).view(dtype))
+    with pytest.raises(CheckpointError, match="tensor extra has dtype .*; start from the original") as error:
+        Checkpoint.open(source)
+    assert "damaged" not in str(error.value)
 
 
 def test_empty_tensors_have_at_most_one_chunk() -> None:
