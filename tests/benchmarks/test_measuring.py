@@ -42,7 +42,6 @@ PATTERNS = ("2:4", "6:8", "14:16")
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(tuned.CACHE_VARIABLE, str(tmp_path / "cache"))
-    tuned._merged_table.cache_clear()
     return tmp_path / "cache"
 
 

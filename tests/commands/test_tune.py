@@ -35,7 +35,6 @@ LAYERS = (Layer("a", 64, 64), Layer("b", 32, 128))
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(tuned.CACHE_VARIABLE, str(tmp_path))
-    tuned._merged_table.cache_clear()
     return tmp_path
 
 
