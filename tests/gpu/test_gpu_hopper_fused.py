@@ -50,11 +50,7 @@ def test_quantize_with_norms_is_within_rounding(
     columns = layout.slided + -layout.slided % BACKEND.alignment
     windows = layout.length, layout.phase, dtype, columns
     exact, sums = x.float(), x.float() + residual.float()
-    for place in (
-        lambda t: t,
-        lambda t: wide_of(t, 8),
-        lambda t: wide_of(t, 3),
-    ):
+    for place in (lambda t: t, lambda t: wide_of(t, 8), lambda t: wide_of(t, 3)):
         tokens, addend = place(x.to(gpu())), place(residual.to(gpu()))
         total = torch.full((m, k), NAN, dtype=source, device=gpu())
         q, scale = BACKEND.quantize(tokens, *windows, RmsNorm(weight.to(gpu()), EPS))

@@ -112,11 +112,7 @@ def test_fused_operators_refuse_mismatched_arguments(standing_in: StandIn) -> No
         ),
         (r"residual is torch\.float16", OURS.add_rms_norm_linear, (x, x.half(), x[0], 1e-5)),
         (r"residual .* \(1, 64\)", OURS.add_rms_norm_linear, (x, x[:1], x[0], 1e-5)),
-        (
-            r"residual .* strides \(1, 2\)",
-            OURS.add_rms_norm_linear,
-            (x, x.t().contiguous().t(), x[0], 1e-5),
-        ),
+        (r"residual .* strides \(1, 2\)", OURS.add_rms_norm_linear, (x, x.t().contiguous().t(), x[0], 1e-5)),
         ("x .* 127", OURS.silu_mul_linear, (torch.ones(2, 127).bfloat16(),)),
     ):
         with pytest.raises(LibraryError, match=message):

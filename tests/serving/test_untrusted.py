@@ -74,12 +74,7 @@ def test_path_flag_with_a_float_model_is_refused(engines: Engines, checkpoints: 
 
 
 def test_disable_flag_overrides_invalid_flags(engines: Engines, checkpoints: dict[str, Path]) -> None:
-    invalid = {
-        "DISABLE_SLIDESPARSE": "1",
-        "SPARSITY": "lots",
-        "USE_CUSPARSELT": "1",
-        "USE_CUBLASLT": "maybe",
-    }
+    invalid = {"DISABLE_SLIDESPARSE": "1", "SPARSITY": "lots", "USE_CUSPARSELT": "1", "USE_CUBLASLT": "maybe"}
     assert not engines.serve(checkpoints["dense"], env=invalid).summary
     ambiguous = {"DISABLE_SLIDESPARSE": "on"}
     refused(engines, str(checkpoints["dense"]), ambiguous, "DISABLE_SLIDESPARSE='on': use 1 or 0")
