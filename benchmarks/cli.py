@@ -268,9 +268,6 @@ def spmm(
         str, typer.Option(help="KEPT:GROUP, comma-separated; a model's layers use the first one.")
     ] = "2:4,1:4,4:8,1:2,2:8",
     library: Libraries = None,
-    counters: Annotated[
-        bool, typer.Option(help="Read hardware counters by Nsight Compute at the end.")
-    ] = True,
     out: Out = OUT,
     time_limit: Limit = None,
     as_json: Json = False,
@@ -294,7 +291,7 @@ def spmm(
     work = jobs(todo, dtypes, sparsities, libraries)
     _fill(began, time_limit, gpu, as_json, lambda session: SpmmBench(session, out, work))
     left = None if time_limit is None else began + time_limit - time.monotonic()
-    if counters and (left is None or left > 0):
+    if left is None or left > 0:
         amend_conditions(conditions, {"counters": spmm_counters.measure(out, left)})
 
 
@@ -306,17 +303,14 @@ def convert(
     sparsity: Annotated[str, typer.Option("--sparsity", "-s", help="The pattern.")] = "6:8",
     quant: Annotated[str, typer.Option(help="int8 or fp8.")] = "int8",
     layout: Annotated[str, typer.Option(help="dense or slided.")] = "dense",
-    folder: Annotated[
-        Path | None, typer.Option(help="Where to put the models; by default the system's temporary folder.")
-    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Convert a synthetic Llama-style model; report MB/s of BF16 input and the peak memory."""
+    """Convert a synthetic Llama-style model, in $TMPDIR; report MB/s of BF16 input and the peak memory."""
     from benchmarks import convert as bench
     from slidesparse.convert.synth import parse_size
     from slidesparse.pattern import SlidePattern
 
-    result = bench.run(parse_size("--size", size), SlidePattern.parse(sparsity), quant, layout, folder)
+    result = bench.run(parse_size("--size", size), SlidePattern.parse(sparsity), quant, layout)
     print(json.dumps(result.to_json(), indent=2) if as_json else result.render())
 
 

@@ -106,13 +106,13 @@ def write_model(out: Path, size: int) -> int:
     return max(spec.nbytes for spec in tensors(config))
 
 
-def run(size: int, pattern: SlidePattern, quant: str, layout: str, folder: Path | None = None) -> Result:
-    """Make the model in a temporary folder (below ``folder``), convert it, and measure.
+def run(size: int, pattern: SlidePattern, quant: str, layout: str) -> Result:
+    """Make the model in a temporary folder (below $TMPDIR), convert it, and measure.
 
     Raises CheckpointError for an option that is not known, and with its message when the conversion fails.
     """
     ConvertOptions(pattern, quant, layout)  # which checks them
-    with tempfile.TemporaryDirectory(prefix="slidesparse-bench-", dir=folder) as scratch:
+    with tempfile.TemporaryDirectory(prefix="slidesparse-bench-") as scratch:
         source, out = Path(scratch) / "source", Path(scratch) / "out"
         largest = write_model(source, size)
         load = os.getloadavg()[0]

@@ -181,12 +181,7 @@ def _require_fit(variant: Variant, size: Size, label: str) -> None:
 
 
 def command(
-    vllm: str,
-    version: Version | None,
-    run: Run,
-    workload: Workload,
-    result: Path,
-    size: Size | None = None,
+    vllm: str, version: Version | None, run: Run, workload: Workload, result: Path, size: Size | None = None
 ) -> list[str]:
     """Return the command line of a run, equal for all systems but for the checkpoint; ``result`` gets vLLM's JSON.
 

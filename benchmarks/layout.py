@@ -189,10 +189,4 @@ def _row(
     taken: str, own: float | str = "", best: float | str = "", algorithm: str = "", reason: object = ""
 ) -> dict[str, object]:
     text = " ".join(str(reason).split())  # a row is one line
-    return {
-        "taken": taken,
-        "heuristic_us": own,
-        "p50_us": best,
-        "algorithm": algorithm,
-        "reason": text,
-    }
+    return {"taken": taken, "heuristic_us": own, "p50_us": best, "algorithm": algorithm, "reason": text}

@@ -17,8 +17,7 @@ from slidesparse.errors import EnvironmentFault, SlideSparseError
 
 def build_targets(
     names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[NAME]...", help=f"Of {', '.join(TARGETS)}; default all."),
+        list[str] | None, typer.Argument(metavar="[NAME]...", help=f"Of {', '.join(TARGETS)}; default all.")
     ] = None,
     as_json: Json = False,
 ) -> None:

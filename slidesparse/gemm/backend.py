@@ -138,11 +138,7 @@ class Tunable(Backend, Protocol):
         """Return an algorithm without its split-K; None for one that does not split K."""
 
     def plan(
-        self,
-        problem: Problem,
-        device: torch.device,
-        algorithm: str | None = None,
-        layout: Layout = TN,
+        self, problem: Problem, device: torch.device, algorithm: str | None = None, layout: Layout = TN
     ) -> Plan:
         """Make a plan; nothing is cached.  ``algorithm`` None lets the backend choose.
 

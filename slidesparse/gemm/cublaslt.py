@@ -69,11 +69,7 @@ class CublasLt(LibraryBackend):
         return [_encode_algorithm(algorithm) for algorithm in proposals]
 
     def plan(
-        self,
-        problem: Problem,
-        device: torch.device,
-        algorithm: str | None = None,
-        layout: Layout = TN,
+        self, problem: Problem, device: torch.device, algorithm: str | None = None, layout: Layout = TN
     ) -> NativePlan:
         """See `Tunable.plan`."""
         native = self._native_plan(problem, device, layout)

@@ -116,11 +116,7 @@ class CuSparseLt(LibraryBackend):
         )
 
     def plan(
-        self,
-        problem: Problem,
-        device: torch.device,
-        algorithm: str | None = None,
-        layout: Layout = TN,
+        self, problem: Problem, device: torch.device, algorithm: str | None = None, layout: Layout = TN
     ) -> NativePlan:
         """See `Tunable.plan`."""
         native = self._native_plan(problem, device, algorithm, layout)

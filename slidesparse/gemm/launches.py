@@ -71,13 +71,7 @@ def dequant_bias(
 
 @cache  # called for every layer, and there are few buckets
 def _find_launch(
-    kind: str,
-    source: torch.dtype,
-    target: torch.dtype,
-    n: int,
-    k: int,
-    m: int,
-    device: torch.device,
+    kind: str, source: torch.dtype, target: torch.dtype, n: int, k: int, m: int, device: torch.device
 ) -> Config | None:
     """Return the launch tuned for the problem or a near one; None to use that of `kernels.TABLE`.
 

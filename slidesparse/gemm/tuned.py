@@ -239,10 +239,7 @@ def save(subject: Subject, results: Iterable[tuple[Problem, Tuned]]) -> Path:
 
 
 def _entry_to_json(best: Tuned) -> dict[str, Any]:
-    searched = {
-        "others": {algorithm: round(us, 3) for algorithm, us in best.others},
-        "tried": best.tried,
-    }
+    searched = {"others": {algorithm: round(us, 3) for algorithm, us in best.others}, "tried": best.tried}
     return {"algorithm": best.algorithm, "us": round(best.us, 3)} | (searched if best.tried else {})
 
 

@@ -132,13 +132,7 @@ def _slide_weight_kernel(
     tl.atomic_add(broken, count, mask=count > 0, sem="relaxed")
 
 
-def slide_weight(
-    w: Tensor,
-    length: int,
-    phase: int,
-    out: Tensor,
-    launch: Config | None = None,
-) -> Tensor:
+def slide_weight(w: Tensor, length: int, phase: int, out: Tensor, launch: Config | None = None) -> Tensor:
     """Write the windows of w [N, K] int8 or float8_e4m3fn to ``out``; return the number of invalid blocks, int32 [1].
 
     The count stays on the device, so that the caller can read it once for many launches.  The windows of a block that

@@ -23,16 +23,7 @@ def test_programs_can_be_imported() -> None:
         [sys.executable, "-m", "benchmarks", "accuracy"], capture_output=True, text=True, cwd=ROOT, check=True
     )
     names = [line.split()[0] for line in listed.stdout.splitlines()]
-    assert names == [
-        "bitnet",
-        "corpus",
-        "float_prune",
-        "parity",
-        "plot",
-        "protocol_a",
-        "protocol_b",
-        "train",
-    ]
+    assert names == ["bitnet", "corpus", "float_prune", "parity", "plot", "protocol_a", "protocol_b", "train"]
     program = (
         "import importlib, sys\n"
         "for name in sys.argv[1:]:\n"

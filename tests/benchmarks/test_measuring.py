@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from contextlib import nullcontext
 from fractions import Fraction
 from pathlib import Path
@@ -42,7 +43,6 @@ PATTERNS = ("2:4", "6:8", "14:16")
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(tuned.CACHE_VARIABLE, str(tmp_path / "cache"))
-    tuned._merged_table.cache_clear()
     return tmp_path / "cache"
 
 
@@ -394,7 +394,8 @@ def test_convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of one small layer."""
     for name, value in (("HIDDEN", 256), ("INTERMEDIATE", 512), ("VOCABULARY", 1000)):
         monkeypatch.setattr(conversion, name, value)
-    found = run("convert", "--size", "2MB", "--layout", "slided", "--folder", tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found = run("convert", "--size", "2MB", "--layout", "slided")
     assert found["bytes_in"] >= 2_000_000
     assert found["largest_tensor"] == 1000 * 256 * 2
     assert found["rate"] == pytest.approx(found["bytes_in"] / 1e6 / found["seconds"])

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
-import transformers
-from calibration import DEVICES, calibrated, write_ids
+from calibration import DEVICES, calibrated, random_decoder, write_ids
 from checkpoints import LLAMA, bert, config_of, snapshot, tensors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -211,20 +210,7 @@ def test_default_gpu_is_that_of_the_machine_if_it_has_times(
 
 def float_llama(folder: Path) -> Any:
     """Save and return a random model of transformers whose logits are far from uniform."""
-    config = transformers.LlamaConfig(
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=LLAMA.vocabulary,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).float().eval()
-    for parameter in model.parameters():
-        parameter.data.normal_(0.0, 0.2) if parameter.dim() > 1 else parameter.data.uniform_(0.5, 1.5)
+    model = random_decoder("Llama", vocab_size=LLAMA.vocabulary)
     model.save_pretrained(folder)
     return model
 

@@ -119,10 +119,7 @@ def test_retrieval_equals_sorting() -> None:
         orders = [sorted(range(30), key=lambda j, i=i: -float(unit[i] @ unit[30 + j])) for i in range(30)]
         return [1 / (1 + order.index(i)) for i, order in enumerate(orders)], [set(o[:10]) for o in orders]
 
-    (ranks, neighbors), (expected_ranks, expected_neighbors) = (
-        by_hand(vectors),
-        by_hand(references),
-    )
+    (ranks, neighbors), (expected_ranks, expected_neighbors) = by_hand(vectors), by_hand(references)
     cosines = (
         (vectors * references).sum(1) / np.linalg.norm(vectors, axis=1) / np.linalg.norm(references, axis=1)
     )

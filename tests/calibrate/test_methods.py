@@ -138,9 +138,7 @@ def cost(w: Tensor, pruned: Tensor, h: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS[:4], ids=str)
-def test_refine_never_increases_cost_and_reaches_local_optimum(
-    pattern: SlidePattern,
-) -> None:
+def test_refine_never_increases_cost_and_reaches_local_optimum(pattern: SlidePattern) -> None:
     assert pattern.length
     k = 2 * pattern.length + 1
     w, h = weights(6, k), damped(hessian_of(inputs(300, k)))

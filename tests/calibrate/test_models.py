@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibration import calibrated, write_ids
+from calibration import calibrated, random_model, write_ids
 from checkpoints import llama
 from safetensors.torch import load_file, save_file
 
@@ -87,12 +87,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def save_random_model(name: str, folder: Path) -> Any:
-    """Save a random model of transformers whose norms and biases differ from their defaults."""
-    model_class, config_class, settings = MODELS[name]
-    torch.manual_seed(0)
-    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**settings)).float().eval()
-    for parameter in model.parameters():
-        parameter.data.normal_(0.0, 0.3) if parameter.dim() > 1 else parameter.data.uniform_(0.3, 1.5)
+    model = random_model(*MODELS[name])
     model.save_pretrained(folder)
     return model
 

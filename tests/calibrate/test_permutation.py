@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from calibration import calibrated, write_ids
-from checkpoints import DOWN, bert, llama, tensors_of
+from calibration import calibrated, random_model, write_ids
+from checkpoints import DOWN, bert, llama, tensors_of, write
 from safetensors.torch import save_file
 
 from slidesparse.calibrate import permutation
@@ -76,12 +76,7 @@ def order_of(block: Block, stage: int, length: int) -> torch.Tensor:
 @torch.inference_mode()
 def test_permutation_keeps_model_outputs(name: str, tmp_path: Path) -> None:
     kind, config, settings = MODELS[name]
-    torch.manual_seed(0)
-    reference = (
-        getattr(transformers, kind)(getattr(transformers, config)(**COMMON, **settings)).float().eval()
-    )
-    for parameter in reference.parameters():
-        parameter.data.normal_(0.0, 0.3) if parameter.dim() > 1 else parameter.data.uniform_(0.3, 1.5)
+    reference = random_model(kind, config, {**COMMON, **settings})
     reference.save_pretrained(tmp_path / "source")
     model, work = open_model(Checkpoint.open(tmp_path / "source")), WorkFolder(tmp_path)
     with model.checkpoint.reader() as reader:
@@ -96,10 +91,8 @@ def test_permutation_keeps_model_outputs(name: str, tmp_path: Path) -> None:
         with work.tensors().reader() as permutations:
             ordered = OrderedReader(reader, permutations)
             tensors = {key: ordered.whole(key).contiguous() for key in model.checkpoint.tensors}
-    (tmp_path / "out").mkdir()
-    save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "out" / "config.json").write_text(json.dumps(model.checkpoint.config))
-    reloaded = getattr(transformers, kind).from_pretrained(tmp_path / "out", dtype=torch.float32)
+    out = write(tmp_path / "out", model.checkpoint.config, tensors)
+    reloaded = getattr(transformers, kind).from_pretrained(out, dtype=torch.float32)
     ids = torch.randint(3, 100, (2, 50), generator=torch.Generator().manual_seed(1))
     expected, actual = (m(ids, output_hidden_states=True).hidden_states for m in (reference, reloaded))
     for reference_state, state in zip(expected, actual, strict=True):

@@ -104,16 +104,7 @@ convert(source, out, ConvertOptions(SlidePattern(8), calibration=calibration))
 def test_killed_by_a_signal_resumes(source: Path, tmp_path: Path, ids: str, device: str) -> None:
     """The run is killed within the first block's 14 tensors, then within those of the output."""
     for limit in (10, 14 + 14 + 9):
-        command = [
-            sys.executable,
-            "-c",
-            KILLED,
-            str(source),
-            str(tmp_path / "out"),
-            ids,
-            str(limit),
-            device,
-        ]
+        command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out"), ids, str(limit), device]
         process = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=120, check=False)
         assert process.returncode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 import transformers
 from calibration import DEVICES, calibrated, random_decoder, write_ids
 from checkpoints import DOWN, bert, config_of, edit_json, llama, snapshot, tensors_of, write
-from safetensors.torch import save_file
 
 from slidesparse.calibrate import learning, pipeline
 from slidesparse.calibrate.learning import _layer_costs, hadamard
@@ -59,9 +57,7 @@ def write_rotated_model(source: Path, out: Path, rotation: Rotation) -> Any:
     with checkpoint.reader() as reader:
         rotated = RotatedReader(reader, open_model(checkpoint), CPU, rotation)
         tensors = {name: rotated.whole(name).contiguous() for name in checkpoint.tensors}
-    out.mkdir()
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "config.json").write_text(json.dumps(checkpoint.config))
+    write(out, checkpoint.config, tensors)
     return transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
 
 

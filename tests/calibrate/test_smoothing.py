@@ -11,7 +11,6 @@ import torch
 import transformers
 from calibration import DEVICES, calibrated, random_decoder
 from checkpoints import config_of, snapshot, tensors_of, write
-from safetensors.torch import save_file
 
 from slidesparse.calibrate import pipeline, smoothing
 from slidesparse.calibrate.models import open_model
@@ -59,10 +58,8 @@ def test_smoothing_keeps_model_outputs(kind: str, tmp_path: Path) -> None:
         tensors = {name: smoothed.whole(name).contiguous() for name in checkpoint.tensors}
     changed = {name for name, x in tensors.items() if not torch.equal(x, tensors_of(checkpoint.folder)[name])}
     assert len(changed) == (6 if kind == "Llama" else 4)
-    (tmp_path / "out").mkdir()
-    save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "out" / "config.json").write_text((tmp_path / "source" / "config.json").read_text())
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    out = write(tmp_path / "out", checkpoint.config, tensors)
+    found = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     assert torch.equal(logits(found), logits(model))
 
 

@@ -26,7 +26,6 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(tuned.CACHE_VARIABLE, str(tmp_path / "cache"))
-    tuned._merged_table.cache_clear()
 
 
 def test_graph_timing_agrees_with_event_timing() -> None:

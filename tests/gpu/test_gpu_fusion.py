@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ from gpu_engines import (
     Engine,
     GpuEngines,
     compiled_beside_stock,
-    needed,
     needs,
     require_only_rounding,
     same_share,
@@ -19,17 +17,6 @@ from gpu_engines import (
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def gpu_engines(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GpuEngines]:
-    started = GpuEngines(tmp_path_factory.mktemp("models"), {})
-    for engine in needed(request):
-        started.start(engine)
-    yield started
-    started.close()
 
 
 def engines(quant: str) -> list[Engine]:

@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 import torch
 from configurations import Configuration
-from gpu_layers import Layer, codes, dense_sums, exact, forget_plans, gpu, layer, normal, require_hopper
+from gpu_layers import Layer, codes, dense_sums, exact, forget_plans, gpu, layer, normal
 from host_time import host_us
 from strategies import assert_same_bits
 from torch import Tensor
@@ -21,7 +21,7 @@ from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8, quantize_rows
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_hopper")]
 
 PATTERNS = ["2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16", "2_inf"]
 TOKENS = [1, 3, 8, 9, 16, 17, 64, 100, 129, 300, 2048, 16384]
@@ -30,11 +30,6 @@ OUTPUTS = (torch.bfloat16, torch.float16)
 UNITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half an ulp, relative
 MAX_CONFIGURATIONS = 4096  # more than the number of configurations
 BACKEND = cast("Hopper", gemm.get("hopper"))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def on_hopper() -> None:
-    require_hopper()
 
 
 def scales(count: int, seed: int) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
-from gpu_layers import Layer, gpu, layer, normal, require_hopper
+from gpu_layers import Layer, gpu, layer, normal
 from norms import EPS, assert_norm_of_some_factor, compiled_activation
 from strategies import assert_same_bits
 from token_rows import GEOMETRIES, INF, LARGE, NAN, assert_same_codes, rows
@@ -20,18 +20,13 @@ from slidesparse.kernels import RmsNorm, SiluMul
 from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import FP8, INT8
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_hopper")]
 
 OURS = getattr(torch.ops, ops.NAMESPACE)
 BACKEND = cast("Hopper", gemm.get("hopper"))
 CASES = [(12, *geometry) for geometry in GEOMETRIES]
 CASES += [(m, *geometry) for geometry in (*LARGE, ("6:8", 3584, 0), ("4:6", 8192, 0)) for m in (12, 150, 600)]
 TYPES = [(torch.bfloat16, INT8), (torch.bfloat16, FP8), (torch.float16, INT8), (torch.float32, FP8)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def on_hopper() -> None:
-    require_hopper()
 
 
 def wide_of(x: Tensor, start: int) -> Tensor:
@@ -55,11 +50,7 @@ def test_quantize_with_norms_is_within_rounding(
     columns = layout.slided + -layout.slided % BACKEND.alignment
     windows = layout.length, layout.phase, dtype, columns
     exact, sums = x.float(), x.float() + residual.float()
-    for place in (
-        lambda t: t,
-        lambda t: wide_of(t, 8),
-        lambda t: wide_of(t, 3),
-    ):
+    for place in (lambda t: t, lambda t: wide_of(t, 8), lambda t: wide_of(t, 3)):
         tokens, addend = place(x.to(gpu())), place(residual.to(gpu()))
         total = torch.full((m, k), NAN, dtype=source, device=gpu())
         q, scale = BACKEND.quantize(tokens, *windows, RmsNorm(weight.to(gpu()), EPS))

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 import torch
 from configurations import Configuration
-from gpu_layers import Layer, codes, gpu, layer, normal, require_hopper
+from gpu_layers import Layer, codes, gpu, layer, normal
 from host_time import host_us
 from strategies import assert_same_bits
 from token_rows import GEOMETRIES, LARGE, assert_same_codes, rows
@@ -25,7 +25,7 @@ from slidesparse.pattern import SlideLayout, SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_hopper")]
 
 PATTERNS = ["2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16"]
 SOURCES = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,11 +33,6 @@ OUTPUTS = (torch.bfloat16, torch.float16)
 OURS = getattr(torch.ops, ops.NAMESPACE)
 BACKEND = cast("Hopper", gemm.get("hopper"))
 UNITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half an ulp, relative
-
-
-@pytest.fixture(autouse=True, scope="module")
-def on_hopper() -> None:
-    require_hopper()
 
 
 def check_codes(x: Tensor, layout: SlideLayout, dtype: torch.dtype, padding: int = 0) -> None:

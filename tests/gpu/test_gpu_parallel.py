@@ -6,7 +6,6 @@ order. A row-parallel shard of K = 256 or 704 has 128 or 352 columns: full block
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,7 +17,6 @@ from gpu_engines import (
     differences,
     greedy,
     mean_error,
-    needed,
     needs,
     require_only_rounding,
     teacher_forced,
@@ -34,17 +32,6 @@ pytestmark = [
 AT_A_TIME = 6  # two processes each, whose all-reduces wait for one another across time slices of the GPUs
 TP = Engine("int8", "6:8", "float16", parallel="tp")
 PP = Engine("int8", "6:8", "float16", parallel="pp")
-
-
-@pytest.fixture(scope="module")
-def gpu_engines(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GpuEngines]:
-    started = GpuEngines(tmp_path_factory.mktemp("models"), {}, AT_A_TIME)
-    for engine in needed(request):
-        started.start(engine)
-    yield started
-    started.close()
 
 
 def beside_stock(engine: Engine) -> list[Engine]:

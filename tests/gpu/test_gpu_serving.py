@@ -14,7 +14,7 @@ Stock vLLM serves the same pruned checkpoint in dense layout. Permitted differen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,6 @@ from gpu_engines import (
     differing_positions,
     greedy,
     mean_error,
-    needed,
     needs,
     require_only_rounding,
     same_share,
@@ -93,17 +92,6 @@ TASKS: dict[str, Callable[[GpuEngines], dict[str, Any]]] = {
     "profile": lambda _: {"env": {"SLIDESPARSE_PROFILE": "1"}},
     "sleep": lambda _: {"options": {"enable_sleep_mode": True, "kv_cache_memory_bytes": 4 * GIB}},
 }
-
-
-@pytest.fixture(scope="module")
-def gpu_engines(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GpuEngines]:
-    started = GpuEngines(tmp_path_factory.mktemp("models"), TASKS)
-    for engine in needed(request):
-        started.start(engine)
-    yield started
-    started.close()
 
 
 def test_trained_model_predicts_better_than_unigrams(gpu_engines: GpuEngines) -> None:

@@ -223,8 +223,7 @@ def test_plan_refuses_scales_it_was_not_made_for(native: Native, optional: bool)
 
 
 @pytest.mark.parametrize(
-    ("numbers", "expected"),
-    [((-1, 1, 0), {}), ((0, 1, 0), {0: 0}), ((3, 4, 2), {0: 3, 3: 4, 4: 2})],
+    ("numbers", "expected"), [((-1, 1, 0), {}), ((0, 1, 0), {0: 0}), ((3, 4, 2), {0: 3, 3: 4, 4: 2})]
 )
 def test_sparse_algorithm_sets_only_given_attributes(
     cusparselt: Native, numbers: tuple[int, ...], expected: dict[int, int]

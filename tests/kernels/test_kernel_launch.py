@@ -98,11 +98,7 @@ def test_launcher_caches_nothing_when_interpreted() -> None:
 def test_launchers_pass_kernel_parameters_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled kernel takes parameters by position, with compile-time ones last."""
     pytest.importorskip("triton")
-    from slidesparse.kernels import (
-        common,
-        dequant_bias,
-        quant_slide,
-    )
+    from slidesparse.kernels import common, dequant_bias, quant_slide
 
     parameters: dict[str, list[Any]] = {}
 

@@ -32,8 +32,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(tuned.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU.name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: GPU.capability)
-    for function in (tuned._merged_table, launches._find_launch, launches._log_untuned):
-        function.cache_clear()
+    launches._find_launch.cache_clear()
+    launches._log_untuned.cache_clear()
     return tmp_path / "tuned"
 
 

@@ -27,7 +27,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Use a new folder for the user's tables, and no shipped tables."""
     monkeypatch.setenv(tuned.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(tuned, "SHIPPED_TABLES", tmp_path / "shipped")
-    tuned._merged_table.cache_clear()
     tuned.note_untuned.cache_clear()
     tuned.note_refused.cache_clear()
     return tmp_path / "cache" / "tuned"
@@ -215,15 +214,6 @@ def test_empty_entry_is_ignored() -> None:
     path.write_text(json.dumps(document))
     tuned._merged_table.cache_clear()
     assert tuned.select_algorithm(SUBJECT, PROBLEM) == (None, "its own heuristic")
-
-
-def test_tables_folder_follows_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv(tuned.CACHE_VARIABLE)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert tuned.tables_folder() == tmp_path / "slidesparse" / "tuned"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert tuned.tables_folder() == tmp_path / ".cache" / "slidesparse" / "tuned"
 
 
 def test_untuned_shape_is_logged_once_with_the_command(caplog: pytest.LogCaptureFixture) -> None:

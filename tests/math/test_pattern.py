@@ -9,14 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import NAMED
 
-from slidesparse.pattern import (
-    EXAMPLES,
-    MixedPattern,
-    PatternError,
-    SlideLayout,
-    SlidePattern,
-    parse_pattern,
-)
+from slidesparse.pattern import EXAMPLES, MixedPattern, PatternError, SlideLayout, SlidePattern, parse_pattern
 
 # name, flag, density, gamma, N/(N-1)
 FIGURES = [

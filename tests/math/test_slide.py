@@ -10,15 +10,7 @@ from strategies import DTYPES, NAMED, Case, assert_same_bits, cases, is_zero, ob
 from torch import Tensor
 
 from slidesparse.pattern import PatternError, SlidePattern
-from slidesparse.slide import (
-    CHUNK_ELEMENTS,
-    is_slided,
-    lift,
-    obeys,
-    slide,
-    unslide,
-    violations,
-)
+from slidesparse.slide import CHUNK_ELEMENTS, is_slided, lift, obeys, slide, unslide, violations
 
 SIX_EIGHT = SlidePattern.parse("6:8")
 

@@ -109,12 +109,7 @@ def fused(run: Callable[..., Any], arguments: Results) -> tuple[dict[str, int], 
     return dict(counts), module
 
 
-BLOCK_COUNTS = {
-    "rms_norm_linear": 1,
-    "add_rms_norm_linear": 2,
-    "silu_mul_linear": 1,
-    "linear": 1,
-}
+BLOCK_COUNTS = {"rms_norm_linear": 1, "add_rms_norm_linear": 2, "silu_mul_linear": 1, "linear": 1}
 
 
 def nodes_named(names: set[str], module: torch.fx.GraphModule) -> list[str]:

@@ -143,8 +143,7 @@ def checkpoint(folder: Path, model: Decoder) -> str:
 def served(engines: Engines, model: str, cache: Path, fuse: str, eager: bool) -> Answer:
     """Serve with a separate Inductor cache, because no pass runs on a cached graph."""
     env = {"SLIDESPARSE_FUSE": fuse, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    answer = engines.ask(Request(model, env=env, options={"enforce_eager": eager}))
-    assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
+    answer = engines.serve(model, env=env, options={"enforce_eager": eager})
     assert "8 layers sparse" in answer.summary
     return answer
 
@@ -171,9 +170,7 @@ def test_piecewise_graphs_are_fused_and_cached_separately(engines: Engines, tmp_
 
     def answer(fuse: str) -> Answer:
         env = {"SLIDESPARSE_FUSE": fuse, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-        result = engines.ask(Request(path, env=env, options={"enforce_eager": False}, pieces=True))
-        assert not result.error, f"{result.error}\n{result.log[-4000:]}"
-        return result
+        return engines.serve(path, env=env, options={"enforce_eager": False}, pieces=True)
 
     fused, unfused, cached = answer("1"), answer("0"), answer("1")
     layer = "1 linear, 1 silu_mul_linear"

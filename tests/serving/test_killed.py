@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import Engines, Request
+from engines import Engines
 from models import QWEN, converted, write_w8a8
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -37,15 +37,13 @@ def test_killed_process_ends_requests_with_an_error(
     if ON_GPU and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     model = converted(write_w8a8(MODEL, tmp_path / "w8a8"), tmp_path / "pruned", "6:8")
-    request = Request(
-        str(model),
+    answer = engines.serve(
+        model,
         env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
         options=options | (GPU_OPTIONS if ON_GPU else {}),
         task=task,
         work={"victim": victim, "seconds": 1.0},
         seconds=240,
     )
-    answer = engines.ask(request)
-    assert not answer.error, answer.error + answer.log[-3000:]
     assert answer.summary, "the plugin did not serve"
     assert answer.data["raised"] == "EngineDeadError"

@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engines import Engines, Request
+from engines import Engines
 from models import QWEN, converted, write_w8a8
 
 pytestmark = pytest.mark.vllm
 
 
 def test_a_registered_backend_serves(engines: Engines, tmp_path: Path) -> None:
-    model = str(converted(write_w8a8(QWEN, tmp_path / "plain"), tmp_path / "pruned", "6:8"))
-    reference = engines.ask(Request(model))
-    toy = engines.ask(Request(model, env={"SLIDESPARSE_BACKEND": "toy"}, registered="toy_backend"))
-    assert not toy.error, f"{toy.error}\n{toy.log[-4000:]}"
+    model = converted(write_w8a8(QWEN, tmp_path / "plain"), tmp_path / "pruned", "6:8")
+    reference = engines.serve(model)
+    toy = engines.serve(model, env={"SLIDESPARSE_BACKEND": "toy"}, registered="toy_backend")
     assert "backend toy: SLIDESPARSE_BACKEND=toy" in toy.summary
     assert "8 layers sparse" in toy.summary
     assert toy.tokens == reference.tokens

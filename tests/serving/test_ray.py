@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from edits import edited
-from engines import Engines, Request
+from engines import Engines
 from models import QWEN, converted, write_w8a8
 from ray_engine import FLAGS, RANKS, RayRequest
 
@@ -95,8 +95,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def tokens(engines: Engines, models: dict[str, str]) -> list[list[int]]:
     """Tokens of the multiprocess executor, equal for sparse, dense and stock, as sums of INT8 products are exact."""
-    answer = engines.ask(Request(models["bare"], SPARSE, {"tensor_parallel_size": RANKS}))
-    assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
+    answer = engines.serve(models["bare"], env=SPARSE, options={"tensor_parallel_size": RANKS})
     assert f"{len(LAYERS)} layers sparse" in answer.summary
     return answer.tokens
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from edits import SPARSE_FLAGS, edited, refused
-from engines import Answer, Engines, Request
+from engines import STOCK, Answer, Engines, Request
 from models import LLAMA, QWEN, Decoder, converted, write_w8a8
 from safetensors.torch import load_file
 from torch import Tensor
@@ -23,7 +23,6 @@ from slidesparse.quantize import FP8
 
 pytestmark = pytest.mark.vllm
 
-STOCK = {"DISABLE_SLIDESPARSE": "1"}
 PATTERNS = ["2:4", "4:6", "8:10", "10:12", "12:14", "14:16", "16:18", "2_inf"]
 FAMILIES = [pytest.param(QWEN, id="qwen2"), pytest.param(LLAMA, id="llama")]
 
@@ -42,20 +41,14 @@ def checkpoint(store: Path, model: Decoder, pattern: str, layout: str = "dense",
     return str(out if out.exists() else converted(source, out, pattern, layout))
 
 
-def served(engines: Engines, request: Request) -> Answer:
-    answer = engines.ask(request)
-    assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
-    return answer
-
-
 def stock(engines: Engines, model: str, **kwargs: object) -> Answer:
-    answer = served(engines, Request(model, env=STOCK, **kwargs))  # type: ignore[arg-type]
+    answer = engines.serve(model, env=STOCK, **kwargs)
     assert not answer.summary, "stock vLLM was meant, but the plugin served"
     return answer
 
 
 def sparse(engines: Engines, model: str, **kwargs: object) -> Answer:
-    answer = served(engines, Request(model, **kwargs))  # type: ignore[arg-type]
+    answer = engines.serve(model, **kwargs)
     assert "8 layers sparse" in answer.summary, answer.summary
     return answer
 
@@ -143,7 +136,7 @@ def test_cublaslt_path_tokens_equal_stock(engines: Engines, store: Path) -> None
     expected = stock(engines, checkpoint(store, QWEN, "6:8"))
     for layout in ("dense", "packed"):
         model = checkpoint(store, QWEN, "6:8", layout)
-        answer = served(engines, Request(model, env={"USE_CUBLASLT": "1"}))
+        answer = engines.serve(model, env={"USE_CUBLASLT": "1"})
         assert answer.summary.startswith("dense: 8 layers on the cuBLASLt path, not slid")
         assert answer.tokens == expected.tokens
 
@@ -158,7 +151,7 @@ def test_unpruned_model_on_sparse_path_equals_stock(
     model = write_w8a8(QWEN, tmp_path / "source", "int8")
     if not env:
         model = converted(model, tmp_path / "converted", "dense")
-    answer = served(engines, Request(str(model), env=env))
+    answer = engines.serve(model, env=env)
     assert answer.summary.startswith(
         "dense (nothing pruned): 8 layers in blocks, dense or 2:4 as they are, 1 dense ("
     )
@@ -168,7 +161,7 @@ def test_unpruned_model_on_sparse_path_equals_stock(
 def test_flags_serve_checkpoint_without_metadata_sparse(engines: Engines, store: Path) -> None:
     """The flags give the pattern of the pruned weights, and the loader checks it."""
     bare = edited(Path(checkpoint(store, QWEN, "6:8")), store / "bare", {}, {"slidesparse": None})
-    stock_answer = served(engines, Request(bare))
+    stock_answer = engines.serve(bare)
     assert not stock_answer.summary
     assert sparse(engines, bare, env=SPARSE_FLAGS).tokens == stock_answer.tokens
     spawned = {**SPARSE_FLAGS, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
@@ -273,9 +266,9 @@ def test_compile_cache_key_depends_on_pattern_and_plugin(engines: Engines, store
         "cublaslt": {"USE_CUBLASLT": "1"},
     }
     keys = {
-        name: served(engines, Request(str(source), env=env, task="config_hash")).config_hash
+        name: engines.serve(source, env=env, task="config_hash").config_hash
         for name, env in environments.items()
     }
     assert len(set(keys.values())) == len(keys), keys
-    repeated = served(engines, Request(str(source), env=environments["6:8"], task="config_hash")).config_hash
+    repeated = engines.serve(source, env=environments["6:8"], task="config_hash").config_hash
     assert repeated == keys["6:8"]

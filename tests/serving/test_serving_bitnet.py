@@ -8,7 +8,7 @@ import pytest
 import torch
 from bitnets import ONLINE, best, greedy, load, transformers_model, write_master
 from engine_tasks import PROMPTS
-from engines import Answer, Engines, Request
+from engines import Answer, Engines
 from models import converted
 
 pytestmark = pytest.mark.vllm
@@ -29,9 +29,7 @@ def ask(
     env: dict[str, str] | None = None,
     **options: object,
 ) -> Answer:
-    answer = engines.ask(Request(str(model), env=env or {}, task=task, options=options))
-    assert not answer.error, answer.error + answer.log[-3000:]
-    return answer
+    return engines.serve(model, env=env or {}, task=task, options=options)
 
 
 def test_float_logprobs_equal_transformers(engines: Engines, checkpoints: dict[str, Path]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import convert
-from engines import Answer, Engines, Request
+from engines import STOCK, Engines, Request
 from models import QWEN, Decoder, shrink_codes, write_w8a8
 from tool_sources import compressed
 
@@ -25,12 +25,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_w8a8(QWEN, tmp_path_factory.mktemp("mixed") / "source")
 
 
-def served(engines: Engines, model: Path, env: dict[str, str] | None = None, **options: object) -> Answer:
-    answer = engines.ask(Request(str(model), env=env or {}, options=dict(options)))
-    assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
-    return answer
-
-
 @pytest.mark.parametrize("layout", ["dense", "slided"])
 def test_mixed_patterns_tokens_equal_stock(
     engines: Engines, source: Path, tmp_path: Path, layout: str
@@ -39,9 +33,9 @@ def test_mixed_patterns_tokens_equal_stock(
     for name in {"dense", layout}:
         models[name] = tmp_path / name
         convert(source, models[name], layer=RULES, skip=[r"1.*o_proj"], layout=name)
-    expected = served(engines, models["dense"], {"DISABLE_SLIDESPARSE": "1"})
+    expected = engines.serve(models["dense"], env=STOCK)
     assert not expected.summary
-    answer = served(engines, models[layout])
+    answer = engines.serve(models[layout])
     assert answer.tokens == expected.tokens
     assert answer.summary.startswith(
         "6:8 (2 of every 8 pruned): 7 layers sparse (1 at 4:6, 4 at 6:8, 2 at 8:10), "
@@ -56,8 +50,8 @@ def test_mixed_patterns_tokens_equal_stock(
 def test_mixed_patterns_tp2_tokens_equal_stock(engines: Engines, source: Path, tmp_path: Path) -> None:
     """Shards have 64 and 160 columns: whole blocks of 10 and 8, cut blocks of 6."""
     convert(source, tmp_path / "out", "4:6", layer=["down_proj=8:10"])
-    expected = served(engines, tmp_path / "out", {"DISABLE_SLIDESPARSE": "1"}, tensor_parallel_size=2)
-    answer = served(engines, tmp_path / "out", tensor_parallel_size=2)
+    expected = engines.serve(tmp_path / "out", env=STOCK, options={"tensor_parallel_size": 2})
+    answer = engines.serve(tmp_path / "out", options={"tensor_parallel_size": 2})
     assert answer.tokens == expected.tokens
     assert "8 layers sparse (6 at 4:6, 2 at 8:10)" in answer.summary
 
@@ -65,7 +59,7 @@ def test_mixed_patterns_tp2_tokens_equal_stock(engines: Engines, source: Path, t
 def test_sparsity_flag_must_equal_the_default_pattern(engines: Engines, source: Path, tmp_path: Path) -> None:
     convert(source, tmp_path / "out", layer=RULES)
     flags = {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"}
-    assert served(engines, tmp_path / "out", flags).tokens == served(engines, tmp_path / "out").tokens
+    assert engines.serve(tmp_path / "out", env=flags).tokens == engines.serve(tmp_path / "out").tokens
     answer = engines.ask(Request(str(tmp_path / "out"), env={**flags, "SPARSITY": "8:10"}))
     assert "the checkpoint was pruned to 6:8" in answer.error + answer.log
 
@@ -86,8 +80,8 @@ def test_quantization_groups_of_compressed_tensors(engines: Engines, tmp_path: P
     source = compressed(tmp_path / "source", groups, ["lm_head", "re:.*layers.0.*o_proj"], QWEN)
     convert(source, tmp_path / "out")
     model = shrink_codes(tmp_path / "out")
-    expected = served(engines, model, {"DISABLE_SLIDESPARSE": "1"})
-    answer = served(engines, model)
+    expected = engines.serve(model, env=STOCK)
+    answer = engines.serve(model)
     assert answer.tokens == expected.tokens
     assert "7 layers sparse, 2 dense (1 lm_head, 1 not quantized)" in answer.summary, answer.summary
     report = preflight.examine("model", model)
@@ -104,8 +98,8 @@ def test_quantized_lm_head_tokens_equal_stock(
     source = compressed(tmp_path / "source", {"group_0": preset_name_to_scheme("W8A8", targets)}, [], QWEN)
     assert fragment in convert(source, tmp_path / "out").rewritten
     model = shrink_codes(tmp_path / "out")
-    expected = served(engines, model, {"DISABLE_SLIDESPARSE": "1"})
-    answer = served(engines, model)
+    expected = engines.serve(model, env=STOCK)
+    answer = engines.serve(model)
     assert answer.tokens == expected.tokens
     assert "8 layers sparse, 1 dense (1 lm_head)" in answer.summary
 
@@ -118,8 +112,8 @@ def test_half_pruned_blocks_tokens_equal_stock(engines: Engines, tmp_path: Path,
     """Layers of 2:4@50% stand beside one of 6:8 and one that is not pruned."""
     source = write_w8a8(WIDE, tmp_path / "source")
     convert(source, tmp_path / "out", "2:4@50%", layer=["1.*down_proj=6:8"], skip=[r"1.*o_proj"])
-    expected = served(engines, tmp_path / "out", {"DISABLE_SLIDESPARSE": "1"}, tensor_parallel_size=size)
-    answer = served(engines, tmp_path / "out", tensor_parallel_size=size)
+    expected = engines.serve(tmp_path / "out", env=STOCK, options={"tensor_parallel_size": size})
+    answer = engines.serve(tmp_path / "out", options={"tensor_parallel_size": size})
     assert answer.tokens == expected.tokens
     assert answer.summary.startswith(
         "2:4@50% (2 of every 4 pruned in 50% of the blocks): 7 layers sparse (6 at 2:4@50%, 1 at 6:8), "
@@ -139,9 +133,9 @@ def test_model_part_without_pruned_layers_is_served(engines: Engines, tmp_path: 
     layers = {"model.layers.7.mlp.down_proj": LayerEntry(SlidePattern(8), QWEN.intermediate)}
     config["quantization_config"][KEY] = Metadata(SlidePattern(8), "dense", layers).to_json()
     (folder / "config.json").write_text(json.dumps(config))
-    expected = served(engines, folder, {"DISABLE_SLIDESPARSE": "1"})
+    expected = engines.serve(folder, env=STOCK)
     for env in ({}, {"USE_CUSPARSELT": "1"}):
-        answer = served(engines, folder, env)
+        answer = engines.serve(folder, env=env)
         assert answer.tokens == expected.tokens
         assert "0 layers sparse, 8 not pruned (by the same backend), 1 dense (1 lm_head)" in answer.summary
         assert answer.summary.endswith(NO_PRUNED_LAYERS)
@@ -154,8 +148,6 @@ def test_pipeline_stage_without_pruned_layers_loads(
 ) -> None:
     """It only loads, as vLLM's engine for CPUs computes nothing in pipelines."""
     convert(source, tmp_path / "out", skip=[r"layers\.1\."], layout=layout)
-    request = Request(str(tmp_path / "out"), options={"pipeline_parallel_size": 2}, work={"prompts": []})
-    answer = engines.ask(request)
-    assert not answer.error, answer.log[-4000:]
+    answer = engines.serve(tmp_path / "out", options={"pipeline_parallel_size": 2}, work={"prompts": []})
     assert "4 layers sparse" in answer.log
     assert NO_PRUNED_LAYERS in answer.log

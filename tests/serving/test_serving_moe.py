@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import MODEL, convert, tensors_of
-from engines import Answer, Engines, Request
+from engines import STOCK, Engines, Request
 from models import shrink_codes
 from moe import MODELS, Moe
 from safetensors.torch import save_file
@@ -16,14 +16,6 @@ from safetensors.torch import save_file
 from slidesparse.quantize import dequantize_rows
 
 pytestmark = pytest.mark.vllm
-
-STOCK = {"DISABLE_SLIDESPARSE": "1"}
-
-
-def served(engines: Engines, model: Path, env: dict[str, str] | None = None, registered: str = "") -> Answer:
-    answer = engines.ask(Request(str(model), env=env or {}, registered=registered))
-    assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
-    return answer
 
 
 def converted(model: Moe, folder: Path, quant: str = "int8", **options: object) -> Path:
@@ -36,17 +28,17 @@ def converted(model: Moe, folder: Path, quant: str = "int8", **options: object) 
 def test_experts_in_16_bits_tokens_equal_stock(engines: Engines, tmp_path: Path, name: str) -> None:
     """vLLM's CPU build serves such experts on every CPU."""
     model = converted(MODELS[name], tmp_path, ignore=[r"\.experts\."])
-    expected = served(engines, model, STOCK)
+    expected = engines.serve(model, env=STOCK)
     assert not expected.summary
     assert len({tuple(tokens) for tokens in expected.tokens}) == len(expected.tokens)
-    answer = served(engines, model)
+    answer = engines.serve(model)
     assert answer.tokens == expected.tokens
     layers = {"mixtral": 4, "qwen3": 4, "qwen2": 8}[name]
     assert f"{layers} layers sparse" in answer.summary, answer.summary
     assert f"{1 if name == 'qwen2' else 2} MoE experts" in answer.summary
     if name == "qwen2":
         convert(model, tmp_path / "slided", layout="slided")
-        assert served(engines, tmp_path / "slided").tokens == expected.tokens
+        assert engines.serve(tmp_path / "slided").tokens == expected.tokens
 
 
 @pytest.mark.parametrize(("name", "quant"), [("mixtral", "int8"), ("qwen3", "fp8")])
@@ -69,9 +61,9 @@ def test_quantized_experts_are_loaded_by_vllm(
         scale = tensors.pop(f"{layer}.weight_scale")
         tensors[f"{layer}.weight"] = dequantize_rows(tensors[f"{layer}.weight"], scale)
     save_file(tensors, floats / MODEL, metadata={"format": "pt"})
-    expected = served(engines, floats, STOCK)
+    expected = engines.serve(floats, env=STOCK)
     for env in (STOCK, {}):
-        answer = served(engines, model, env, "expert_kernel")
+        answer = engines.serve(model, env=env, registered="expert_kernel")
         assert answer.tokens == expected.tokens
     assert answer.summary.startswith("6:8 (2 of every 8 pruned): 4 layers sparse")
 

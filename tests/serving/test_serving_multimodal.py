@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from edits import SPARSE_FLAGS, edited
-from engines import Engines, Request
+from engines import STOCK, Engines
 from models import LLAMA, converted, write_w8a8
 from safetensors.torch import load_file, save_file
-from test_serving_reload import DOWN, STOCK, served
+from test_serving_reload import DOWN
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -59,9 +59,9 @@ def wrapped(text: Path, folder: Path) -> str:
 
 def test_language_model_is_served_sparse(engines: Engines, tmp_path: Path) -> None:
     text = converted(write_w8a8(LLAMA, tmp_path / "plain"), tmp_path / "text", "6:8")
-    answer = served(engines, Request(wrapped(text, tmp_path / "whole"), options=NO_IMAGES))
+    answer = engines.serve(wrapped(text, tmp_path / "whole"), options=NO_IMAGES)
     assert "8 layers sparse, 1 dense (1 lm_head)" in answer.summary
-    assert answer.tokens == served(engines, Request(str(text))).tokens
+    assert answer.tokens == engines.serve(text).tokens
 
 
 def test_compiled_graphs_are_not_reused_for_other_weights(engines: Engines, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_compiled_graphs_are_not_reused_for_other_weights(engines: Engines, tmp_
         shutil.rmtree(tmp_path / "model", ignore_errors=True)
         model = wrapped(Path(text), tmp_path / "model")
         options = {**NO_IMAGES, "enforce_eager": False}
-        answer = served(engines, Request(model, env=SPARSE_FLAGS, options=options, pieces=True))
+        answer = engines.serve(model, env=SPARSE_FLAGS, options=options, pieces=True)
         assert "saved AOT compiled function" in answer.log
         assert f"{sparse_layers} layers sparse" in answer.summary
-        assert answer.tokens == served(engines, Request(text, env=STOCK)).tokens
+        assert answer.tokens == engines.serve(text, env=STOCK).tokens

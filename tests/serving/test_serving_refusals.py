@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from edits import SPARSE_FLAGS, edited, refused
-from engines import Engines, Request
+from engines import STOCK, Engines, Request
 from models import QWEN, converted, write_w8a8
 from safetensors.torch import load_file
 
@@ -71,10 +71,8 @@ def test_unsupported_schemes_are_left_to_vllm_and_counted(
             "slidesparse": None,
         },
     )
-    stock = engines.ask(Request(model, env={"DISABLE_SLIDESPARSE": "1"}))
-    sparse = engines.ask(Request(model, env=SPARSE_FLAGS))
-    assert not stock.error, stock.log[-4000:]
-    assert not sparse.error, sparse.log[-4000:]
+    stock = engines.serve(model, env=STOCK)
+    sparse = engines.serve(model, env=SPARSE_FLAGS)
     assert sparse.summary.startswith(
         "6:8 (2 of every 8 pruned): 4 layers sparse, 5 dense (1 asymmetric activations, 1 lm_head, 1 not quantized, "
         "1 static activations, 1 whose weights break the pattern)"
@@ -212,8 +210,7 @@ def test_slided_weights_that_violate_2_4_are_refused(engines: Engines, pruned: P
 
 def test_stock_vllm_refuses_the_slided_layout_by_name(engines: Engines, pruned: Path, tmp_path: Path) -> None:
     slided = converted(pruned, tmp_path / "qwen2-slided", "6:8", "slided")
-    env = {"DISABLE_SLIDESPARSE": "1"}
-    refused(engines, str(slided), env, "Unknown quantization method: slidesparse")
+    refused(engines, str(slided), STOCK, "Unknown quantization method: slidesparse")
 
 
 def test_fused_layer_of_differently_pruned_parts_is_refused(
@@ -238,10 +235,9 @@ def test_layers_without_metadata_tokens_equal_stock(engines: Engines, pruned: Pa
     dense = torch.ones(QWEN.hidden, QWEN.intermediate, dtype=torch.int8)
     tensors = {"model.layers.0.mlp.down_proj.weight": dense}
     model = edited(pruned, tmp_path / "partly", tensors, {"slidesparse": block})
-    answer = engines.ask(Request(model))
-    assert not answer.error
+    answer = engines.serve(model)
     assert "6 layers sparse, 2 not pruned (by the same backend), 1 dense (1 lm_head)" in answer.summary
-    assert answer.tokens == engines.ask(Request(model, env={"DISABLE_SLIDESPARSE": "1"})).tokens
+    assert answer.tokens == engines.serve(model, env=STOCK).tokens
 
 
 def test_flags_without_w8a8_layers_are_refused(engines: Engines, pruned: Path, tmp_path: Path) -> None:

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from edits import SPARSE_FLAGS, edited
-from engines import Answer, Engines, Request
+from engines import STOCK, Engines, Request
 from models import QWEN, converted, write_w8a8
 
 pytestmark = pytest.mark.vllm
 
-STOCK = {"DISABLE_SLIDESPARSE": "1"}
 DOWN = "model.layers.0.mlp.down_proj.weight"
 
 
@@ -47,17 +46,11 @@ def fully_pruned(pruned: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return edited(pruned, tmp_path_factory.mktemp("fully_pruned") / "qwen2", {}, {"slidesparse": None})
 
 
-def served(engines: Engines, request: Request) -> Answer:
-    answer = engines.ask(request)
-    assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
-    return answer
-
-
 def test_weights_loaded_after_dummy_ones_are_not_pruned(engines: Engines, source: Path, pruned: Path) -> None:
     """Dummy weights are pruned to the pattern; weights that are loaded later into the same engine must obey it."""
     dummy = {"load_format": "dummy"}
-    reloaded = served(engines, Request(str(pruned), options=dummy, task="reload_after_dummy"))
-    assert reloaded.tokens == served(engines, Request(str(pruned))).tokens
+    reloaded = engines.serve(pruned, options=dummy, task="reload_after_dummy")
+    assert reloaded.tokens == engines.serve(pruned).tokens
     answer = engines.ask(Request(str(source), env=SPARSE_FLAGS, options=dummy, task="reload_after_dummy"))
     message = answer.error + answer.log
     assert "has 8 non-zeros, 6:8 (2 of every 8 pruned)" in message
@@ -82,9 +75,9 @@ def test_reload_refuses_dense_weights_in_a_sparse_layer(
 
 def test_reload_keeps_a_dense_layer_dense(engines: Engines, fully_pruned: str, partly_pruned: str) -> None:
     work = {"other": fully_pruned, "model": partly_pruned}
-    answer = served(engines, Request(partly_pruned, env=SPARSE_FLAGS, task="reload_other", work=work))
+    answer = engines.serve(partly_pruned, env=SPARSE_FLAGS, task="reload_other", work=work)
     assert "7 layers sparse, 2 dense (1 lm_head, 1 whose weights break the pattern)" in answer.summary
-    assert answer.data["turns"][0] == served(engines, Request(partly_pruned, env=STOCK)).tokens
+    assert answer.data["turns"][0] == engines.serve(partly_pruned, env=STOCK).tokens
 
 
 def test_compiled_graphs_are_not_reused_for_other_weights(
@@ -98,7 +91,7 @@ def test_compiled_graphs_are_not_reused_for_other_weights(
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(weights, folder)
         options = {"enforce_eager": False}
-        answer = served(engines, Request(str(folder), env=SPARSE_FLAGS, options=options, pieces=True))
+        answer = engines.serve(folder, env=SPARSE_FLAGS, options=options, pieces=True)
         assert "Directly load AOT compilation" not in answer.log
         assert f"{sparse_layers} layers sparse" in answer.summary
-        assert answer.tokens == served(engines, Request(weights, env=STOCK)).tokens
+        assert answer.tokens == engines.serve(weights, env=STOCK).tokens

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from edits import SPARSE_FLAGS, edited, refused
-from engines import Answer, Engines, Request
+from engines import Engines, Request
 from models import QWEN, converted, write_float, write_w8a8
 from safetensors.torch import load_file
 
@@ -37,24 +37,18 @@ def quantization(folder: Path) -> dict[str, Any]:
     return config["quantization_config"]
 
 
-def served(engines: Engines, model: Path | str, **request: Any) -> Answer:
-    answer = engines.ask(Request(str(model), **request))
-    assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
-    return answer
-
-
 @pytest.mark.parametrize("environment", [{"SPARSITY": "0.5"}, {"SLIDESPARSE_BACKEND": "none"}])
 def test_invalid_flags_do_not_stop_other_models(
     engines: Engines, checkpoints: dict[str, Path], environment: dict[str, str]
 ) -> None:
     """A log line states that they have no effect on the model."""
-    answer = served(engines, checkpoints["float"], env=environment)
+    answer = engines.serve(checkpoints["float"], env=environment)
     assert (
         f"no effect on {checkpoints['float']}, which is not quantized: {next(iter(environment))}"
         in answer.log
     )
     assert not answer.summary
-    unpruned = served(engines, checkpoints["w8a8"], env=environment)
+    unpruned = engines.serve(checkpoints["w8a8"], env=environment)
     assert f"{next(iter(environment))} has no effect on this checkpoint" in unpruned.log
     assert not unpruned.summary
 
@@ -80,13 +74,8 @@ def test_path_flag_with_a_float_model_is_refused(engines: Engines, checkpoints: 
 
 
 def test_disable_flag_overrides_invalid_flags(engines: Engines, checkpoints: dict[str, Path]) -> None:
-    invalid = {
-        "DISABLE_SLIDESPARSE": "1",
-        "SPARSITY": "lots",
-        "USE_CUSPARSELT": "1",
-        "USE_CUBLASLT": "maybe",
-    }
-    assert not served(engines, checkpoints["dense"], env=invalid).summary
+    invalid = {"DISABLE_SLIDESPARSE": "1", "SPARSITY": "lots", "USE_CUSPARSELT": "1", "USE_CUBLASLT": "maybe"}
+    assert not engines.serve(checkpoints["dense"], env=invalid).summary
     ambiguous = {"DISABLE_SLIDESPARSE": "on"}
     refused(engines, str(checkpoints["dense"]), ambiguous, "DISABLE_SLIDESPARSE='on': use 1 or 0")
 
@@ -96,24 +85,23 @@ def test_stamp_in_the_checkpoint_is_ignored(
     engines: Engines, checkpoints: dict[str, Path], tmp_path: Path, backend: Any
 ) -> None:
     """The plugin itself writes the stamp into the config, in memory."""
-    expected = served(engines, checkpoints["dense"])
+    expected = engines.serve(checkpoints["dense"])
     stamp = {"path": "dense", "backend": backend, "pattern": "4:6", "profile": True}
     planted = edited(checkpoints["dense"], tmp_path / "planted", {}, {"slidesparse_serving": stamp})
-    answer = served(engines, planted)
+    answer = engines.serve(planted)
     assert answer.summary == expected.summary
     assert answer.tokens == expected.tokens
 
 
 def test_stamp_reaches_workers_without_environment(engines: Engines, checkpoints: dict[str, Path]) -> None:
     """Workers have no flags in their environment, as on Ray; they get the stamp in vLLM's own config."""
-    with_flags = served(engines, checkpoints["dense"], env={"USE_CUBLASLT": "1"}, task="strip_env")
+    with_flags = engines.serve(checkpoints["dense"], env={"USE_CUBLASLT": "1"}, task="strip_env")
     assert "on the cuBLASLt path" in with_flags.summary
 
 
 def test_draft_model_is_resolved_in_the_front_end(engines: Engines, checkpoints: dict[str, Path]) -> None:
     draft = {"model": str(checkpoints["dense"]), "num_speculative_tokens": 2, "method": "draft_model"}
-    answer = served(  # without generation: not every CPU build has the kernels that drafts need
-        engines,
+    answer = engines.serve(  # without generation: not every CPU build has the kernels that drafts need
         checkpoints["dense"],
         env={"USE_CUBLASLT": "1"},
         task="strip_env",

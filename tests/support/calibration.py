@@ -33,8 +33,17 @@ def calibrated(source: Path, out: Path, ids: str, **options: Any) -> Report:
     return convert(source, out, calibration=calibration, **options)
 
 
+def random_model(model_class: str, config_class: str, settings: dict[str, Any]) -> Any:
+    """Return a random float32 model of transformers, whose norms and biases differ from their defaults."""
+    torch.manual_seed(0)
+    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**settings)).float().eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0.0, 0.3) if parameter.dim() > 1 else parameter.data.uniform_(0.3, 1.5)
+    return model
+
+
 def random_decoder(kind: str, **settings: Any) -> Any:
-    """Return a small random float32 model of transformers, whose norms and biases differ from their defaults."""
+    """Return a small `random_model`."""
     sizes = {
         "hidden_size": 48,  # no power of two
         "intermediate_size": 80,
@@ -45,9 +54,4 @@ def random_decoder(kind: str, **settings: Any) -> Any:
         "max_position_embeddings": 64,
         "tie_word_embeddings": False,
     }
-    config = getattr(transformers, f"{kind}Config")(**{**sizes, **settings})
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
-    for parameter in model.parameters():
-        parameter.data.normal_(0.0, 0.3) if parameter.dim() > 1 else parameter.data.uniform_(0.3, 1.5)
-    return model
+    return random_model(f"{kind}ForCausalLM", f"{kind}Config", {**sizes, **settings})

@@ -37,6 +37,7 @@ FLAGS = (
     "SLIDESPARSE_FUSE",
     "SLIDESPARSE_BACKEND",
 )
+STOCK = {"DISABLE_SLIDESPARSE": "1"}  # the environment of vLLM without the plugin
 
 
 @dataclass
@@ -112,6 +113,12 @@ class Engines:
         if not line:
             raise RuntimeError("the vLLM process ended; its output is above")
         return Answer(**json.loads(line))
+
+    def serve(self, model: Path | str, **settings: Any) -> Answer:
+        """Ask for a request of this model and these settings, which must be answered without an error."""
+        answer = self.ask(Request(str(model), **settings))
+        assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
+        return answer
 
     def close(self) -> None:
         """End the process by closing its standard input."""

@@ -87,10 +87,7 @@ def require_right(folder: Path, outputs: dict[str, tuple[torch.Tensor, bool]]) -
             bias = tensors[f"{part}.bias"].double() if biased else 0
             parts.append(weight @ x + bias)
             norms.append(weight.norm(dim=1) * x.norm())
-        expected, allowed = (
-            torch.cat(parts),
-            0.02 * torch.cat(norms) + 1e-2 * torch.cat(parts).abs() + 1e-6,
-        )
+        expected, allowed = torch.cat(parts), 0.02 * torch.cat(norms) + 1e-2 * torch.cat(parts).abs() + 1e-6
         same = (y.double() - expected).abs() <= allowed
         same |= (y == expected.float()) | (y.isnan() & expected.isnan())
         if y.shape != expected.shape or not bool(same.all()):

@@ -20,7 +20,7 @@ import bitnets
 import numpy as np
 import pytest
 import trained
-from engines import Answer, EnginePool, Request
+from engines import STOCK, Answer, EnginePool, Request
 from gpu_layers import require_served
 
 from slidesparse.convert.options import ConvertOptions
@@ -58,7 +58,6 @@ COMMON: dict[str, Any] = {
     "kv_cache_memory_bytes": GIB,
     "gpu_memory_utilization": 0.02,
 }
-STOCK = {"DISABLE_SLIDESPARSE": "1"}
 STOCK_KERNELS = {"quantization": "compressed-tensors"}  # vLLM's, under a model that only the plugin has
 YARDSTICKS = {"exact": "float64", "rounded": "bfloat16"}
 

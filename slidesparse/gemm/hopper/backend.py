@@ -197,13 +197,7 @@ class Hopper(CudaBackend):
         return out
 
     def quantize(
-        self,
-        x: Tensor,
-        length: int,
-        phase: int,
-        dtype: torch.dtype,
-        columns: int,
-        producer: Producer = None,
+        self, x: Tensor, length: int, phase: int, dtype: torch.dtype, columns: int, producer: Producer = None
     ) -> tuple[Tensor, Tensor]:
         """The first part of `linear`, as `slidesparse.ops.quant_slide` returns it."""
         k = x.shape[1] // 2 if isinstance(producer, SiluMul) else x.shape[1]
@@ -375,13 +369,7 @@ def _quantize(
 
 
 def _multiply(
-    plan: int,
-    q: Tensor,
-    scale_x: Tensor,
-    packed: Tensor,
-    scale_w: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
+    plan: int, q: Tensor, scale_x: Tensor, packed: Tensor, scale_w: Tensor, bias: Tensor | None, out: Tensor
 ) -> None:
     """out = (q @ weight.T) * scale_w * scale_x + bias on torch's current stream."""
     if profiling.enabled():

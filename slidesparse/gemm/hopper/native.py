@@ -28,10 +28,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "unusable": (c_char_p,),
     "fit": (c_char_p, c_char_p, c_int32, POINTER(c_int32), POINTER(c_int32)),
     "candidates": (c_char_p, *(c_int32,) * 6, c_char_p, POINTER(c_double), POINTER(c_int32)),
-    "plan": (
-        *(c_char_p, *_LAYER, c_int32, POINTER(c_int32), POINTER(c_char_p)),
-        POINTER(c_void_p),
-    ),
+    "plan": (*(c_char_p, *_LAYER, c_int32, POINTER(c_int32), POINTER(c_char_p)), POINTER(c_void_p)),
     "delete": (None, c_void_p),
     "serve": (None, c_void_p),
     "find": (c_void_p, c_int32, *_LAYER),
