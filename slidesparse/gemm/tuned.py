@@ -226,16 +226,21 @@ def save(subject: Subject, results: Iterable[tuple[Problem, Tuned]]) -> Path:
         entries = _read_table(path, subject)
         for problem, best in results:
             entries.setdefault(Shape.of_problem(problem), {})[problem.m] = best
-        plain = {
-            str(shape): {str(m): _entry_to_json(best) for m, best in sorted(measured.items())}
-            for shape, measured in sorted(entries.items(), key=lambda item: str(item[0]))
-        }
-        document = {"format": FORMAT, **subject.facts(), "entries": plain}
-        _write_atomically(path, json.dumps(document, indent=1) + "\n")
+        _write_atomically(path, _to_text(subject, entries))
     finally:
         os.close(lock)
     _merged_table.cache_clear()
     return path
+
+
+def _to_text(subject: Subject, entries: Entries) -> str:
+    """Return a table as JSON, sorted, with a line for each entry."""
+    shapes = []
+    for shape, measured in sorted(entries.items(), key=lambda item: str(item[0])):
+        lines = [f'   "{m}": {json.dumps(_entry_to_json(best))}' for m, best in sorted(measured.items())]
+        shapes.append(f"  {json.dumps(str(shape))}: {{\n" + ",\n".join(lines) + "\n  }")
+    head = json.dumps({"format": FORMAT, **subject.facts()}, indent=1).removesuffix("\n}")
+    return head + ',\n "entries": {\n' + ",\n".join(shapes) + "\n }\n}\n"
 
 
 def _entry_to_json(best: Tuned) -> dict[str, Any]:
