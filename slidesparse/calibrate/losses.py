@@ -26,7 +26,7 @@ from slidesparse.calibrate.models import CAUSAL, Block, fast_products
 from slidesparse.calibrate.pipeline import Position, block_counter, quantize_skipped, restore_block, walk
 from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.calibrate.task import Progress, Task
-from slidesparse.checkpoint.architectures import WEIGHT, architecture_of
+from slidesparse.checkpoint.architectures import WEIGHT
 from slidesparse.checkpoint.storage import Checkpoint, Reader
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
@@ -65,8 +65,8 @@ def layer_losses(
     """
     if task.model.is_decoder and not task.model.is_language_model:
         raise CalibrationError(
-            f"a budget needs an encoder or a language model (...{CAUSAL}), whose loss is known; config.json names "
-            f"{architecture_of(task.model.checkpoint.config)}: give a pattern instead, such as --sparsity 6:8"
+            f"a budget needs an encoder or a language model (...{CAUSAL}), whose loss is known, but {task.model.use}: "
+            "give a pattern instead, such as --sparsity 6:8"
         )
     losses: Losses = {}
     with suppress(ValueError, TypeError):  # a damaged file is measured again

@@ -33,7 +33,7 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT, architecture_of, size_of
-from slidesparse.checkpoint.storage import DTYPES, Checkpoint, CheckpointError, Reader
+from slidesparse.checkpoint.storage import DTYPES, MODULES, Checkpoint, CheckpointError, Reader
 from slidesparse.errors import CalibrationError, shown
 
 Config = Mapping[str, Any]
@@ -176,7 +176,19 @@ class LayeredModel:
     @property
     def is_language_model(self) -> bool:
         """Whether it is a decoder that predicts tokens."""
-        return self.is_decoder and str(architecture_of(self.checkpoint.config)).endswith(CAUSAL)
+        causal = str(architecture_of(self.checkpoint.config)).endswith(CAUSAL)
+        return self.is_decoder and causal and not self._embeds_texts
+
+    @property
+    def use(self) -> str:
+        """What its files say that the model is for, as text."""
+        if self._embeds_texts:
+            return f"{MODULES} makes it an embedding model"
+        return f"config.json names {architecture_of(self.checkpoint.config)}"
+
+    @property
+    def _embeds_texts(self) -> bool:
+        return (self.checkpoint.folder / MODULES).exists()
 
     @property
     def stages(self) -> Stages:

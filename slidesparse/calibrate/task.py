@@ -15,7 +15,7 @@ from slidesparse import methods
 from slidesparse.calibrate.inputs import choose_storage
 from slidesparse.calibrate.models import CAUSAL, LayeredModel, open_model
 from slidesparse.calibrate.samples import SAMPLES, Samples, load_samples
-from slidesparse.checkpoint.architectures import WEIGHT, architecture_of
+from slidesparse.checkpoint.architectures import WEIGHT
 from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.errors import CalibrationError, EnvironmentFault
@@ -209,8 +209,7 @@ def prepare(
             )
     if calibration.distill and not model.is_language_model:
         raise CalibrationError(
-            f"--distill is for language models (...{CAUSAL}), but config.json names "
-            f"{architecture_of(checkpoint.config)}; leave it out"
+            f"--distill is for language models (...{CAUSAL}), but {model.use}; leave it out"
         )
     samples = load_samples(calibration.data, model, calibration.samples, calibration.seqlen, seed)
     device = _device(calibration.device)

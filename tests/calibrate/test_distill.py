@@ -303,6 +303,9 @@ def test_distill_refuses_invalid_options(source: Path, tmp_path: Path, ids: str,
     encoder = bert(tmp_path / "bert")
     refuses("--distill is for language models", encoder, calib="random", seqlen=8, distill="random")
     refuses("--distill is for .* names LlamaModel", _headless(tmp_path), calib="random", seqlen=8)
+    embedding = llama(tmp_path / "embedding")
+    (embedding / "modules.json").write_text("[]")
+    refuses("--distill is for .* modules.json makes it an embedding", embedding, calib="random", seqlen=8)
 
 
 def _headless(folder: Path) -> Path:
