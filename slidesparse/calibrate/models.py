@@ -181,7 +181,7 @@ class LayeredModel:
 
     @property
     def use(self) -> str:
-        """What its files say that the model is for, as text."""
+        """The use of the model according to its files, as text."""
         if self._embeds_texts:
             return f"{MODULES} makes it an embedding model"
         return f"config.json names {architecture_of(self.checkpoint.config)}"
