@@ -415,7 +415,7 @@ def _mean_and_seeds(losses: list[float]) -> str:
 
 
 def costs() -> str:
-    """What `convert --calib` costs model G, above its BF16 perplexity."""
+    """The losses of model G by `convert --calib`: perplexity above its BF16 perplexity."""
     kinds = {
         "INT8": {"scaled": "on"},
         "INT8, channels not scaled": {"scaled": "off"},
@@ -436,7 +436,7 @@ def costs() -> str:
 
 
 def budgets() -> str:
-    """What pruning costs earlier models, above their INT8 perplexity unpruned."""
+    """The losses of earlier models by pruning: perplexity above the unpruned INT8 model's."""
     columns = {
         "D, 107 M": Budgets("D", "in", "on", "int8"),
         "D, WikiText-2": Budgets("D", "out", "on", "int8"),
