@@ -177,18 +177,14 @@ class LayeredModel:
     def is_language_model(self) -> bool:
         """Whether it is a decoder that predicts tokens."""
         causal = str(architecture_of(self.checkpoint.config)).endswith(CAUSAL)
-        return self.is_decoder and causal and not self._embeds_texts
+        return self.is_decoder and causal and not self.checkpoint.is_embedding_model
 
     @property
     def use(self) -> str:
         """The use of the model according to its files, as text."""
-        if self._embeds_texts:
+        if self.checkpoint.is_embedding_model:
             return f"{MODULES} makes it an embedding model"
         return f"config.json names {architecture_of(self.checkpoint.config)}"
-
-    @property
-    def _embeds_texts(self) -> bool:
-        return (self.checkpoint.folder / MODULES).exists()
 
     @property
     def stages(self) -> Stages:

@@ -54,7 +54,7 @@ def rotation_obstacle(checkpoint: Checkpoint) -> str | None:
         return (
             f"{architecture or 'a model without a named architecture'} is not one of {', '.join(supported)}"
         )
-    if (checkpoint.folder / MODULES).exists():
+    if checkpoint.is_embedding_model:
         return f"by {MODULES} its last hidden states are embeddings, which a rotation would change"
     unknown = next((name for name in checkpoint.tensors if not _TENSOR.fullmatch(name)), None)
     return f"the purpose of tensor {unknown} is unknown" if unknown else None

@@ -180,6 +180,11 @@ class Checkpoint:
         with checkpoint.reader() as reader:
             return replace(checkpoint, tensors=_joined(checkpoint, reader))
 
+    @property
+    def is_embedding_model(self) -> bool:
+        """Whether sentence-transformers embeds texts with it, so that its last hidden states are its output."""
+        return (self.folder / MODULES).exists()
+
     def quantization_config(self) -> dict[str, Any] | None:
         """Return ``quantization_config`` of config.json, or its older form ``compression_config``, or None.
 
