@@ -388,20 +388,12 @@ class Budgets:
     def __init__(self, model: str, text: str, rotate: str = "on", base: str = "bf16") -> None:
         rows = pd.read_csv(ACCURACY / "budget.csv", keep_default_na=False)
         rows = rows.set_index(["model", "rotate", "text"]).loc[(model, rotate, text)]
-        by = ["pattern", "method", "distilled", "quant", "scaled"]
-        self._ppl = rows.groupby(by)["ppl"].agg(list).to_dict()
-        (self._base,) = self._ppl["dense", "-", "", base, "off"]
+        self._ppl = rows.groupby(["pattern", "distilled", "quant", "scaled"])["ppl"].agg(list).to_dict()
+        (self._base,) = self._ppl[DENSE, "", base, "off"]
 
     def losses(self, goal: str, quant: str = "int8", scaled: str = "off", distilled: str = "") -> list[float]:
         """Return the perplexity of each seed above the base, in percent, at a pattern or budget."""
-        methods = (
-            "sparsegpt",
-            "budget",
-            "-",
-        )  # "-": unpruned without calibration, which only scales channels
-        keys = ((goal, method, distilled, quant, scaled) for method in methods)
-        ppls: list[float] = next((self._ppl[key] for key in keys if key in self._ppl), [])
-        return [100 * (ppl / self._base - 1) for ppl in ppls]
+        return [100 * (ppl / self._base - 1) for ppl in self._ppl.get((goal, distilled, quant, scaled), [])]
 
     def mean(self, goal: str, **kind: str) -> float:
         """Return the mean of `losses`."""
