@@ -7,7 +7,8 @@ files.  Each file is a document.  Documents most of whose longer lines occur in 
 HELD_OUT_INTERVAL is held out.  None of the text is part of the project.  The output in OUT is:
 
     part0.xz, ...     the training stream, uint16 ids, concatenated documents, each followed by END
-    eval.npz          calibration [samples, WINDOW] of the training text; validation and other [windows, WINDOW]
+    conversion.xz     the stream to calibrate and distill on, which no model is trained on
+    eval.npz          calibration [samples, WINDOW] of conversion.xz; validation and other [windows, WINDOW]
     tokenizer.json    byte-level BPE, trained on the training text
     corpus.json       counts and sizes
 
@@ -37,7 +38,9 @@ VOCABULARY, END = 8192, "<|end|>"
 WINDOW = 1024
 CALIBRATION, VALIDATION, OTHER = 8192, 160, 128  # windows
 HELD_OUT_INTERVAL = 100
+TRAINING_SHARE = 0.8  # of the other text; the rest is for conversion
 PART_BYTES, PARTS = 52 << 20, 2
+CONVERSION = "conversion.xz"
 SYSTEM = ("share/doc", "share/man", "include", "share/perl", "share/vim", "share/cmake")  # below /usr
 CODE = ".py .pyi .pyx .h .hh .hpp .cuh .cu .c .cc .cpp .rs .js .pl .pm .sh .cmake .java .go"
 PROSE = ".md .rst .txt .pod .html .texi"
@@ -261,11 +264,13 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(options.out / "tokenizer.json"))  # type: ignore[attr-defined]
     ids = encode(tokenizer, training)
-    print(f"{len(ids)} training tokens", file=sys.stderr, flush=True)
-    parts = split_pieces(ids)
+    print(f"{len(ids)} tokens that are not held out", file=sys.stderr, flush=True)
+    trained, conversion = np.split(ids, [int(TRAINING_SHARE * len(ids))])
+    parts = split_pieces(trained)
     for number, part in enumerate(parts):
         (options.out / f"part{number}.xz").write_bytes(part)
-    arrays = {"calibration": windows(ids, CALIBRATION)}
+    (options.out / CONVERSION).write_bytes(compress(conversion))
+    arrays = {"calibration": windows(conversion, CALIBRATION)}
     arrays["validation"] = windows(encode(tokenizer, held_out), VALIDATION)
     if options.other_text:
         other = encode(tokenizer, [options.other_text.read_text(encoding="utf-8")])
@@ -276,9 +281,10 @@ def main() -> None:
         **counts,
         "training documents": len(training),
         "held-out documents": len(held_out),
-        "training tokens gathered": len(ids),
+        "training tokens gathered": len(trained),
         "training tokens in parts": token_counts,
         "bytes of parts": [len(part) for part in parts],
+        "conversion tokens": len(conversion),
         "windows": {name: list(array.shape) for name, array in arrays.items()},
     }
     (options.out / "corpus.json").write_text(json.dumps(summary, indent=1) + "\n")

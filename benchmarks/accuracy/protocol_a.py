@@ -28,7 +28,8 @@ import numpy as np
 import torch
 
 from benchmarks.accuracy import float_prune
-from benchmarks.accuracy.train import read_parts
+from benchmarks.accuracy.corpus import CONVERSION
+from benchmarks.accuracy.language_model import read_stream
 from slidesparse.calibrate.task import EPOCHS, MINUTES, Calibration
 from slidesparse.checkpoint.architectures import WEIGHT, family_of
 from slidesparse.checkpoint.metadata import Metadata
@@ -397,7 +398,7 @@ def main() -> None:
     parser.add_argument(
         "--distill",
         type=Path,
-        help="folder of corpus.py: distill on its training text, and score the results",
+        help="folder of corpus.py: distill on its text for conversion, and score the results",
     )
     parser.add_argument("--minutes", type=float, default=MINUTES, help="of distillation per cell")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time")
@@ -419,7 +420,7 @@ def main() -> None:
     ids = [window for windows in texts.values() for window in windows]
     if options.distill:
         options.text = options.folder / "text.npy"
-        np.save(options.text, read_parts(options.distill, "cpu").numpy())
+        np.save(options.text, read_stream(options.distill / CONVERSION, "cpu").numpy())
     options.engine = {"max_model_len": WINDOW + 1, "max_num_seqs": 64, "enable_prefix_caching": False}
     options.engine |= GPU_OPTIONS if options.device == "cuda" else CPU_OPTIONS
     table = Table(options, texts)
