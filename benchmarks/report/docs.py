@@ -407,20 +407,21 @@ def _mean_and_seeds(losses: list[float]) -> str:
 
 
 def costs() -> str:
-    """The losses of model G by `convert --calib`: perplexity above its BF16 perplexity."""
-    kinds = {
-        "INT8": {"scaled": "on"},
-        "INT8, channels not scaled": {"scaled": "off"},
-        "FP8": {"quant": "fp8"},
+    """The losses of models G and H by `convert --calib`: perplexity above their BF16 perplexity."""
+    kinds: dict[str, tuple[str, dict[str, str]]] = {
+        "INT8": ("G", {"scaled": "on"}),
+        "INT8, channels not scaled": ("G", {"scaled": "off"}),
+        "FP8": ("G", {"quant": "fp8"}),
+        "H, INT8": ("H", {"scaled": "on"}),
     }
-    texts = {"": Budgets("G", "in"), ", WikiText-2": Budgets("G", "out")}
+    texts = {"": "in", ", WikiText-2": "out"}
     rows = [("not pruned", DENSE, ""), *((shown, goal, "") for goal, shown in GOALS.items())]
     lines = []
     for label, goal, distilled in (*rows, ("2:4, distilled", "2:4", "kl")):
         losses = [
-            budget.losses(goal, distilled=distilled, **kind)
-            for kind in kinds.values()
-            for budget in texts.values()
+            Budgets(model, text).losses(goal, distilled=distilled, **kind)
+            for model, kind in kinds.values()
+            for text in texts.values()
         ]
         if any(losses):
             lines.append((label, *map(_mean_and_seeds, losses)))
