@@ -33,15 +33,10 @@ from benchmarks.report.markdown import (
     span,
     table,
     times,
-    tops,
 )
 
 EQUAL_TOLERANCE = 0.01  # relative difference up to which times count as equal
-PROVIDERS = {
-    CUBLASLT: "dense cuBLASLt",
-    "cublaslt-int8": "dense cuBLASLt that writes INT8",
-    STOCK: "the dense kernel of stock vLLM",
-}
+PROVIDERS = {CUBLASLT: "dense cuBLASLt", STOCK: "the dense kernel of stock vLLM"}
 SYSTEMS = {STOCK: "stock vLLM, without the plugin", CUBLASLT: "dense cuBLASLt through the plugin"}
 KINDS = (
     *("quantize", "product", "scale", "attention", "norm and activation"),
@@ -57,13 +52,6 @@ RESULTS = {  # kinds of figures in docs/benchmarks/reference.csv
     "served": "products of layers, of the implementation as it serves",
     "prefill": "prefill of whole models",
     "decode": "decode of whole models",
-}
-REFERENCE_NAMES = dict.fromkeys(RESULTS, "paper") | {"served": "implementation"}
-COMPARED_TITLES = {  # titles of the page that shows them
-    "Whole models, prefill": ("prefill",),
-    "Whole models, decode": ("decode",),
-    "Products of layers": ("operands", "served"),
-    "Square products": ("square",),
 }
 _PRODUCTS = (CUBLASLT, "cublaslt-int8")  # the paper's have the operands' type
 BASELINES = {
@@ -198,59 +186,37 @@ class Results:
             _spread(kernel.rows),
             *self._images(name),
         ]
-        dense = kernel.rows[kernel.rows["pattern"] == DENSE]
-        rates = 2.0 * dense["M"] * dense["N"] * dense["K"] / dense["p50_us"] / 1e6
-        peaks = rates.groupby(dense["dtype"]).max().round(1)
-        copy = kernel.conditions.get("copy_GBps")
         for section in sections:
-            parts += [_heading(section), *_speedups(section, PROVIDERS), *_efficiency(section)]
-            parts += [
-                "TOPS, 2 M N K / latency with K of the dense weight: zeros that are skipped count.",
-                grid(section.tops().map(tops)),
-            ]
-            if copy and section.dtype in peaks:
-                parts += [
-                    "Physical floor in us, layer after layer: the longer of the multiplications at "
-                    f"{peaks[section.dtype]:g} TFLOPS dense (the most that this table has), and of all operands read "
-                    f"and a 16-bit result written once, at the {copy:g} GB/s of a copy. What a run finds in the L2 "
-                    "cache can be faster:",
-                    grid(section.floor(float(copy), peaks[section.dtype]).map(microseconds)),
-                ]
+            parts += [_heading(section), *_speedups(section, PROVIDERS)]
         return parts
 
     def _linear(self, linear: Table) -> list[str]:
         parts = [
             "# Linear layers",
             "Median latencies of the four linear layers of a model, summed, each with its quantization and scaling. "
-            "Speed-up: latency of the dense layers / ours, of the same run. `-`: not measured.",
+            "Speed-up: latency of the dense layers / ours. `-`: not measured.",
             _spread(linear.rows),
             *self._images("linear"),
             "## Beside stock vLLM",
             verdicts(data.over_stock(self.layers.sections), "ours"),
         ]
         for section in self.layers.sections:
-            parts += [_heading(section), *_speedups(section, PROVIDERS)]
+            over = STOCK if STOCK in section.dense else CUBLASLT
+            parts += [_heading(section), *_speedups(section, {over: PROVIDERS[over]})]
         return parts
 
     # --- memory-bound kernels, and memory layouts
 
     def _bandwidth(self, bandwidth: Table) -> list[str]:
-        header = ("kernel", "dtype", "M", "K", "us", "GB/s", "copy GB/s", "share of the copy")
-        rows = [
-            (
-                cell(r.kernel),
-                r.dtype,
-                r.M,
-                r.K,
-                *map(microseconds, (r.us, r.GBps, r.copy_GBps)),
-                percent(r.fraction),
-            )
-            for r in bandwidth.rows.itertuples()
-        ]
+        shares = bandwidth.rows.pivot(index=["kernel", "dtype"], columns=["K", "M"], values="fraction")
+        shares = shares.reindex(bandwidth.rows[["kernel", "dtype"]].drop_duplicates()).sort_index(axis=1)
+        header = ("kernel", "dtype", *(f"K {k}, M {m}" for k, m in shares))
+        rows = [(cell(kernel), dtype, *map(percent, row)) for (kernel, dtype), row in shares.T.items()]
         return [
             "# Memory-bound kernels",
-            "Bytes per second of each kernel, and of a plain copy of as many bytes in the same run. Those that are not "
-            "called `hopper` are Triton's. What stands before a comma is a kernel of torch.compile, and so is `lift`.",
+            "Bytes per second of each kernel, as a share of those of a plain copy of as many bytes in the same run. "
+            "Kernels without `hopper` in their name are Triton's; what stands before a comma, and `lift`, is a "
+            "kernel of torch.compile. Microseconds: bandwidth.csv.",
             table(header, rows, 2),
             "## What sliding costs",
             "Microseconds of quantizing alone, of quantizing and sliding in one kernel and in two; in brackets, what "
@@ -302,7 +268,7 @@ class Results:
                 rows = rates[(rates[["model", "stage", "dtype"]] == cell_key).all(axis=1)]
                 title = f"## {section.heading}, {stage}, {section.dtype.upper()}"
                 parts += [title, "Tokens per second:", _rates(section, rows)]
-                parts += [*_speedups(section, SYSTEMS, lead=False), *_efficiency(section)]
+                parts += [*_speedups(section, SYSTEMS, latencies=False), *_efficiency(section)]
         return parts
 
     def _profile(self, profile: Table) -> list[str]:
@@ -368,14 +334,13 @@ def _spread(rows: pd.DataFrame) -> str:
     )
 
 
-def _speedups(section: Section, over: Mapping[str, str], lead: bool = True) -> list[str]:
-    """Return a table over each dense provider of ``over``; with ``lead`` the first one shows all their latencies."""
-    dense = section.dense[[name for name in over if name in section.dense]]
+def _speedups(section: Section, over: Mapping[str, str], latencies: bool = True) -> list[str]:
+    """Return a table over each dense provider of ``over``, preceded by its latencies if ``latencies``."""
     if not section.patterns:
         return []
     parts: list[str] = []
-    for provider in dense:
-        shown = dense if lead and not parts else dense[[provider] if lead else []]
+    for provider in (name for name in over if name in section.dense):
+        shown = section.dense[[provider] if latencies else []]
         frame = pd.concat(
             [shown.map(microseconds).add_suffix(" us"), section.speedup(provider).map(times)], axis=1
         ).rename_axis("M")
@@ -549,13 +514,13 @@ def _comparison(results: Results, reference: Path) -> list[str]:
         "Quantizing and sliding at 6:8 beside quantizing alone: table 1 of the paper, which does not tell K, and ours "
         "from least to most over K and operand types.",
         _sliding_beside(data.sliding(results.tables["bandwidth"])),
+        "## Products",
+        "Our speed-up / theirs, from least to most over M. Above 1: ours is larger.",
+        _relative_products(comparison[~comparison["results"].isin(STAGES)].dropna()),
     ]
-    for title, kinds in COMPARED_TITLES.items():
-        of_title = comparison[comparison["results"].isin(kinds)]
-        for (dtype, model), rows in of_title.groupby(["dtype", "model"], sort=False):
-            subject = "" if model == "square" else f" {model},"
-            if rows["ours"].notna().any():
-                parts += [f"## {title},{subject} {dtype.upper()}", _side_by_side(rows)]
+    for (stage, dtype, model), rows in comparison.groupby(["results", "dtype", "model"], sort=False):
+        if stage in STAGES and rows["ours"].notna().any():
+            parts += [f"## Whole models, {stage}, {model}, {dtype.upper()}", _side_by_side(rows)]
     return parts
 
 
@@ -581,9 +546,21 @@ def _sliding_beside(us: pd.DataFrame) -> str:
     return table(("M", "theirs", "Triton", "Triton, two kernels", "`hopper`"), rows)
 
 
+def _relative_products(products: pd.DataFrame) -> str:
+    ratios = products["ours"] / products["theirs"]
+    key = [products[name] for name in ("results", "model", "dtype", "who", "pattern")]
+    spans = ratios.groupby(key, sort=False).agg(span).unstack(fill_value=NO_VALUE)
+    patterns = sorted(spans, key=data.pattern_order)
+    rows = [
+        (RESULTS[kind], "" if model == kind else model, dtype.upper(), who, *row)
+        for (kind, model, dtype, who), *row in spans[patterns].itertuples(name=None)
+    ]
+    return table(("theirs", "model", "dtype", "ours", *patterns), rows, 4) if rows else "Nothing."
+
+
 def _side_by_side(rows: pd.DataFrame) -> str:
-    """Return a table with a row for each M and kind of their results, and one for each of ours."""
-    theirs = rows.assign(who=rows["results"].map(REFERENCE_NAMES), shown=rows["theirs"])
+    """Return a table with a row for each M of the paper's results, and one for each of ours."""
+    theirs = rows.assign(who="paper", shown=rows["theirs"])
     both = pd.concat([theirs, rows.assign(shown=rows["ours"]).dropna(subset=["ours"])])
     order = list(dict.fromkeys(both["who"]))
     wide = both.drop_duplicates(["M", "who", "pattern"]).pivot(
