@@ -30,7 +30,6 @@ from strategies import assert_same_bits
 from tool_sources import compressed, fp8
 from torch import Tensor
 
-from slidesparse.checkpoint import storage
 from slidesparse.checkpoint.inspection import verify
 from slidesparse.checkpoint.w8a8 import parse_block
 from slidesparse.pattern import SlidePattern
@@ -41,12 +40,6 @@ SIX_EIGHT = SlidePattern.parse("6:8")
 LINEARS = sorted(LLAMA.linears())
 ACTIVATIONS = (".input_scale", ".input_zero_point")
 O0 = "model.layers.0.self_attn.o_proj"
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Split each layer into several chunks, whose boundaries cut blocks."""
-    monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 1000)
 
 
 def check_codes(before: dict[str, Tensor], after: dict[str, Tensor], layer: str, pruned: bool = True) -> None:
