@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
@@ -36,8 +36,7 @@ from benchmarks.report.markdown import (
 )
 
 EQUAL_TOLERANCE = 0.01  # relative difference up to which times count as equal
-PROVIDERS = {CUBLASLT: "dense cuBLASLt", STOCK: "the dense kernel of stock vLLM"}
-SYSTEMS = {STOCK: "stock vLLM, without the plugin", CUBLASLT: "dense cuBLASLt through the plugin"}
+BASELINE_NAMES = {CUBLASLT: "dense cuBLASLt", STOCK: "stock vLLM"}
 KINDS = (
     *("quantize", "product", "scale", "attention", "norm and activation"),
     *("sampling and the rest", "idle"),
@@ -187,7 +186,7 @@ class Results:
             *self._images(name),
         ]
         for section in sections:
-            parts += [_heading(section), *_speedups(section, PROVIDERS)]
+            parts += [_heading(section), *_speedups(section, (CUBLASLT, STOCK))]
         return parts
 
     def _linear(self, linear: Table) -> list[str]:
@@ -201,8 +200,7 @@ class Results:
             verdicts(data.over_stock(self.layers.sections), "ours"),
         ]
         for section in self.layers.sections:
-            over = STOCK if STOCK in section.dense else CUBLASLT
-            parts += [_heading(section), *_speedups(section, {over: PROVIDERS[over]})]
+            parts += [_heading(section), *_speedups(section, [_baseline(section)])]
         return parts
 
     # --- memory-bound kernels, and memory layouts
@@ -254,9 +252,9 @@ class Results:
             "Tokens per second of `vllm bench throughput`: prompt and output tokens together for prefill (one output "
             "token a prompt), output tokens alone for decode. M: tokens of a step. Each figure is the median of the "
             f"rounds, {f'engines {engines}, taking turns' if engines else 'every run a fresh process'}; ±: half of "
-            "(largest - smallest) / median. `-`: not measured. Speed-ups are medians of the ratios within a round, as "
-            "a machine may change from round to round. N/(N-1) bounds linear layers: attention, sampling and the "
-            "engine's own time are in these figures as well.",
+            "(largest - smallest) / median. `-`: not measured. `cublaslt`: dense weights through the plugin. Speed-ups "
+            "are medians of the ratios within a round, as a machine may change from round to round. N/(N-1) bounds "
+            "linear layers: attention, sampling and the engine's own time are in these figures as well.",
             _noise(rates),
             *self._images("e2e"),
             "## Beside stock vLLM",
@@ -268,7 +266,7 @@ class Results:
                 rows = rates[(rates[["model", "stage", "dtype"]] == cell_key).all(axis=1)]
                 title = f"## {section.heading}, {stage}, {section.dtype.upper()}"
                 parts += [title, "Tokens per second:", _rates(section, rows)]
-                parts += [*_speedups(section, SYSTEMS, latencies=False), *_efficiency(section)]
+                parts += [*_speedups(section, [_baseline(section)], latencies=False), *_efficiency(section)]
         return parts
 
     def _profile(self, profile: Table) -> list[str]:
@@ -334,7 +332,12 @@ def _spread(rows: pd.DataFrame) -> str:
     )
 
 
-def _speedups(section: Section, over: Mapping[str, str], latencies: bool = True) -> list[str]:
+def _baseline(section: Section) -> str:
+    """Return the provider that users have without SlideSparse, or dense cuBLASLt where it was not measured."""
+    return STOCK if STOCK in section.dense else CUBLASLT
+
+
+def _speedups(section: Section, over: Iterable[str], latencies: bool = True) -> list[str]:
     """Return a table over each dense provider of ``over``, preceded by its latencies if ``latencies``."""
     if not section.patterns:
         return []
@@ -345,7 +348,7 @@ def _speedups(section: Section, over: Mapping[str, str], latencies: bool = True)
             [shown.map(microseconds).add_suffix(" us"), section.speedup(provider).map(times)], axis=1
         ).rename_axis("M")
         frame.loc["N/(N-1)"] = [*("" for _ in shown), *section.bounds.map(times)]
-        parts += [f"Speed-up over {over[provider]}:", grid(frame)]
+        parts += [f"Speed-up over {BASELINE_NAMES[provider]}:", grid(frame)]
     return parts or ["No dense latency is complete here, so there is no speed-up."]
 
 
