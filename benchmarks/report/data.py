@@ -128,7 +128,7 @@ class Section:
     dtype: str
     ours: str  # the sparse provider
     us: pd.DataFrame  # microseconds; a row for each M, columns (provider, pattern)
-    shapes: tuple[tuple[int, int], ...] = ()  # (N, K) of the products; (0, 0): both are M
+    shapes: tuple[tuple[int, int], ...] = ()  # (N, K) of the products of a model
 
     @property
     def heading(self) -> str:
@@ -158,7 +158,7 @@ class Section:
 
     def tops(self) -> pd.DataFrame:
         """Return 2 M N K / latency in TOPS, K of the dense weight; columns "cublaslt" and the patterns."""
-        work = [sum(2 * m * (n or m) * (k or m) for n, k in self.shapes) for m in self.us.index]
+        work = [sum(2 * m * n * k for n, k in self.shapes) for m in self.us.index]
         us = {CUBLASLT: self.us.get((CUBLASLT, DENSE), math.nan)}
         us |= {pattern: self.us[self.ours, pattern] for pattern in self.patterns}
         return pd.DataFrame(us, index=self.us.index).rdiv(pd.Series(work, self.us.index) / 1e6, axis=0)
@@ -234,7 +234,7 @@ def square_sections(kernel: Table) -> Sections:
     """Return a section for each dtype of the square products."""
     rows = kernel.rows[kernel.rows["mode"] == "square"].rename(columns={"p50_us": "us"})
     title = "Square, M = N = K"
-    return Sections(rows.assign(title=title), rows.assign(title=title), shapes={title: ((0, 0),)})
+    return Sections(rows.assign(title=title), rows.assign(title=title))
 
 
 def model_sections(kernel: Table) -> Sections:

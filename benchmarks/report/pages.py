@@ -103,11 +103,7 @@ class Results:
 
     def drawn(self) -> dict[str, tuple[list[Section], str]]:
         """Return the sections to plot, and the dense provider to compare with, by name of the plot."""
-        drawn = {
-            "kernel": ([*self.square.sections, *self.models.sections], CUBLASLT),
-            KERNEL_HOPPER: (self.hopper.sections, CUBLASLT),
-            "linear": (self.layers.sections, STOCK),
-        }
+        drawn = {"linear": (self.layers.sections, STOCK)}
         for stage, sections in self.stages.items():
             stock = any(STOCK in section.dense for section in sections.sections)
             drawn[f"e2e-{stage}"] = (sections.sections, STOCK if stock else CUBLASLT)
@@ -168,14 +164,12 @@ class Results:
     # --- products and layers
 
     def _kernel(self, kernel: Table) -> list[str]:
-        return self._products(
-            kernel, "Matrix products", "kernel", [*self.square.sections, *self.models.sections]
-        )
+        return self._products(kernel, "Matrix products", [*self.square.sections, *self.models.sections])
 
     def _kernel_hopper(self, kernel: Table) -> list[str]:
-        return self._products(kernel, "Matrix products by `hopper`", KERNEL_HOPPER, self.hopper.sections)
+        return self._products(kernel, "Matrix products by `hopper`", self.hopper.sections)
 
-    def _products(self, kernel: Table, title: str, name: str, sections: Iterable[Section]) -> list[str]:
+    def _products(self, kernel: Table, title: str, sections: Iterable[Section]) -> list[str]:
         parts = [
             f"# {title}",
             "Median latencies of the product alone; of a model, its four layers summed where all four were measured. "
@@ -183,7 +177,6 @@ class Results:
             "scale and write BF16, cuBLASLt does that only where it is faster than sums that are not scaled. `hopper` "
             "supports INT8 and FP8 only; its `dense` is a weight without a pattern.",
             _spread(kernel.rows),
-            *self._images(name),
         ]
         for section in sections:
             parts += [_heading(section), *_speedups(section, (CUBLASLT, STOCK))]
