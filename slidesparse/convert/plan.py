@@ -441,7 +441,7 @@ def _quantized(checkpoint: Checkpoint, source: Quantization, excluded: Container
 
 
 def _float_heads(checkpoint: Checkpoint, source: Quantization | None) -> dict[str, Scheme]:
-    """Return the quantized lm_heads to multiply out, with their schemes.
+    """Return the quantized lm_heads to dequantize, with their schemes.
 
     vLLM (0.25.1, 0.28) serves one that a target names.  It takes one of the class Linear for a float one, and ends with
     "There is no module or parameter named 'lm_head.weight_scale'".
@@ -503,7 +503,7 @@ def _in_features(
 
 
 def _quant(options: ConvertOptions, scheme: Scheme | None) -> str:
-    """Return the output type of a layer: the source's, unless it has per-block scales, which are multiplied out."""
+    """Return the output type of a layer: the source's, unless that has per-block scales and is dequantized."""
     if scheme and not scheme.block:
         return scheme.quant
     return options.quant or (scheme.quant if scheme else "int8")
@@ -536,7 +536,7 @@ def _part(
 
 
 def _float_part(checkpoint: Checkpoint, stored: StoredTensor, scheme: Scheme) -> Part:
-    """Return the part of a weight to multiply out, to the dtype of the largest float tensor, the embedding."""
+    """Return the part of a weight to dequantize, to the dtype of the largest float tensor, the embedding."""
     floats = [tensor.spec for tensor in checkpoint.tensors.values() if tensor.spec.dtype in FLOATS]
     dtype = max(floats, key=lambda spec: spec.nbytes).dtype
     return Part(stored.spec, stored.file, (stored.spec._replace(dtype=dtype),), scheme=scheme)
@@ -559,9 +559,7 @@ def _rewriting(schemes: Iterable[Scheme | None], heads: Iterable[str], zero_poin
     for scheme in schemes:
         if scheme and scheme.block:
             rows, columns = scheme.block
-            counts[
-                f"scales per block of {rows} x {columns} multiplied out and quantized again per channel"
-            ] += 1
+            counts[f"dequantized from blocks of {rows} x {columns} and quantized again per channel"] += 1
         elif scheme and scheme.activations == "static":
             counts["static activation scales dropped, activations now quantized per token"] += 1
         elif scheme and scheme.activations == "dynamic":

@@ -439,7 +439,7 @@ def _write_chunk(
         if part.out:
             values = reader.rows(part.source.name, rows)  # float32 if it was rotated
             if part.scheme:
-                values = _multiplied_out(values, part.scheme, reader, part.source.name, rows)
+                values = _dequantized(values, part.scheme, reader, part.source.name, rows)
             writer.write(part.source.name, rows.start, values.to(DTYPES[part.out[0].dtype]))
         return
     if codes and part.pattern:
@@ -453,7 +453,7 @@ def _write_chunk(
     part.write(writer, rows.start, weight, scale if part.scaled else None)
 
 
-def _multiplied_out(values: Tensor, scheme: Scheme, reader: Reader, name: str, rows: slice) -> Tensor:
+def _dequantized(values: Tensor, scheme: Scheme, reader: Reader, name: str, rows: slice) -> Tensor:
     """Return codes times their scales, [M, K] float32, for ``rows`` of the weight ``name``."""
     scale = reader.whole(name.removesuffix(WEIGHT) + scheme.scale)
     if scheme.block:

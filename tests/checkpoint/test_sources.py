@@ -161,7 +161,7 @@ def test_block_scales_are_dequantized(tmp_path: Path) -> None:
         for layer in set(LINEARS) - {O0}:
             check_blocks(before, after, layer, before[f"{layer}.weight_scale"], (32, 16), quant)
         check_block(tmp_path / quant, quant, {"lm_head", O0})
-        assert "13 layers: scales per block of 32 x 16 multiplied out" in report.rewritten
+        assert "13 layers: dequantized from blocks of 32 x 16" in report.rewritten
     codes, scale = before[f"{Q}.weight"], before[f"{Q}.weight_scale"].float()
     weight, scales = quantize_rows(prune(dequantize(codes, scale, args=block_scheme.weights), SIX_EIGHT), FP8)
     after = tensors_of(tmp_path / "fp8")
