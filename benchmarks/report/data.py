@@ -128,7 +128,7 @@ class Section:
     dtype: str
     ours: str  # the sparse provider
     us: pd.DataFrame  # microseconds; a row for each M, columns (provider, pattern)
-    shapes: tuple[tuple[int, int], ...] = ()  # (N, K) of the products of a model
+    shapes: tuple[tuple[int, int], ...] = ()  # (N, K) of the GEMMs of a model
 
     @property
     def heading(self) -> str:
@@ -231,7 +231,7 @@ def sliding(bandwidth: Table) -> pd.DataFrame:
 
 
 def square_sections(kernel: Table) -> Sections:
-    """Return a section for each dtype of the square products."""
+    """Return a section for each dtype of the square GEMMs."""
     rows = kernel.rows[kernel.rows["mode"] == "square"].rename(columns={"p50_us": "us"})
     title = "Square, M = N = K"
     return Sections(rows.assign(title=title), rows.assign(title=title))

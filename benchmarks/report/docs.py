@@ -141,9 +141,9 @@ def gains() -> str:
     uniform = (f"{loss(pattern):+.2f}%" for pattern in (DENSE, *patterns))
     chosen = (f"{loss(f'zeros {share}'):+.2f}%" for share in ("25%", "33.3%"))
     rows: list[tuple[str, ...]] = [
-        ("weights that are zero", "", *(f"{1 - float(pattern.density):.0%}" for pattern in parsed)),
+        ("zero weights", "", *(f"{1 - float(pattern.density):.0%}" for pattern in parsed)),
         ("perplexity of a 107M model above BF16 (1)", *uniform),
-        ("as many zeros, a pattern for each layer (`--zeros`)", "", *chosen, ""),
+        ("the same share of zeros, a pattern chosen for each layer (`--zeros`)", "", *chosen, ""),
     ]
     ratios = (
         _few_tokens_speedups(STOCK).groupby(level=["model", "dtype", "stage", "M"]).median().loc[QWEN, "int8"]
@@ -210,7 +210,7 @@ def step() -> str:
             kinds.loc["all kernels"] = kinds.loc["all"] - kinds.loc["idle"]
             for name in names:
                 columns[f"{stage} {m}, {dtype.upper()}: {name.removeprefix('sparse ')}"] = kinds[name] / 1e3
-    frame = pd.DataFrame(columns).loc[[*pages.KINDS[:-1], "all kernels", "idle"]]
+    frame = pd.DataFrame(columns).loc[[*list(pages.KINDS.values())[:-1], "all kernels", "idle"]]
     return table(
         ("ms", *frame),
         [(name, *(f"{v:.2f}" if v else "-" for v in row)) for name, *row in frame.itertuples(name=None)],
@@ -267,8 +267,8 @@ def verdicts() -> str:
     return pages.verdicts(speedups[speedups["pattern"].isin(PATTERNS)], "ours")
 
 
-def products() -> str:
-    """cuSPARSELt's products over dense cuBLASLt, Qwen2.5-7B from 512 tokens on."""
+def gemms() -> str:
+    """cuSPARSELt's GEMMs over dense cuBLASLt, Qwen2.5-7B from 512 tokens on."""
     rows = []
     for section in _results(H200).models.sections:
         if section.title == QWEN and section.ours == CUSPARSELT:
@@ -283,8 +283,8 @@ def products() -> str:
     return table(("", *header), rows, 1)
 
 
-def hopper_products() -> str:
-    """Products by `hopper`, Qwen2.5-7B: TOPS, and the speed-ups over dense cuBLASLt and stock vLLM's kernel."""
+def hopper_gemms() -> str:
+    """GEMMs by `hopper`, Qwen2.5-7B: TOPS, and the speed-ups over dense cuBLASLt and stock vLLM's kernel."""
     patterns, rows = ("2:4", "4:6", "6:8"), []
     for section in _results(H200).hopper.sections:
         if section.title == QWEN:
@@ -306,7 +306,7 @@ def heuristics() -> str:
     ratio = (rows["heuristic_us"] / rows["p50_us"]).groupby([rows["library"], rows["dtype"], rows["M"]])
     order = sorted(ratio, key=lambda group: (group[0][0], data.dtype_order(group[0][1]), group[0][2]))
     return table(
-        ("library", "", "M", "shapes", "its own choice / the best"),
+        ("library", "", "M", "shapes", "time by its heuristic / by the fastest algorithm"),
         [
             (name, dtype.upper(), m, part.count(), span(part))
             for (name, dtype, m), part in order
@@ -337,7 +337,7 @@ def reference() -> str:
 
 
 def efficiency() -> str:
-    """The paper's algorithmic efficiency, and the share of the bound, of products at 8192 tokens."""
+    """The paper's algorithmic efficiency, and the share of the bound, of GEMMs at 8192 tokens."""
     rows, results = [], _results(H200)
     for section in (*results.models.sections, *results.hopper.sections):
         if section.title == QWEN:
@@ -452,7 +452,7 @@ def budgets() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     **{make.__name__: make for make in (gains, few, few_14b, few_bitnet, qwen)},
     **{make.__name__: make for make in (llama, fusion, step)},
-    **{make.__name__: make for make in (layers, ranges, verdicts, products, hopper_products)},
+    **{make.__name__: make for make in (layers, ranges, verdicts, gemms, hopper_gemms)},
     **{make.__name__: make for make in (heuristics, bandwidth)},
     **{make.__name__: make for make in (reference, efficiency, bitnet, blocks, costs, budgets)},
     "losses": lambda: accuracy.losses(ACCURACY / "protocol_a.csv"),

@@ -37,18 +37,23 @@ from benchmarks.report.markdown import (
 
 EQUAL_TOLERANCE = 0.01  # relative difference up to which times count as equal
 BASELINE_NAMES = {CUBLASLT: "dense cuBLASLt", STOCK: "stock vLLM"}
-KINDS = (
-    *("quantize", "product", "scale", "attention", "norm and activation"),
-    *("sampling and the rest", "idle"),
-)
+KINDS = {  # classes of kernels in e2e_profile.csv, as pages show them
+    "quantize": "quantize",
+    "product": "GEMM",
+    "scale": "scale",
+    "attention": "attention",
+    "norm and activation": "norm and activation",
+    "sampling and the rest": "sampling and the rest",
+    "idle": "idle",
+}
 LISTED_KERNELS = 6  # kernels of a system that are listed
 COLUMNS = ["system", "kernel", "class", "calls", "us"]
 SERVED = ("K", "K", "N")  # the contiguous dimensions of weight, activations and output in serving
 REFERENCE = ("results", "model", "dtype", "pattern", "M", "speedup")
 RESULTS = {  # kinds of figures in docs/benchmarks/reference.csv
-    "square": "square products",
-    "operands": "products of layers",
-    "served": "products of layers, of the implementation as it serves",
+    "square": "square GEMMs",
+    "operands": "GEMMs of layers",
+    "served": "GEMMs of layers, as the authors' implementation serves them",
     "prefill": "prefill of whole models",
     "decode": "decode of whole models",
 }
@@ -64,8 +69,8 @@ REFERENCE_SLIDING_US = {4096: (26.6, 34.7), 8192: (47.3, 64.2), 16384: (95.7, 11
 KERNEL_HOPPER = "kernel_hopper"  # like kernel.csv, another run: `hopper` beside cuBLASLt and stock vLLM
 OPTIONAL_PARTS = (KERNEL_HOPPER, "e2e_profile", "spmm")  # not every folder has them
 SUBJECTS = {
-    "kernel": "matrix products alone: square ones and those of models",
-    KERNEL_HOPPER: "matrix products of models by `hopper`, another run",
+    "kernel": "GEMMs alone: square ones and those of models",
+    KERNEL_HOPPER: "GEMMs of models by `hopper`, another run",
     "linear": "linear layers with quantization and scaling, against stock vLLM",
     "bandwidth": "kernels that memory bounds",
     "layout": "memory layouts that the libraries take, and their speed",
@@ -161,19 +166,19 @@ class Results:
         ]
         return page(parts)
 
-    # --- products and layers
+    # --- GEMMs and layers
 
     def _kernel(self, kernel: Table) -> list[str]:
-        return self._products(kernel, "Matrix products", [*self.square.sections, *self.models.sections])
+        return self._gemms(kernel, "GEMMs", [*self.square.sections, *self.models.sections])
 
     def _kernel_hopper(self, kernel: Table) -> list[str]:
-        return self._products(kernel, "Matrix products by `hopper`", self.hopper.sections)
+        return self._gemms(kernel, "GEMMs by `hopper`", self.hopper.sections)
 
-    def _products(self, kernel: Table, title: str, sections: Iterable[Section]) -> list[str]:
+    def _gemms(self, kernel: Table, title: str, sections: Iterable[Section]) -> list[str]:
         parts = [
             f"# {title}",
-            "Median latencies of the product alone; of a model, its four layers summed where all four were measured. "
-            "Speed-up: latency of the dense product / ours, of the same run. `-`: not measured. `stock` and `hopper` "
+            "Median latencies of the GEMM alone; of a model, its four layers summed where all four were measured. "
+            "Speed-up: latency of the dense GEMM / ours, of the same run. `-`: not measured. `stock` and `hopper` "
             "scale and write BF16, cuBLASLt does that only where it is faster than sums that are not scaled. `hopper` "
             "supports INT8 and FP8 only; its `dense` is a weight without a pattern.",
             _spread(kernel.rows),
@@ -219,7 +224,7 @@ class Results:
         parts = [
             "# Memory layouts",
             "The dimension of each matrix that is contiguous in memory: K or N of the weight, K or M of the "
-            "activations, N or M of the output. Serving uses K, K, N. Times are medians of the product alone, summed "
+            "activations, N or M of the output. Serving uses K, K, N. Times are medians of the GEMM alone, summed "
             "over the shapes that the library was measured with, by its best algorithm and by its own choice "
             "(heuristic); a sum is shown only where every shape was taken and timed. Ratio: time of serving's layout / "
             "this one's, above 1 this one is faster. `-`: refused or not measured.",
@@ -266,7 +271,7 @@ class Results:
         parts = [
             "# A step of a whole model",
             "Microseconds of GPU time in one step, by what kernels do, as vLLM's profiler (PyTorch's) recorded them; "
-            "it slows the host, so `idle`, when no kernel ran, is an upper bound. Products include lm_head; norms and "
+            "it slows the host, so `idle`, when no kernel ran, is an upper bound. GEMMs include lm_head; norms and "
             "activations that are fused with quantization count as quantization.",
         ]
         rows = profile.rows.assign(system=system_names(profile.rows))
@@ -282,7 +287,14 @@ class Results:
                 .head(LISTED_KERNELS)
             )
             longest = [
-                (system, cell(kernel), does, calls, microseconds(us), percent(us / kinds[system]["all"]))
+                (
+                    system,
+                    cell(kernel),
+                    KINDS[does],
+                    calls,
+                    microseconds(us),
+                    percent(us / kinds[system]["all"]),
+                )
                 for name in kinds
                 for system, kernel, does, calls, us in top[top["system"] == name][COLUMNS].itertuples(
                     index=False
@@ -442,7 +454,7 @@ def system_names(rows: pd.DataFrame) -> pd.Series:
 def by_kind(rows: pd.DataFrame) -> pd.DataFrame:
     """Return microseconds of a step of e2e_profile.csv: a row for each of KINDS and "all", a column for each system."""
     wide = rows.pivot_table(index="class", columns="system", values="us", aggfunc="sum")
-    wide = wide.reindex(index=list(KINDS), columns=rows["system"].unique()).fillna(0.0)
+    wide = wide.reindex(index=list(KINDS), columns=rows["system"].unique()).fillna(0.0).rename(index=KINDS)
     wide.loc["all"] = wide.sum()
     return wide
 
@@ -459,10 +471,10 @@ def compare_reference(results: Results, reference: Path) -> pd.DataFrame:
     rows, _ = read_rows(reference, REFERENCE)
     theirs = pd.DataFrame(rows, columns=list(REFERENCE)).astype({"M": int, "speedup": float})
     key = ["results", "model", "dtype", "pattern", "M"]
-    products = (*results.models.sections, *results.hopper.sections)
+    gemms = (*results.models.sections, *results.hopper.sections)
     sections = {
         "square": results.square.sections,
-        **dict.fromkeys(("operands", "served"), products),
+        **dict.fromkeys(("operands", "served"), gemms),
         **{stage: stage_sections.sections for stage, stage_sections in results.stages.items()},
     }
     parts = [pd.DataFrame(columns=[*key, "who", "ours"])]
@@ -488,7 +500,16 @@ def summary(comparison: pd.DataFrame) -> str:
         counts = pd.cut(behind, [-math.inf, 0, 0.05, 0.15, math.inf]).value_counts(sort=False)
         most = percent(behind.max()) if behind.max() > 0 else NO_VALUE
         rows.append((RESULTS[results], who, len(part), *counts, most))
-    header = ("theirs", "ours", "cells", "at least theirs", "up to 5% behind", "5 to 15%", "more", "at most")
+    header = (
+        "theirs",
+        "ours",
+        "cells",
+        "at least theirs",
+        "up to 5% lower",
+        "5 to 15%",
+        "more",
+        "largest gap",
+    )
     return table(header, rows, 2)
 
 
@@ -496,7 +517,7 @@ def _comparison(results: Results, reference: Path) -> list[str]:
     comparison = compare_reference(results, reference)
     parts = [
         "# Beside the paper and the reference implementation",
-        f"Speed-ups over dense products, theirs and ours, each over its own run. Theirs are of an {REFERENCE_GPU}, in "
+        f"Speed-ups over dense GEMMs, theirs and ours, each over its own run. Theirs are of an {REFERENCE_GPU}, in "
         "the tables of [arXiv 2603.05232](https://arxiv.org/abs/2603.05232), appendix D, or, where it says so, of its "
         f"implementation; ours are of an {results.gpu}. What differs may be the GPU, or the baseline: ours is the "
         "fastest of all algorithms of a newer cuBLASLt, from cold caches. `over cublaslt`: over dense cuBLASLt, as "
@@ -510,9 +531,9 @@ def _comparison(results: Results, reference: Path) -> list[str]:
         "Quantizing and sliding at 6:8 beside quantizing alone: table 1 of the paper, which does not tell K, and ours "
         "from least to most over K and operand types.",
         _sliding_beside(data.sliding(results.tables["bandwidth"])),
-        "## Products",
+        "## GEMMs",
         "Our speed-up / theirs, from least to most over M. Above 1: ours is larger.",
-        _relative_products(comparison[~comparison["results"].isin(STAGES)].dropna()),
+        _relative_gemms(comparison[~comparison["results"].isin(STAGES)].dropna()),
     ]
     for (stage, dtype, model), rows in comparison.groupby(["results", "dtype", "model"], sort=False):
         if stage in STAGES and rows["ours"].notna().any():
@@ -542,9 +563,9 @@ def _sliding_beside(us: pd.DataFrame) -> str:
     return table(("M", "theirs", "Triton", "Triton, two kernels", "`hopper`"), rows)
 
 
-def _relative_products(products: pd.DataFrame) -> str:
-    ratios = products["ours"] / products["theirs"]
-    key = [products[name] for name in ("results", "model", "dtype", "who", "pattern")]
+def _relative_gemms(gemms: pd.DataFrame) -> str:
+    ratios = gemms["ours"] / gemms["theirs"]
+    key = [gemms[name] for name in ("results", "model", "dtype", "who", "pattern")]
     spans = ratios.groupby(key, sort=False).agg(span).unstack(fill_value=NO_VALUE)
     patterns = sorted(spans, key=data.pattern_order)
     rows = [

@@ -39,10 +39,10 @@ def missing(folder: Path) -> list[list[str]]:
     return tables((folder / "README.md").read_text(), "Missing")[0][1:]
 
 
-# --- products
+# --- GEMMs
 
 
-def test_speedups_of_products(tmp_path: Path) -> None:
+def test_speedups_of_gemms(tmp_path: Path) -> None:
     """Dense takes 100 us; 2:4 in 62.5 us is 1.60 times as fast, 6:8 in 80 us 1.25, and 2_inf in 125 us 0.80."""
     lines = [
         square("int8", "dense", 64, "cublaslt", 100),
@@ -262,7 +262,7 @@ def test_comparison_with_the_paper(tmp_path: Path) -> None:
         ["B", "INT8", "1", "64"],
         ["tiny", "INT8", "1", "64"],
     ]
-    assert [row[1:] for row in tables(text, "Products")[0]] == [
+    assert [row[1:] for row in tables(text, "GEMMs")[0]] == [
         ["model", "dtype", "ours", "2:4", "6:8"],
         ["A", "INT8", "cusparselt over cublaslt", "-", "0.88 to 1.00"],  # 1.10 / 1.25
         ["A", "INT8", "cusparselt over cublaslt-int8", "-", "0.88"],
