@@ -21,7 +21,7 @@ from benchmarks.accuracy import language_results as accuracy
 from benchmarks.e2e import BLOCKS
 from benchmarks.records import E2E, RecordsError
 from benchmarks.report import data, pages
-from benchmarks.report.data import CUBLASLT, CUSPARSELT, DENSE, STOCK
+from benchmarks.report.data import CUBLASLT, CUSPARSELT, DENSE, HOPPER, STOCK
 from benchmarks.report.markdown import percent, span, table, times, tops
 from slidesparse.convert.times import FOLDER
 from slidesparse.errors import CheckFailed
@@ -233,7 +233,7 @@ def layers() -> str:
     ]
     for folder, model, patterns in subjects:
         speedups = _layers(folder)
-        speedups = speedups[(speedups["title"] == model) & (speedups["ours"] == "hopper")]
+        speedups = speedups[(speedups["title"] == model) & (speedups["ours"] == HOPPER)]
         values = speedups.set_index(["dtype", "pattern", "M"])["speedup"]
         for dtype in ("int8", "fp8"):
             name = f"{folder.name.upper()}, {NAMES.get(model, model)}, {dtype.upper()}"
@@ -249,7 +249,7 @@ def ranges() -> str:
     rows = []
     for folder in (H200, H100):
         speedups = _layers(folder)
-        speedups = speedups[speedups["ours"] == "hopper"]
+        speedups = speedups[speedups["ours"] == HOPPER]
         for model in speedups["title"].unique():
             for label, part in (
                 (f"1 to {MAX_FEW_TOKENS}", speedups[speedups["M"] <= MAX_FEW_TOKENS]),
@@ -363,7 +363,7 @@ def blocks() -> str:
         "2:4@67%": "two thirds",
         "2:4": "all",
     }
-    ratios = {name: us["stock", "dense"] / us["hopper", pattern] for pattern, name in shares.items()}
+    ratios = {name: us[STOCK, DENSE] / us[HOPPER, pattern] for pattern, name in shares.items()}
     rows = [(str(m), *(times(ratio[m]) for ratio in ratios.values())) for m in us.index]
     return table(("tokens", *ratios), rows, 1)
 
@@ -498,7 +498,7 @@ def layer_times(folder: Path) -> str:
             for row in csv.DictReader(file):
                 if row["layer"] == "sum" or row["pattern"] not in (DENSE, *PATTERNS):
                     continue
-                if row["provider"] in (STOCK, "hopper"):
+                if row["provider"] in (STOCK, HOPPER):
                     n, _, k = row["layer"].partition("x")
                     shape = shapes.get((row["model"], row["layer"])) or (int(n), int(k))
                     pattern = STOCK if row["provider"] == STOCK else row["pattern"]

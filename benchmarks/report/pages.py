@@ -21,7 +21,7 @@ from benchmarks.records import (
     read_rows,
 )
 from benchmarks.report import data, spmm
-from benchmarks.report.data import CUBLASLT, DENSE, OFF, STAGES, STOCK, Section, Table
+from benchmarks.report.data import CUBLASLT, DENSE, HOPPER, OFF, STAGES, STOCK, Section, Table
 from benchmarks.report.markdown import (
     NO_VALUE,
     bullets,
@@ -107,8 +107,12 @@ class Results:
         return next((str(name).removeprefix("NVIDIA ") for name in gpus if name), "unknown GPU")
 
     def drawn(self) -> dict[str, tuple[list[Section], str]]:
-        """Return the sections to plot, and the dense provider to compare with, by name of the plot."""
-        drawn = {"linear": (self.layers.sections, STOCK)}
+        """Return the sections to plot, and the dense provider to compare with, by name of the plot.
+
+        Layers are plotted as `hopper` runs them, or if it was not measured, as the others do.
+        """
+        layers = self.layers.sections
+        drawn = {"linear": ([section for section in layers if section.ours == HOPPER] or layers, STOCK)}
         for stage, sections in self.stages.items():
             stock = any(STOCK in section.dense for section in sections.sections)
             drawn[f"e2e-{stage}"] = (sections.sections, STOCK if stock else CUBLASLT)
