@@ -268,7 +268,7 @@ class Results:
                 rows = rates[(rates[["model", "stage", "dtype"]] == cell_key).all(axis=1)]
                 title = f"## {section.heading}, {stage}, {section.dtype.upper()}"
                 parts += [title, "Tokens per second:", _rates(section, rows)]
-                parts += [*_speedups(section, [_baseline(section)], latencies=False), *_efficiency(section)]
+                parts += _speedups(section, [_baseline(section)], latencies=False)
         return parts
 
     def _profile(self, profile: Table) -> list[str]:
@@ -359,17 +359,6 @@ def _speedups(section: Section, over: Iterable[str], latencies: bool = True) -> 
         frame.loc["N/(N-1)"] = [*("" for _ in shown), *section.bounds.map(times)]
         parts += [f"Speed-up over {BASELINE_NAMES[provider]}:", grid(frame)]
     return parts or ["No dense latency is complete here, so there is no speed-up."]
-
-
-def _efficiency(section: Section) -> list[str]:
-    efficiency = section.efficiency()
-    if not efficiency.notna().any(axis=None):
-        return []
-    title = (
-        "Algorithmic efficiency, (S / S of 2:4) / R with S the speed-up over dense cuBLASLt and R = density of 2:4 / "
-        "density (arXiv 2603.05232, appendix D.5). Above 100%: 2:4 itself stays further below its bound:"
-    )
-    return [title, grid(efficiency.map(percent))]
 
 
 def verdicts(speedups: pd.DataFrame, by: str) -> str:

@@ -185,7 +185,7 @@ def test_tables_of_whole_models(tmp_path: Path) -> None:
     csv(tmp_path, "e2e.csv", E2E.columns, RATES)
     render(tmp_path)
     text = (tmp_path / "e2e.md").read_text()
-    rates, over_stock, efficiency = tables(text, "tiny, prefill, INT8")
+    rates, over_stock = tables(text, "tiny, prefill, INT8")
     assert rates == [
         ["M", "stock", "off", "cublaslt", "2:4", "6:8"],
         ["64", "1000 ±10.0%", "1020", "800", "1600", "970 ±45.4%"],  # 880 / 970 / 2
@@ -197,7 +197,9 @@ def test_tables_of_whole_models(tmp_path: Path) -> None:
         ["128", "-", "0.80"],
         ["N/(N-1)", "2.00", "1.33"],
     ]
-    assert efficiency[1] == ["64", "100.0%", "82.7%"]  # 970 / 1100 / 1.6 / (2 / 3)
+    (efficiency, *_), _ = (part.sections for part in Results(tmp_path).stages.values())
+    # 970 / 1100 / 1.6 / (2 / 3)
+    assert efficiency.efficiency().round(3).loc[64].to_dict() == {"2:4": 1.0, "6:8": 0.827}
     assert tables(text, "tiny, unfused, prefill, INT8")[1][2] == ["128", "0.60"]
     assert tables(text, "tiny, decode, INT8")[0][1] == ["64", "10.00", "12.50"]
     counts = {(row[0], row[1]): row[2:6] for row in tables(text, "Beside stock vLLM")[0][1:]}
