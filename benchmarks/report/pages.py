@@ -46,8 +46,6 @@ KINDS = {  # classes of kernels in e2e_profile.csv, as pages show them
     "sampling and the rest": "sampling and the rest",
     "idle": "idle",
 }
-LISTED_KERNELS = 6  # kernels of a system that are listed
-COLUMNS = ["system", "kernel", "class", "calls", "us"]
 SERVED = ("K", "K", "N")  # the contiguous dimensions of weight, activations and output in serving
 REFERENCE = ("results", "model", "dtype", "pattern", "M", "speedup")
 RESULTS = {  # kinds of figures in docs/benchmarks/reference.csv
@@ -75,7 +73,7 @@ SUBJECTS = {
     "bandwidth": "kernels that memory bounds",
     "layout": "memory layouts that the libraries take, and their speed",
     "e2e": "whole models in vLLM: tokens per second",
-    "e2e_profile": "the GPU time of a step of a whole model, by kernel",
+    "e2e_profile": "the GPU time of a step of a whole model, by kind of kernel",
     "spmm": "hand-written N:M kernels, beside cuBLAS and a study's claims",
     "comparison": "beside the paper and the reference implementation",
 }
@@ -276,7 +274,7 @@ class Results:
             "# A step of a whole model",
             "Microseconds of GPU time in one step, by what kernels do, as vLLM's profiler (PyTorch's) recorded them; "
             "it slows the host, so `idle`, when no kernel ran, is an upper bound. GEMMs include lm_head; norms and "
-            "activations that are fused with quantization count as quantization.",
+            "activations that are fused with quantization count as quantization. e2e_profile.csv has each kernel.",
         ]
         rows = profile.rows.assign(system=system_names(profile.rows))
         steps = dict(iter(rows.groupby(["model", "dtype", "stage", "M"])))
@@ -284,31 +282,7 @@ class Results:
             model, dtype, stage, m = step
             kinds = by_kind(steps[step])
             shown = kinds.map(lambda us: microseconds(us) if us else NO_VALUE).rename_axis("")
-            top = (
-                steps[step]
-                .sort_values("us", ascending=False)
-                .groupby("system", sort=False)
-                .head(LISTED_KERNELS)
-            )
-            longest = [
-                (
-                    system,
-                    cell(kernel),
-                    KINDS[does],
-                    calls,
-                    microseconds(us),
-                    percent(us / kinds[system]["all"]),
-                )
-                for name in kinds
-                for system, kernel, does, calls, us in top[top["system"] == name][COLUMNS].itertuples(
-                    index=False
-                )
-            ]
-            parts += [
-                f"## {model}, {dtype.upper()}, {stage}, M {m}",
-                grid(shown, 1),
-                table(("system", "kernel", "does", "calls", "us", "share"), longest, 3),
-            ]
+            parts += [f"## {model}, {dtype.upper()}, {stage}, M {m}", grid(shown, 1)]
         return parts
 
     def _spmm(self, measured: Table) -> list[str]:
