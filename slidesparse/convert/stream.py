@@ -81,8 +81,8 @@ _CODE = (".py", ".pkl", ".bin", ".pt", ".pth", ".so", ".sh")  # never copied, wh
 
 
 @dataclass(frozen=True)
-class _Done:
-    """The final plan, and what only the conversion itself tells of the report."""
+class _Result:
+    """The final plan, and the parts of the report that only running it tells."""
 
     plan: ConversionPlan
     rows: Sequence[dict[str, Any]] = ()
@@ -126,18 +126,18 @@ def convert(
     task = calibration_task(plan) if options.calibration else None
     distillation = require_memory(task) if task and task.texts else ""
     _, left_out = _other_files(checkpoint)
-    done = _Done(plan)
+    result = _Result(plan)
     if not dry_run:
         remove_stale(out)
         _require_room(plan, task, out, rotation == ROTATED)
-        done = _prune_and_write(plan, task, out, rotation == ROTATED, progress)
-        plan = done.plan
+        result = _prune_and_write(plan, task, out, rotation == ROTATED, progress)
+        plan = result.plan
     elif task and options.budget:
         with checkpoint.reader() as reader, tempfile.TemporaryDirectory() as folder:
             work = WorkFolder(Path(folder))
             reader, _, _ = _transformed(task, reader, work, rotation == ROTATED, progress)
             outcome = estimate(task, reader, work, options.budget, rotation == ROTATED, progress)
-            done = _Done(plan, budget=outcome)
+            result = _Result(plan, budget=outcome)
     return Report(
         source=source,
         out=out,
@@ -155,12 +155,12 @@ def convert(
         seconds=time.monotonic() - started,
         samples=task.samples.summary if task else "",
         note=task.samples.note if task else "",
-        rotation=rotation + done.rotation_gain,
-        smoothing=done.smoothing,
-        budget=done.budget,
+        rotation=rotation + result.rotation_gain,
+        smoothing=result.smoothing,
+        budget=result.budget,
         distillation=distillation,
-        distilled=done.distilled,
-        layers=tuple(done.rows),
+        distilled=result.distilled,
+        layers=tuple(result.rows),
         ternary=is_bitnet(checkpoint.config),
         newly_pruned=not plan.converted,
         left_out=tuple(map(str, left_out)),
@@ -203,7 +203,7 @@ def _sparse(checkpoint: Checkpoint, options: ConvertOptions) -> str | None:
 
 def _prune_and_write(
     plan: ConversionPlan, task: Task | None, out: Path, rotate: bool, progress: Progress | None
-) -> _Done:
+) -> _Result:
     """Check the source's values, prune, and write the output."""
     advice = (
         "the layers pruned so far are kept. Free some space, then run the same command again with --resume"
@@ -215,12 +215,12 @@ def _prune_and_write(
         if task:
             return _write_calibrated(plan, task, out, reader, rotate, progress)
         facts = _write(plan, out, reader, None, progress)
-        return _Done(plan, layer_rows(facts, (), plan.options.method_name))
+        return _Result(plan, layer_rows(facts, (), plan.options.method_name))
 
 
 def _write_calibrated(
     plan: ConversionPlan, task: Task, out: Path, reader: Reader, rotate: bool, progress: Progress | None
-) -> _Done:
+) -> _Result:
     """Calibrate the layers and write the output."""
     options, outcome, distilled = plan.options, None, None
     state = {**task.state(), "budget": options.budget and asdict(options.budget), "rotate": rotate}
@@ -245,7 +245,7 @@ def _write_calibrated(
             facts = _write(plan, out, OrderedReader(reader, codes), OrderedReader(codes, codes), progress)
         rows = layer_rows(facts, work.rows(), task.method)
         work.remove()
-    return _Done(plan, rows, gain, smoothing, outcome, distilled)
+    return _Result(plan, rows, gain, smoothing, outcome, distilled)
 
 
 def _transformed(
