@@ -262,7 +262,7 @@ def ranges() -> str:
 
 
 def verdicts() -> str:
-    """How often layers beat stock vLLM's on an H200."""
+    """The numbers of cells in which layers are faster and slower than stock vLLM's on an H200."""
     speedups = _layers(H200)
     return pages.verdicts(speedups[speedups["pattern"].isin(PATTERNS)], "ours")
 
@@ -332,7 +332,7 @@ def bandwidth() -> str:
 
 
 def reference() -> str:
-    """How ours compare with the paper's and the reference implementation's."""
+    """Our speed-ups beside the paper's and the reference implementation's."""
     return pages.summary(pages.compare_reference(_results(H200), REFERENCE))
 
 

@@ -229,7 +229,7 @@ class Results:
             "activations, N or M of the output. Serving uses K, K, N. Times are medians of the GEMM alone, summed "
             "over the shapes that the library was measured with, by its best algorithm and by its own choice "
             "(heuristic); a sum is shown only where every shape was taken and timed. Ratio: time of serving's layout / "
-            "this one's, above 1 this one is faster. `-`: refused or not measured.",
+            "this one's, above 1 this one is faster. Refused layouts follow, with the error.",
         ]
         outputs = layout.conditions.get("outputs") or {}
         groups = dict(iter(layout.rows.groupby(["dtype", "library"])))
@@ -357,10 +357,11 @@ def verdicts(speedups: pd.DataFrame, by: str) -> str:
 
 
 def _layouts(rows: pd.DataFrame) -> list[str]:
-    """Return the results of one library and type: a row for each layout, and the library's error if it refused."""
+    """Return the results of one library and type: a row for each layout that it took, and its errors for the others."""
     key = ["weight", "activations", "output"]
     shapes = len(rows[["N", "K"]].drop_duplicates())
     taken = (rows["taken"] == "yes").groupby([rows[name] for name in key]).agg(["sum", "size"])
+    taken = taken[taken["sum"] > 0]
     sums = rows.groupby([*key, "M"])[["p50_us", "heuristic_us"]].sum(min_count=shapes).unstack("M")
     ms = sorted(rows["M"].unique())
     lines = []

@@ -367,7 +367,7 @@ def test_fp8_per_tensor_scales_keep_codes(tmp_path: Path, static: bool, layout: 
 
 
 def test_fp8_per_tensor_scales_by_their_names_in_transformers(tmp_path: Path) -> None:
-    """As in Ministral 3."""
+    """Scales are named as in Ministral 3."""
     source = fp8(tmp_path / "source", static=True)
     convert(source, tmp_path / "out")
     names = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
