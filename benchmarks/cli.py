@@ -158,8 +158,6 @@ def kernel(
     """GEMM alone: cuBLASLt, the sparse libraries at each pattern and vLLM's kernel; writes OUT/kernel.csv."""
     began = time.monotonic()
     from benchmarks.kernel import DTYPES, KernelBench, model_groups, square_groups
-    from benchmarks.records import amend_conditions
-    from benchmarks.timing import copy_rate
     from slidesparse.tune.shapes import parse_choice
 
     dtypes = parse_choice("--dtype", dtype, DTYPES)
@@ -168,11 +166,9 @@ def kernel(
         groups = square_groups(dtypes, tokens)
     else:
         groups = model_groups(parse_models(model, shapes), dtypes, tokens)
-    conditions = out / "kernel.json"
-    gpu, libraries, stock = _subjects(conditions, library, vllm_library, no_stock)
+    gpu, libraries, stock = _subjects(out / "kernel.json", library, vllm_library, no_stock)
 
     def make(session: Session) -> Bench:
-        amend_conditions(conditions, {"copy_GBps": round(copy_rate(session), 1)})
         return KernelBench(session, out, groups, libraries, stock, patterns)
 
     _fill(began, time_limit, gpu, as_json, make)

@@ -65,7 +65,7 @@ class Cell:
 
 
 def square_groups(dtypes: Sequence[str], tokens: Sequence[int]) -> list[Group]:
-    """Square products, M = N = K."""
+    """Square GEMMs, M = N = K."""
     return [
         Group(SQUARE, SQUARE, Layer(SQUARE, size, size), dtype, (size,))
         for dtype in dtypes

@@ -10,7 +10,6 @@ from torch import Tensor
 from slidesparse.tune.measure import EXACT_US, QUICK_US, SAMPLES, Clock, Launch, Timing
 from slidesparse.tune.session import Session
 
-COPIED_BYTES = 2**30  # bytes of the copy that gives the memory's bandwidth
 # Right after three seconds of the largest products, stock's kernel with one token took 9% longer on an H100, and 1%
 # longer after 0.2 s of rest.
 REST_SECONDS = 0.5
@@ -32,11 +31,6 @@ def time_exactly(clock: Clock, launch: Launch, copies: int) -> Timing:
 def label_algorithm(algorithm: str, timing: Timing) -> str:
     """The name of an algorithm in tables: marked when it was timed without a CUDA graph."""
     return algorithm if timing.graphed else f"{algorithm} (no graph)"
-
-
-def copy_rate(session: Session) -> float:
-    """GB/s of a large device-to-device copy, read and written bytes counted."""
-    return 2 * COPIED_BYTES / copy_us(session, COPIED_BYTES) / 1e3
 
 
 def copy_us(session: Session, size: int) -> float:

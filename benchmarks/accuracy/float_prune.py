@@ -13,17 +13,18 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from slidesparse.calibrate.inputs import Hessian
-from slidesparse.calibrate.pipeline import prune_floats
-from slidesparse.calibrate.task import Calibration
-from slidesparse.checkpoint.storage import Checkpoint
+from slidesparse.calibrate.inputs import Hessian, gather_statistics
+from slidesparse.calibrate.pipeline import Position, finetune_block, prune_rows, walk
+from slidesparse.calibrate.task import Calibration, Task
+from slidesparse.checkpoint.architectures import WEIGHT
+from slidesparse.checkpoint.storage import DTYPES, Checkpoint, Reader
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.plan import calibration_task, make_plan
 from slidesparse.methods.sparsegpt import damping_for, factor
@@ -32,7 +33,7 @@ from slidesparse.prune import prune
 
 SAMPLES, SEQLEN = 256, 1024
 COLUMNS = 128  # between two mask selections of SparseGPT
-WEIGHTS = "model.safetensors"
+FILE = "model.safetensors"
 
 
 def magnitude(w: Tensor, _: Hessian, share: float) -> Tensor:
@@ -76,6 +77,45 @@ RULES: dict[str, Callable[[Tensor, Hessian, float], Tensor]] = {
 }
 
 
+@torch.inference_mode()
+def prune_floats(
+    task: Task, reader: Reader, folder: Path, rule: Callable[[Tensor, Hessian], Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Prune the layers of ``task`` without quantizing; return the weights in the source's dtype, by layer name.
+
+    As in `slidesparse.calibrate.pipeline.calibrate`, each layer is pruned on the outputs of those already pruned.
+
+    Args:
+        folder: where hidden states may be spilled.
+        rule: replaces the task's method: a function of a weight [N, K] and the `Hessian` of its inputs that returns
+            the pruned weight.
+    """
+    results: dict[str, Tensor] = {}
+    with walk(task, reader, folder, 1 if rule else task.streams) as positions:
+        for position in positions:
+
+            def put(weights: Mapping[str, Tensor], position: Position = position) -> None:
+                for name, w in weights.items():
+                    full = position.full_name(name)
+                    stored = w.to(DTYPES[task.model.checkpoint.require(full + WEIGHT).dtype])
+                    position.block.weights[name + WEIGHT], results[full] = stored.float(), stored.cpu()
+
+            pruned: dict[str, Tensor] = {}
+            for stage in range(len(position.block.stages)):
+                if not (weights := position.weights_to_prune(stage)):
+                    continue
+                hessian, drift = gather_statistics(position.inputs, stage, position.dense, weights)
+                if rule:
+                    stage_weights = {name: rule(w, hessian) for name, w in weights.items()}
+                else:
+                    stage_weights = prune_rows(position, hessian, drift.errors() if drift else None, weights)
+                put(stage_weights)
+                pruned |= stage_weights
+            if (trained := finetune_block(position, pruned, None)) is not None:
+                put(trained.weights)
+    return results
+
+
 def write_pruned(
     source: Path, out: Path, pattern: str, method: str, calibration: Calibration, seed: int = 0
 ) -> None:
@@ -96,10 +136,10 @@ def write_pruned(
     task = calibration_task(make_plan(checkpoint, options))
     with tempfile.TemporaryDirectory() as folder, checkpoint.reader() as reader:
         pruned = prune_floats(task, reader, Path(folder), rule)
-    tensors = load_file(source / WEIGHTS)
-    tensors |= {f"{name}.weight": w.contiguous() for name, w in pruned.items()}
-    shutil.copytree(source, out, ignore=shutil.ignore_patterns(WEIGHTS), dirs_exist_ok=True)
-    save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
+    tensors = load_file(source / FILE)
+    tensors |= {name + WEIGHT: w.contiguous() for name, w in pruned.items()}
+    shutil.copytree(source, out, ignore=shutil.ignore_patterns(FILE), dirs_exist_ok=True)
+    save_file(tensors, out / FILE, metadata={"format": "pt"})
 
 
 def main() -> None:

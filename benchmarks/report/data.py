@@ -16,9 +16,9 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.records import COUNTERS, E2E, TIMES, Format, RecordsError, read_conditions, read_rows
-from slidesparse.pattern import HARDWARE_LENGTH, HARDWARE_NONZEROS, MixedPattern, parse_pattern
+from slidesparse.pattern import MixedPattern, parse_pattern
 
-CUSPARSELT, CUBLASLT, STOCK, OFF = "cusparselt", "cublaslt", "stock", "off"
+CUSPARSELT, HOPPER, CUBLASLT, STOCK, OFF = "cusparselt", "hopper", "cublaslt", "stock", "off"
 DENSE, SUM, TWO_FOUR = "dense", "sum", "2:4"
 LAYERS = 4  # linear layers of a decoder block: QKV, output, gate and up, down
 DTYPES = ("int8", "fp8", "fp16", "bf16")
@@ -62,9 +62,6 @@ SLIDING_KERNELS = {
     "hopper quant_only": "",
     "hopper quant_slide 6:8": "hopper quant_only",
 }
-ELEMENT_BYTES = {"int8": 1, "fp8": 1, "fp16": 2, "bf16": 2}
-RESULT_BYTES = 2  # BF16 or FP16, what serving writes
-METADATA_BYTES = 0.25  # 2 bits for each weight that 2:4 keeps, its place among four
 
 
 @dataclass(frozen=True)
@@ -131,7 +128,7 @@ class Section:
     dtype: str
     ours: str  # the sparse provider
     us: pd.DataFrame  # microseconds; a row for each M, columns (provider, pattern)
-    shapes: tuple[tuple[int, int], ...] = ()  # (N, K) of the products; (0, 0): both are M
+    shapes: tuple[tuple[int, int], ...] = ()  # (N, K) of the GEMMs of a model
 
     @property
     def heading(self) -> str:
@@ -161,7 +158,7 @@ class Section:
 
     def tops(self) -> pd.DataFrame:
         """Return 2 M N K / latency in TOPS, K of the dense weight; columns "cublaslt" and the patterns."""
-        work = [sum(2 * m * (n or m) * (k or m) for n, k in self.shapes) for m in self.us.index]
+        work = [sum(2 * m * n * k for n, k in self.shapes) for m in self.us.index]
         us = {CUBLASLT: self.us.get((CUBLASLT, DENSE), math.nan)}
         us |= {pattern: self.us[self.ours, pattern] for pattern in self.patterns}
         return pd.DataFrame(us, index=self.us.index).rdiv(pd.Series(work, self.us.index) / 1e6, axis=0)
@@ -175,48 +172,14 @@ class Section:
         native = speedup[TWO_FOUR] / 2 if TWO_FOUR in speedup else speedup.index.to_series() * math.nan
         return speedup.div(native, axis=0) / self.bounds
 
-    def floor(self, copy: float, peak: float | None) -> pd.DataFrame:
-        """Return the sum of `floor_us` over all products by M; columns "dense" and the patterns."""
-        columns = {
-            name: [
-                sum(floor_us(self.dtype, name, m, n or m, k or m, copy, peak) for n, k in self.shapes)
-                for m in self.us.index
-            ]
-            for name in (DENSE, *self.patterns)
-        }
-        return pd.DataFrame(columns, index=self.us.index)
-
-
-def floor_us(dtype: str, pattern: str, m: int, n: int, k: int, copy: float, peak: float | None) -> float:
-    """Return max(2 M N K / peak, bytes / bandwidth), the least microseconds of a product with a 16-bit result.
-
-    ``copy`` is the bandwidth in GB/s, ``peak`` the rate of dense products in TFLOPS.  A pattern multiplies its
-    non-zeros only, at the dense rate; activations [M, K'], the values [N, K'/2] and their metadata are read once, the
-    result [M, N] is written once.
-    """
-    size, slided, density, stored, metadata = ELEMENT_BYTES[dtype], k, 1.0, k, 0.0
-    if pattern != DENSE:
-        parsed = parse_pattern(pattern)
-        density = float(parsed.density)
-        if isinstance(parsed, MixedPattern):
-            stored, sparse = round(k * density), float(parsed.share) * k / 2
-        else:
-            slided = parsed.layout(k).slided
-            stored = sparse = slided * HARDWARE_NONZEROS // HARDWARE_LENGTH
-        metadata = n * sparse * METADATA_BYTES
-    moved = (m * slided + n * stored) * size + metadata + m * n * RESULT_BYTES
-    compute = 2 * m * n * k * density / (peak * 1e6) if peak else 0.0
-    return max(compute, moved / (copy * 1e3))
-
 
 @dataclass(frozen=True)
 class Sections:
     """All sections of one table, and the cells of the table that were not measured."""
 
     cells: pd.DataFrame  # columns title, dtype, provider, pattern, M, us
-    expected: (
-        pd.DataFrame
-    )  # the same but us: providers, patterns and M that all titles of a group should have
+    # The same but us: providers, patterns and M that all titles of a group should have
+    expected: pd.DataFrame
     group: tuple[str, ...] = ("dtype",)
     shapes: Mapping[str, tuple[tuple[int, int], ...]] | None = None  # by title
 
@@ -268,10 +231,10 @@ def sliding(bandwidth: Table) -> pd.DataFrame:
 
 
 def square_sections(kernel: Table) -> Sections:
-    """Return a section for each dtype of the square products."""
+    """Return a section for each dtype of the square GEMMs."""
     rows = kernel.rows[kernel.rows["mode"] == "square"].rename(columns={"p50_us": "us"})
     title = "Square, M = N = K"
-    return Sections(rows.assign(title=title), rows.assign(title=title), shapes={title: ((0, 0),)})
+    return Sections(rows.assign(title=title), rows.assign(title=title))
 
 
 def model_sections(kernel: Table) -> Sections:

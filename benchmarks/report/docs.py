@@ -21,7 +21,7 @@ from benchmarks.accuracy import language_results as accuracy
 from benchmarks.e2e import BLOCKS
 from benchmarks.records import E2E, RecordsError
 from benchmarks.report import data, pages
-from benchmarks.report.data import CUBLASLT, CUSPARSELT, DENSE, STOCK
+from benchmarks.report.data import CUBLASLT, CUSPARSELT, DENSE, HOPPER, STOCK
 from benchmarks.report.markdown import percent, span, table, times, tops
 from slidesparse.convert.times import FOLDER
 from slidesparse.errors import CheckFailed
@@ -141,9 +141,9 @@ def gains() -> str:
     uniform = (f"{loss(pattern):+.2f}%" for pattern in (DENSE, *patterns))
     chosen = (f"{loss(f'zeros {share}'):+.2f}%" for share in ("25%", "33.3%"))
     rows: list[tuple[str, ...]] = [
-        ("weights that are zero", "", *(f"{1 - float(pattern.density):.0%}" for pattern in parsed)),
+        ("zero weights", "", *(f"{1 - float(pattern.density):.0%}" for pattern in parsed)),
         ("perplexity of a 107M model above BF16 (1)", *uniform),
-        ("as many zeros, a pattern for each layer (`--zeros`)", "", *chosen, ""),
+        ("the same share of zeros, a pattern chosen for each layer (`--zeros`)", "", *chosen, ""),
     ]
     ratios = (
         _few_tokens_speedups(STOCK).groupby(level=["model", "dtype", "stage", "M"]).median().loc[QWEN, "int8"]
@@ -210,7 +210,7 @@ def step() -> str:
             kinds.loc["all kernels"] = kinds.loc["all"] - kinds.loc["idle"]
             for name in names:
                 columns[f"{stage} {m}, {dtype.upper()}: {name.removeprefix('sparse ')}"] = kinds[name] / 1e3
-    frame = pd.DataFrame(columns).loc[[*pages.KINDS[:-1], "all kernels", "idle"]]
+    frame = pd.DataFrame(columns).loc[[*list(pages.KINDS.values())[:-1], "all kernels", "idle"]]
     return table(
         ("ms", *frame),
         [(name, *(f"{v:.2f}" if v else "-" for v in row)) for name, *row in frame.itertuples(name=None)],
@@ -233,7 +233,7 @@ def layers() -> str:
     ]
     for folder, model, patterns in subjects:
         speedups = _layers(folder)
-        speedups = speedups[(speedups["title"] == model) & (speedups["ours"] == "hopper")]
+        speedups = speedups[(speedups["title"] == model) & (speedups["ours"] == HOPPER)]
         values = speedups.set_index(["dtype", "pattern", "M"])["speedup"]
         for dtype in ("int8", "fp8"):
             name = f"{folder.name.upper()}, {NAMES.get(model, model)}, {dtype.upper()}"
@@ -249,7 +249,7 @@ def ranges() -> str:
     rows = []
     for folder in (H200, H100):
         speedups = _layers(folder)
-        speedups = speedups[speedups["ours"] == "hopper"]
+        speedups = speedups[speedups["ours"] == HOPPER]
         for model in speedups["title"].unique():
             for label, part in (
                 (f"1 to {MAX_FEW_TOKENS}", speedups[speedups["M"] <= MAX_FEW_TOKENS]),
@@ -262,13 +262,13 @@ def ranges() -> str:
 
 
 def verdicts() -> str:
-    """How often layers beat stock vLLM's on an H200."""
+    """The numbers of cells in which layers are faster and slower than stock vLLM's on an H200."""
     speedups = _layers(H200)
     return pages.verdicts(speedups[speedups["pattern"].isin(PATTERNS)], "ours")
 
 
-def products() -> str:
-    """cuSPARSELt's products over dense cuBLASLt, Qwen2.5-7B from 512 tokens on."""
+def gemms() -> str:
+    """cuSPARSELt's GEMMs over dense cuBLASLt, Qwen2.5-7B from 512 tokens on."""
     rows = []
     for section in _results(H200).models.sections:
         if section.title == QWEN and section.ours == CUSPARSELT:
@@ -283,8 +283,8 @@ def products() -> str:
     return table(("", *header), rows, 1)
 
 
-def hopper_products() -> str:
-    """Products by `hopper`, Qwen2.5-7B: TOPS, and the speed-ups over dense cuBLASLt and stock vLLM's kernel."""
+def hopper_gemms() -> str:
+    """GEMMs by `hopper`, Qwen2.5-7B: TOPS, and the speed-ups over dense cuBLASLt and stock vLLM's kernel."""
     patterns, rows = ("2:4", "4:6", "6:8"), []
     for section in _results(H200).hopper.sections:
         if section.title == QWEN:
@@ -306,7 +306,7 @@ def heuristics() -> str:
     ratio = (rows["heuristic_us"] / rows["p50_us"]).groupby([rows["library"], rows["dtype"], rows["M"]])
     order = sorted(ratio, key=lambda group: (group[0][0], data.dtype_order(group[0][1]), group[0][2]))
     return table(
-        ("library", "", "M", "shapes", "its own choice / the best"),
+        ("library", "", "M", "shapes", "time by its heuristic / by the fastest algorithm"),
         [
             (name, dtype.upper(), m, part.count(), span(part))
             for (name, dtype, m), part in order
@@ -332,21 +332,23 @@ def bandwidth() -> str:
 
 
 def reference() -> str:
-    """How ours compare with the paper's and the reference implementation's."""
+    """Our speed-ups beside the paper's and the reference implementation's."""
     return pages.summary(pages.compare_reference(_results(H200), REFERENCE))
 
 
 def efficiency() -> str:
-    """The paper's algorithmic efficiency, and the share of the bound, of products at 8192 tokens."""
+    """The paper's algorithmic efficiency, and the share of the bound, at 8192 tokens: of GEMMs and of prefill."""
     rows, results = [], _results(H200)
-    for section in (*results.models.sections, *results.hopper.sections):
+    prefill = [section for section in results.stages["prefill"].sections if section.ours == "sparse"]
+    for section in (*results.models.sections, *results.hopper.sections, *prefill):
         if section.title == QWEN:
             efficiencies, speedup = section.efficiency().loc[8192], section.speedup().loc[8192]
             cells = [
                 f"{percent(efficiencies[p])} ({times(speedup[p])} of {times(section.bounds[p])})"
                 for p in PATTERNS
             ]
-            rows.append((f"`{section.ours}`", section.dtype.upper(), *cells))
+            label = "prefill" if section in prefill else f"GEMMs by `{section.ours}`"
+            rows.append((label, section.dtype.upper(), *cells))
     return table(("", "", *PATTERNS), rows, 2)
 
 
@@ -363,7 +365,7 @@ def blocks() -> str:
         "2:4@67%": "two thirds",
         "2:4": "all",
     }
-    ratios = {name: us["stock", "dense"] / us["hopper", pattern] for pattern, name in shares.items()}
+    ratios = {name: us[STOCK, DENSE] / us[HOPPER, pattern] for pattern, name in shares.items()}
     rows = [(str(m), *(times(ratio[m]) for ratio in ratios.values())) for m in us.index]
     return table(("tokens", *ratios), rows, 1)
 
@@ -453,7 +455,7 @@ def budgets() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     **{make.__name__: make for make in (gains, few, few_14b, few_bitnet, qwen)},
     **{make.__name__: make for make in (llama, fusion, step)},
-    **{make.__name__: make for make in (layers, ranges, verdicts, products, hopper_products)},
+    **{make.__name__: make for make in (layers, ranges, verdicts, gemms, hopper_gemms)},
     **{make.__name__: make for make in (heuristics, bandwidth)},
     **{make.__name__: make for make in (reference, efficiency, bitnet, blocks, costs, budgets)},
     "losses": lambda: accuracy.losses(ACCURACY / "protocol_a.csv"),
@@ -499,7 +501,7 @@ def layer_times(folder: Path) -> str:
             for row in csv.DictReader(file):
                 if row["layer"] == "sum" or row["pattern"] not in (DENSE, *PATTERNS):
                     continue
-                if row["provider"] in (STOCK, "hopper"):
+                if row["provider"] in (STOCK, HOPPER):
                     n, _, k = row["layer"].partition("x")
                     shape = shapes.get((row["model"], row["layer"])) or (int(n), int(k))
                     pattern = STOCK if row["provider"] == STOCK else row["pattern"]

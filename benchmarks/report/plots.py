@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-import pandas as pd
 from matplotlib.figure import Figure
 
 from benchmarks.report.data import Section, pattern_order
-from slidesparse.pattern import parse_pattern
 
 PANEL = (5.0, 3.6)  # inches
 MAX_COLUMNS, MAX_PANELS = 3, 6  # of one file
@@ -43,10 +41,9 @@ OTHER_STYLE = ("#332288", "X")  # 2_inf, and patterns beyond 16:18
 
 
 def draw(name: str, folder: Path, sections: Sequence[Section], over: str) -> list[Path]:
-    """Draw ``NAME-speedup-DTYPE.svg`` and ``NAME-models-DTYPE.svg`` for each dtype with data.
+    """Draw ``NAME-speedup-DTYPE.svg`` for each dtype with data: a panel of speed-ups against M for each section.
 
-    The former has a panel of speed-ups against M for each section (beyond six, the rest is in
-    ``NAME-speedup-DTYPE-2.svg`` and so on), the latter bars of each model at the largest M that all have.
+    Beyond six sections the rest is in ``NAME-speedup-DTYPE-2.svg`` and so on.
     """
     figures = {}
     for dtype in dict.fromkeys(section.dtype for section in sections):
@@ -56,9 +53,6 @@ def draw(name: str, folder: Path, sections: Sequence[Section], over: str) -> lis
                 number = f"-{start // MAX_PANELS + 1}" if start else ""
                 panels = shown[start : start + MAX_PANELS]
                 figures[f"{name}-speedup-{dtype}{number}"] = _lines(panels, over)
-            models = [section for section in shown if section.shapes != ((0, 0),)]
-            if models and (m := common_m(models, over)):
-                figures[f"{name}-models-{dtype}"] = _bars(models, m, over)
     return [save(figure, folder / f"{stem}.svg") for stem, figure in figures.items()]
 
 
@@ -67,12 +61,6 @@ def save(figure: Figure, path: Path) -> Path:
     with mpl.rc_context(FIXED_PARAMETERS):
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
     return path
-
-
-def common_m(sections: Sequence[Section], over: str) -> int | None:
-    """Return the largest M at which every section has a speed-up; None when there is none."""
-    measured = [set(section.speedup(over).dropna(how="all").index) for section in sections]
-    return max(set.intersection(*measured), default=None)
 
 
 def _lines(sections: Sequence[Section], over: str) -> Figure:
@@ -102,28 +90,4 @@ def _lines(sections: Sequence[Section], over: str) -> Figure:
     labels = sorted(handles, key=lambda label: 0 if "=" in label else pattern_order(label))
     figure.suptitle(f"{sections[0].dtype.upper()}; dotted: the bound N/(N-1) of the pattern in its colour")
     figure.legend([handles[label] for label in labels], labels, loc="outside lower center", ncols=5)
-    return figure
-
-
-def _bars(sections: Sequence[Section], m: int, over: str) -> Figure:
-    speedups = pd.DataFrame({s.heading: s.speedup(over).loc[m] for s in sections}).T.dropna(axis=1, how="all")
-    patterns = sorted(speedups, key=pattern_order)
-    width = 0.8 / len(patterns)
-    figure = Figure(figsize=(max(6.0, 1.0 + 2.2 * len(sections)), 4.2), layout="constrained")
-    axes = figure.subplots()
-    for i, pattern in enumerate(patterns):
-        values = speedups[pattern].reset_index(drop=True).dropna()
-        left = values.index.to_numpy() - 0.4 + i * width
-        colour, bound = (
-            PATTERN_STYLES.get(pattern, OTHER_STYLE)[0],
-            float(parse_pattern(pattern).speedup_bound),
-        )
-        axes.bar(left, values, width * 0.9, align="edge", color=colour, label=pattern)
-        axes.hlines([bound] * len(left), left, left + width * 0.9, color="#444444", linewidth=1.2)
-    axes.axhline(1, color="#444444", linewidth=2)
-    axes.grid(visible=False, axis="x")
-    axes.set_xticks(range(len(sections)), [section.heading for section in sections])
-    axes.set_ylabel(f"speed-up over {over}")
-    axes.set_title(f"{sections[0].dtype.upper()}, M = {m}; line over a bar: its bound N/(N-1)")
-    figure.legend(loc="outside lower center", ncols=8)
     return figure

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 import pandas as pd
@@ -341,22 +340,21 @@ def _format_known(value: float) -> str:
 
 
 def draw(measured: Table, folder: Path) -> list[Path]:
-    """``spmm-squares.svg``: speed-up over cuBLAS against size, by variant, a panel for each dtype; and
-    ``spmm-patterns.svg``: the fastest variant, by pattern.  Nothing for an empty table.
-    """
+    """Draw ``spmm-squares.svg``, if squares were measured: speed-ups over cuBLAS, a panel for each dtype."""
     products = Products(measured)
     if not products.sizes:
         return []
-    figures = {"spmm-squares": _figure(products, _variants), "spmm-patterns": _figure(products, _patterns)}
-    return [save(figure, folder / f"{stem}.svg") for stem, figure in figures.items()]
-
-
-def _figure(products: Products, lines: Callable[[Products, str, Any], None]) -> Figure:
     with mpl.rc_context(FIXED_PARAMETERS):
         figure = Figure(figsize=(PANEL[0] * len(TYPES), PANEL[1] + 0.8), layout="constrained")
         for panel, dtype in zip(figure.subplots(1, len(TYPES), sharey=True), TYPES, strict=True):
             panel.axhline(1, color="#444444", linewidth=2)
-            lines(products, dtype, panel)
+            for kind, (line, marker) in STYLES.items():
+                for name, colour in COLOURS.items():
+                    speedups = [
+                        products.speedup(size, name, dtype=dtype, offsets=kind) for size in products.sizes
+                    ]
+                    style = {"color": colour, "linestyle": line, "marker": marker, "markersize": 4}
+                    panel.plot(products.sizes, speedups, label=f"{name}, {KINDS[kind]}", **style)
             panel.set_xscale("log", base=2)
             panel.set_yscale("log", base=2)
             panel.yaxis.set_major_formatter("{x:g}")
@@ -366,18 +364,4 @@ def _figure(products: Products, lines: Callable[[Products, str, Any], None]) -> 
             panel.set_xlabel("M = N = K")
         figure.supylabel("speed-up over cuBLAS of the same type", fontsize="medium")
         figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    return figure
-
-
-def _variants(products: Products, dtype: str, panel: Any) -> None:
-    for kind, (line, marker) in STYLES.items():
-        for name, colour in COLOURS.items():
-            values = [products.speedup(size, name, dtype=dtype, offsets=kind) for size in products.sizes]
-            style = {"color": colour, "linestyle": line, "marker": marker, "markersize": 4}
-            panel.plot(products.sizes, values, label=f"{name}, {KINDS[kind]}", **style)
-
-
-def _patterns(products: Products, dtype: str, panel: Any) -> None:
-    for sparsity in products.sparsities:
-        values = [products.best(size, dtype=dtype, sparsity=sparsity) for size in products.sizes]
-        panel.plot(products.sizes, values, marker="o", markersize=4, label=f"{sparsity}, own offsets")
+    return [save(figure, folder / "spmm-squares.svg")]

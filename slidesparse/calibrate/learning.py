@@ -51,7 +51,7 @@ SAMPLED_OUTPUTS = 4096  # evenly spaced outputs of a layer, or inputs of `down`,
 
 
 @dataclass(frozen=True)
-class Learned:
+class LearnedRotation:
     """A rotation, and the estimated loss of pruning without and with it, in nats per token."""
 
     rotation: Rotation
@@ -59,11 +59,13 @@ class Learned:
     after: float
 
 
-def find_rotation(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None = None) -> Learned:
+def find_rotation(
+    task: Task, reader: Reader, work: WorkFolder, progress: Progress | None = None
+) -> LearnedRotation:
     """Return the rotation saved in ``work``, or learn one by `learn_rotation` and save it there."""
     saved, gain = work.read_tensors(ROTATION), work.read_json(GAIN)
     if saved is not None:
-        return Learned(Rotation(saved["q"], saved["r"]), **gain)
+        return LearnedRotation(Rotation(saved["q"], saved["r"]), **gain)
     learned = learn_rotation(task, reader, work.folder, progress)
     work.write_json(GAIN, {"before": learned.before, "after": learned.after})
     work.write_tensors(ROTATION, {"q": learned.rotation.q, "r": learned.rotation.r})
@@ -72,7 +74,9 @@ def find_rotation(task: Task, reader: Reader, work: WorkFolder, progress: Progre
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def learn_rotation(task: Task, reader: Reader, folder: Path, progress: Progress | None = None) -> Learned:
+def learn_rotation(
+    task: Task, reader: Reader, folder: Path, progress: Progress | None = None
+) -> LearnedRotation:
     """Learn the rotation for the layers and patterns of ``task``; hidden states may be spilled to ``folder``.
 
     The result is deterministic on the same machine.
@@ -90,7 +94,7 @@ def learn_rotation(task: Task, reader: Reader, folder: Path, progress: Progress 
         raise CalibrationError(
             f"learning a rotation does not fit into the memory of {task.device} ({error}); use --rotate off"
         ) from None
-    return Learned(Rotation(q.cpu(), r.cpu()), before, after)
+    return LearnedRotation(Rotation(q.cpu(), r.cpu()), before, after)
 
 
 def disk_bytes(task: Task, out: Path) -> int:

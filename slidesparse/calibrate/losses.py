@@ -73,14 +73,14 @@ def layer_losses(
         losses = {tuple(unit): by_pattern for unit, by_pattern in work.read_json(name) or []}
     if {layer for unit in losses for layer in unit} == set(task.layers):
         return losses
-    judge = Judge(task, reader)
+    criterion = Criterion(task, reader)
     blocks = _BlockCache(task, reader)
     report = block_counter(task, "measuring", progress)
     with walk(task, reader, folder, 1) as positions:
         for position in positions:
             units = [_stage_unit(position, stage) for stage in range(len(position.block.stages))]
             if not all(unit in losses for unit in units if unit):
-                losses |= _measure(position, patterns, judge, blocks)
+                losses |= _measure(position, patterns, criterion, blocks)
                 work.write_json(name, [[list(unit), by_pattern] for unit, by_pattern in losses.items()])
             blocks.drop(position.number)
             report(position.number)
@@ -92,7 +92,7 @@ def _stage_unit(position: Position, stage: int) -> Unit:
 
 
 def _measure(
-    position: Position, patterns: Sequence[SlidePattern], judge: Judge, blocks: _BlockCache
+    position: Position, patterns: Sequence[SlidePattern], criterion: Criterion, blocks: _BlockCache
 ) -> Losses:
     """Return the losses of the units of a block."""
     options: dict[tuple[Unit, str], dict[str, Tensor]] = {((), ""): {}}  # the first is the dense model
@@ -121,9 +121,9 @@ def _measure(
     (_, dense), *others = states.items()
     totals = [0.0] * len(others)
     for i, x in enumerate(dense):
-        for number, lost in enumerate(judge.distances(x, [outputs[i] for _, outputs in others])):
+        for number, lost in enumerate(criterion.distances(x, [outputs[i] for _, outputs in others])):
             totals[number] += lost
-    count = sum(judge.count(x) for x in dense)
+    count = sum(criterion.count(x) for x in dense)
     losses: Losses = {}
     for ((unit, ratio), _), total in zip(others, totals, strict=True):
         if not math.isfinite(total):
@@ -169,7 +169,7 @@ class _BlockCache:
             self._free_bytes += sum(w.nbytes for w in block.weights.values())
 
 
-class Judge:
+class Criterion:
     """Compares models by the outputs of their last block, [batch, tokens, hidden]."""
 
     def __init__(self, task: Task, reader: Reader) -> None:
@@ -230,7 +230,7 @@ def whole_loss(task: Task, reader: Reader, work: WorkFolder, progress: Progress 
     """
     assert task.held_back
     held = replace(task, samples=task.held_back)
-    dtype, judge, total, count = NAMES[task.quant], Judge(task, reader), 0.0, 0
+    dtype, criterion, total, count = NAMES[task.quant], Criterion(task, reader), 0.0, 0
     report = block_counter(task, "judging", progress)
     with walk(held, reader, work.folder, 2, to_the_end=True) as positions:
         for position in positions:
@@ -256,6 +256,6 @@ def whole_loss(task: Task, reader: Reader, work: WorkFolder, progress: Progress 
         with fast_products(task.device):
             for i, ids in enumerate(position.ids):
                 x = pruned.states[i]
-                total += judge.loss(dense.states[i], x, ids)
-                count += judge.count(x)
+                total += criterion.loss(dense.states[i], x, ids)
+                count += criterion.count(x)
     return total / count

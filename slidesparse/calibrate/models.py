@@ -502,35 +502,9 @@ def open_model(checkpoint: Checkpoint) -> LayeredModel:
         )
     if kind in DECODERS:
         root = "model." if "model.embed_tokens.weight" in checkpoint.tensors else ""
-        kv_heads = size_of(config, "num_key_value_heads", heads)
         factor = hidden**0.5 if decoder.embeddings_by_width else _number(config, "embedding_multiplier", 1.0)
-        sliding = _sliding_blocks(config, blocks)
-        ropes = {slides: _rope_parameters(config, slides) for slides in set(sliding)}
-        rotaries = {slides: _make_rotary(rope, head_dim) for slides, rope in ropes.items()}
-        trained = [
-            size_of(rope, "original_max_position_embeddings")
-            for rope in ropes.values()
-            if rope["rope_type"] == "longrope"
-        ]
+        sizes, trained = _decoder_sizes(config, decoder, blocks, heads, head_dim)
         longest = min([longest, *trained])
-        window = _count(config, "sliding_window") if config.get("use_sliding_window", True) else None
-        scale = _number(config, "query_pre_attn_scalar", head_dim) ** -0.5
-        scale = _number(config, "attention_multiplier", scale)
-        cap = _optional(config, "attn_logit_softcapping")
-        sizes = tuple(
-            BlockSizes(
-                heads,
-                kv_heads,
-                head_dim,
-                _number(config, "rms_norm_eps", 1e-6),
-                _activation(config),
-                Scores(scale, window=window if slides and window else None, cap=cap),
-                rotaries[slides],
-                _number(config, "residual_multiplier", 1.0),
-                decoder,
-            )
-            for slides in sliding
-        )
     else:
         roots = ("", "bert.", "roberta.")
         root = next((r for r in roots if f"{r}embeddings.word_embeddings.weight" in checkpoint.tensors), "")
@@ -542,6 +516,40 @@ def open_model(checkpoint: Checkpoint) -> LayeredModel:
         eps, scores = _number(config, "layer_norm_eps", 1e-12), Scores(head_dim**-0.5, causal=False)
         sizes = (BlockSizes(heads, heads, head_dim, eps, _activation(config), scores),) * blocks
     return LayeredModel(checkpoint, kind, root, sizes, hidden, vocabulary, longest, factor)
+
+
+def _decoder_sizes(
+    config: Config, decoder: Decoder, blocks: int, heads: int, head_dim: int
+) -> tuple[tuple[BlockSizes, ...], list[int]]:
+    """Return the sizes of each block, and the sequence lengths of which LongRoPE's short factors are trained."""
+    kv_heads = size_of(config, "num_key_value_heads", heads)
+    sliding = _sliding_blocks(config, blocks)
+    ropes = {slides: _rope_parameters(config, slides) for slides in set(sliding)}
+    rotaries = {slides: _make_rotary(rope, head_dim) for slides, rope in ropes.items()}
+    trained = [
+        size_of(rope, "original_max_position_embeddings")
+        for rope in ropes.values()
+        if rope["rope_type"] == "longrope"
+    ]
+    window = _count(config, "sliding_window") if config.get("use_sliding_window", True) else None
+    scale = _number(config, "query_pre_attn_scalar", head_dim) ** -0.5
+    scale = _number(config, "attention_multiplier", scale)
+    cap = _optional(config, "attn_logit_softcapping")
+    sizes = tuple(
+        BlockSizes(
+            heads,
+            kv_heads,
+            head_dim,
+            _number(config, "rms_norm_eps", 1e-6),
+            _activation(config),
+            Scores(scale, window=window if slides and window else None, cap=cap),
+            rotaries[slides],
+            _number(config, "residual_multiplier", 1.0),
+            decoder,
+        )
+        for slides in sliding
+    )
+    return sizes, trained
 
 
 def _first_position(config: Config, kind: str) -> int:

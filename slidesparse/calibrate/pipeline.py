@@ -35,7 +35,7 @@ from slidesparse.calibrate.permutation import find_order, layer_orders, may_perm
 from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT
-from slidesparse.checkpoint.storage import DTYPES, Reader
+from slidesparse.checkpoint.storage import Reader
 from slidesparse.errors import CalibrationError
 from slidesparse.methods.sparsegpt import compensated_target, damping_for, factor
 from slidesparse.pattern import MixedPattern, SlidePattern
@@ -93,45 +93,6 @@ def calibrate(task: Task, reader: Reader, work: WorkFolder, progress: Progress |
             else:
                 work.save(position.number, *_prune_block(position))
             report(position.number)
-
-
-@torch.inference_mode()
-def prune_floats(
-    task: Task, reader: Reader, folder: Path, rule: Callable[[Tensor, Hessian], Tensor] | None = None
-) -> dict[str, Tensor]:
-    """Prune the layers of ``task`` without quantizing; return the weights in the source's dtype, by layer name.
-
-    As in `calibrate`, each layer is pruned on the outputs of those already pruned.
-
-    Args:
-        folder: where hidden states may be spilled.
-        rule: replaces the task's method: a function of a weight [N, K] and the `Hessian` of its inputs that returns
-            the pruned weight.
-    """
-    results: dict[str, Tensor] = {}
-    with walk(task, reader, folder, 1 if rule else task.streams) as positions:
-        for position in positions:
-
-            def put(weights: Mapping[str, Tensor], position: Position = position) -> None:
-                for name, w in weights.items():
-                    full = position.full_name(name)
-                    stored = w.to(DTYPES[task.model.checkpoint.require(full + WEIGHT).dtype])
-                    position.block.weights[name + WEIGHT], results[full] = stored.float(), stored.cpu()
-
-            pruned: dict[str, Tensor] = {}
-            for stage in range(len(position.block.stages)):
-                if not (weights := position.weights_to_prune(stage)):
-                    continue
-                hessian, drift = gather_statistics(position.inputs, stage, position.dense, weights)
-                if rule:
-                    stage_weights = {name: rule(w, hessian) for name, w in weights.items()}
-                else:
-                    stage_weights = _prune_rows(position, hessian, drift.errors() if drift else None, weights)
-                put(stage_weights)
-                pruned |= stage_weights
-            if (trained := _finetune(position, pruned, None)) is not None:
-                put(trained.weights)
-    return results
 
 
 # The walk
@@ -230,7 +191,7 @@ def _prune_block(position: Position) -> tuple[dict[str, Tensor], list[dict[str, 
             pruned |= stage_weights
             if position.task.epochs:
                 hessians |= dict.fromkeys(stage_weights, h)
-    if (trained := _finetune(position, pruned, NAMES[position.task.quant])) is not None:
+    if (trained := finetune_block(position, pruned, NAMES[position.task.quant])) is not None:
         assert position.dense
         for name, w in trained.weights.items():
             served = _quantize_layer(position, name, w, tensors)
@@ -259,7 +220,7 @@ def _prune_stage(
     if order is not None:
         orders = layer_orders(position.block, stage, order)
         tensors |= {position.full_name(name): permutation for name, permutation in orders.items()}
-    pruned = _prune_rows(position, hessian, errors, weights, order)
+    pruned = prune_rows(position, hessian, errors, weights, order)
     for name, w in weights.items():
         served = _quantize_layer(position, name, pruned[name], tensors)
         rows[name] = {
@@ -302,7 +263,7 @@ def _find_order(
     return find_order(position.block, stage, target, upper, pattern.length)
 
 
-def _prune_rows(
+def prune_rows(
     position: Position,
     hessian: Hessian,
     errors: Mapping[str, Tensor] | None,
@@ -338,7 +299,7 @@ def _prune_rows(
     return pruned
 
 
-def _finetune(
+def finetune_block(
     position: Position, weights: Mapping[str, Tensor], dtype: torch.dtype | None
 ) -> Finetuned | None:
     """Fine-tune the pruned ``weights`` of a block if the task says so; ``dtype`` is that of quantization, or None."""

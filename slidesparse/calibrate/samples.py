@@ -91,26 +91,12 @@ def load_samples(
 
     Raises SlideSparseError for unusable data, EnvironmentFault without a tokenizer library.
     """
-    if samples is not None and samples < 1:
-        raise CalibrationError(f"--samples {samples} is too few; at least 1 is needed, 128 are usual")
-    if seed < 0:
-        raise CalibrationError(f"--seed {seed} is negative; use 0 or more")
-    if seqlen is not None and not 2 <= seqlen <= model.longest:
-        raise CalibrationError(
-            f"--seqlen {seqlen} must be from 2 to {model.longest}, the most positions of this model"
-        )
+    _require_valid(samples, seqlen, seed, model)
     length = seqlen or min(SEQLEN, model.longest)
     takes_all, samples = samples is None, samples or max(1, MAX_TOKENS // length)
     generator = np.random.default_rng(seed)
     if data == RANDOM:
-        if samples * length > MAX_RANDOM_TOKENS:
-            raise CalibrationError(
-                f"--samples {samples} of {length} random tokens are more than the limit of {MAX_RANDOM_TOKENS} tokens; "
-                f"{SAMPLES} samples are usual"
-            )
-        drawn = generator.integers(0, model.vocabulary, (samples, length))
-        note = "random tokens say nothing about the texts to be served; use them only to try things out"
-        return Samples(tuple(torch.from_numpy(row) for row in drawn), "random tokens", note)
+        return _random_samples(generator, model, samples, length)
     path = Path(data)
     if path.suffix not in (".jsonl", ".npy"):
         raise CalibrationError(f"{option} {data!r} is not a supported type of file; give {ACCEPTED_DATA}")
@@ -135,6 +121,32 @@ def load_samples(
         note = f"{path.name} gives {len(chosen)} samples of at most {length} tokens, {samples} were requested"
     ids = tuple(torch.from_numpy(np.ascontiguousarray(row, dtype=np.int64)) for row in chosen)
     return Samples(ids, path.name, note)
+
+
+def _require_valid(samples: int | None, seqlen: int | None, seed: int, model: LayeredModel) -> None:
+    """Raise CalibrationError for a number that is out of range."""
+    if samples is not None and samples < 1:
+        raise CalibrationError(f"--samples {samples} is too few; at least 1 is needed, 128 are usual")
+    if seed < 0:
+        raise CalibrationError(f"--seed {seed} is negative; use 0 or more")
+    if seqlen is not None and not 2 <= seqlen <= model.longest:
+        raise CalibrationError(
+            f"--seqlen {seqlen} must be from 2 to {model.longest}, the most positions of this model"
+        )
+
+
+def _random_samples(
+    generator: np.random.Generator, model: LayeredModel, samples: int, length: int
+) -> Samples:
+    """Return samples of random tokens, for trials."""
+    if samples * length > MAX_RANDOM_TOKENS:
+        raise CalibrationError(
+            f"--samples {samples} of {length} random tokens are more than the limit of {MAX_RANDOM_TOKENS} tokens; "
+            f"{SAMPLES} samples are usual"
+        )
+    drawn = generator.integers(0, model.vocabulary, (samples, length))
+    note = "random tokens say nothing about the texts to be served; use them only to try things out"
+    return Samples(tuple(torch.from_numpy(row) for row in drawn), "random tokens", note)
 
 
 def _read_sample_ids(path: Path, length: int) -> list[np.ndarray]:

@@ -2,8 +2,8 @@
 
 Converted checkpoints, and the plugin, use symmetric 8-bit weights with per-channel or per-tensor scales, and dynamic
 per-token activation scales.  Sources that can be converted to this form are accepted: static activation scales are
-dropped, and per-block weight scales multiplied out.  All others are refused, because their layers would run on vLLM's
-own kernels and gain nothing from the pattern.
+dropped, and weights with per-block scales dequantized.  All others are refused, because their layers would run on
+vLLM's own kernels and gain nothing from the pattern.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from slidesparse.errors import CalibrationError
 FIRST_PART = 0.7
 ROUNDS = 3  # most choices that are tried for --max-loss
 CLOSE = 0.75  # a loss of at least this share of the allowed one is close enough
-MARGIN = 0.95  # share of the allowed loss to aim at after a miss
+MARGIN = 0.95  # share of the allowed loss for the next limit after a miss
 MAX_STEP = 4  # largest factor between successive limits
 
 
@@ -153,8 +153,8 @@ def _shape(task: Task, unit: Unit) -> Shape:
     return sum(spec.rows for spec in specs), specs[0].columns
 
 
-def _choose(outcome: Outcome, aim: float) -> Choice:
-    """Return the best choice for the budget; for ``--max-loss`` the sum of layers' losses is at most ``aim``."""
+def _choose(outcome: Outcome, limit: float) -> Choice:
+    """Return the best choice for the budget; for ``--max-loss`` the sum of layers' losses is at most ``limit``."""
     budget, problem = outcome.budget, outcome.problem
     if len(problem.frontier()) == 1:
         raise CalibrationError(
@@ -162,7 +162,7 @@ def _choose(outcome: Outcome, aim: float) -> Choice:
             f"steps of {', '.join(map(str, budget.tokens))} tokens; give --zeros, or other --tokens"
         )
     if budget.max_loss is not None:
-        choice = problem.fastest(aim)
+        choice = problem.fastest(limit)
         if not any(choice.patterns.values()):
             first = outcome.loss(problem.frontier()[1])
             raise CalibrationError(
@@ -200,50 +200,54 @@ def prune_within(
     Args:
         fitted: a function that returns the task for a choice, with a validation split.
     """
-    tries = [Try(*entry) for entry in work.read_json(CHOICE) or [(outcome.allowed / FIRST_PART, None)]]
+    attempts = [Attempt(*entry) for entry in work.read_json(CHOICE) or [(outcome.allowed / FIRST_PART, None)]]
     while True:
-        choice = _choose(outcome, tries[-1].aim)
-        if tries[-1].loss is None:
+        choice = _choose(outcome, attempts[-1].limit)
+        if attempts[-1].loss is None:
             chosen = fitted(choice)
             calibrate(chosen, reader, work, progress)
-            tries[-1] = Try(tries[-1].aim, whole_loss(chosen, reader, work, progress))
-            work.write_json(CHOICE, tries)
-        loss = tries[-1].loss
+            attempts[-1] = Attempt(attempts[-1].limit, whole_loss(chosen, reader, work, progress))
+            work.write_json(CHOICE, attempts)
+        loss = attempts[-1].loss
         assert loss is not None
         most = choice.patterns == outcome.problem.frontier()[-1].patterns
-        aim = None if outcome.budget.max_loss is None else next_aim(tries, outcome.allowed, choice.loss, most)
-        if aim is None:
+        limit = (
+            None
+            if outcome.budget.max_loss is None
+            else next_limit(attempts, outcome.allowed, choice.loss, most)
+        )
+        if limit is None:
             return replace(outcome, choice=choice, measured_loss=loss, part=max(loss, 0.0) / choice.loss)
-        tries.append(Try(aim, None))
+        attempts.append(Attempt(limit, None))
         work.clear()
-        work.write_json(CHOICE, tries)
+        work.write_json(CHOICE, attempts)
 
 
-class Try(NamedTuple):
-    """A limit ``aim`` on the sum of layers' losses, and the resulting loss of the whole model."""
+class Attempt(NamedTuple):
+    """A limit ``limit`` on the sum of layers' losses, and the resulting loss of the whole model."""
 
-    aim: float
+    limit: float
     loss: float | None
 
 
-def next_aim(tries: Sequence[Try], allowed: float, predicted: float, most: bool) -> float | None:
-    """Return the next limit on the sum of layers' losses, or None to keep the last try.
+def next_limit(attempts: Sequence[Attempt], allowed: float, predicted: float, most: bool) -> float | None:
+    """Return the next limit on the sum of layers' losses, or None to keep the last attempt.
 
     Args:
-        tries: at least one, all with a measured loss.
-        predicted: the sum of layers' losses in the last try.
-        most: whether the last try pruned as much as possible.
+        attempts: at least one, all with a measured loss.
+        predicted: the sum of layers' losses in the last attempt.
+        most: whether the last attempt pruned as much as possible.
     """
-    last = tries[-1].loss
+    last = attempts[-1].loss
     assert last is not None
-    good = [attempt.aim for attempt in tries if attempt.loss is not None and attempt.loss <= allowed]
-    bad = [attempt.aim for attempt in tries if attempt.loss is not None and attempt.loss > allowed]
+    good = [attempt.limit for attempt in attempts if attempt.loss is not None and attempt.loss <= allowed]
+    bad = [attempt.limit for attempt in attempts if attempt.loss is not None and attempt.loss > allowed]
     if last <= allowed and (last >= CLOSE * allowed or most):
         return None
-    if len(tries) >= ROUNDS:
-        # Repeat the best try within the allowed loss, unless it was the last
-        return max(good) if good and last > allowed and len(tries) == ROUNDS else None
-    aim = MARGIN * allowed * predicted / max(last, allowed / MAX_STEP)
-    if good and bad and not max(good) < aim < min(bad):
+    if len(attempts) >= ROUNDS:
+        # Repeat the best attempt within the allowed loss, unless it was the last
+        return max(good) if good and last > allowed and len(attempts) == ROUNDS else None
+    limit = MARGIN * allowed * predicted / max(last, allowed / MAX_STEP)
+    if good and bad and not max(good) < limit < min(bad):
         return (max(good) + min(bad)) / 2
-    return aim
+    return limit

@@ -185,23 +185,13 @@ def make_plan(
     rewritten = source is not None and source.rewritten(experts=bool(routed))
     _require_fitting(checkpoint, options, source, converted)
     heads = _float_heads(checkpoint, source)
-    kept: dict[str, str] = {}
-    skipped: dict[str, str] = {}
     patterns: dict[str, Pattern | None]
     if converted:
         patterns = {name: entry.pattern for name, entry in converted.layers.items()}
+        kept: dict[str, str] = {}
+        skipped: dict[str, str] = {}
     else:
-        chosen, kept, groups = _choose(checkpoint, source, options, routed)
-        matches = architectures.matched(chosen, groups, options.skip, BY_SKIP)
-        skipped = {
-            name: BY_SKIP if name in matches else BY_BUDGET
-            for name in chosen
-            if name in matches or (by_budget is not None and by_budget.get(name) is None)
-        }
-        pruned: Mapping[str, Pattern | None] = by_budget or _patterns(chosen, groups, options)
-        patterns = {name: None if name in skipped else pruned[name] for name in chosen}
-        if not any(patterns.values()):
-            raise CheckpointError("every linear layer is skipped, so nothing is left to prune; skip fewer")
+        patterns, kept, skipped = _choose_patterns(checkpoint, source, options, routed, by_budget)
         unprunable = {name: ROUTED for names in routed.values() for name in names if name not in kept}
         if source and rewritten:
             _require_none_ignored(checkpoint, source, kept)
@@ -209,13 +199,11 @@ def make_plan(
         skipped |= unprunable
         patterns |= dict.fromkeys(unprunable)
     sizes = {name: _in_features(checkpoint, name, source, converted) for name in patterns}
+    for layer in _other_matrices(checkpoint, {*sizes, *heads}):
+        kept.setdefault(layer, BY_SOURCE if source and source.ignores(layer) else NOT_LINEAR)
     schemes = {name: _scheme(checkpoint, name, source) for name in patterns}
-    dropped = {
-        name for layer, scheme in schemes.items() if scheme and rewritten for name in _dropped(layer, scheme)
-    }
-    dropped |= {layer + suffix for layer, scheme in heads.items() for suffix in (scheme.scale, *_ACTIVATIONS)}
     zero_points = [name for name in checkpoint.tensors if source and name.endswith(ZERO_POINT)]
-    dropped |= set(zero_points)
+    dropped = {*zero_points, *_dropped(schemes if rewritten else {}, heads)}
     parts = tuple(
         Part(stored.spec, stored.file, ())
         if name in dropped
@@ -224,43 +212,23 @@ def make_plan(
         else _part(stored, options, patterns, sizes, schemes, rewritten)
         for name, stored in checkpoint.tensors.items()
     )
-    for layer in _other_matrices(checkpoint, {*sizes, *heads}):
-        kept.setdefault(layer, BY_SOURCE if source and source.ignores(layer) else NOT_LINEAR)
-    pattern = options.pattern
-    if by_budget:
-        weights: Counter[Pattern] = Counter()
-        for name, layer_pattern in patterns.items():
-            if layer_pattern:
-                weights[layer_pattern] += sizes[name] * checkpoint.require(name + WEIGHT).rows
-        pattern = weights.most_common(1)[0][0]
+    pruned = {name: pattern for name, pattern in patterns.items() if pattern}
     metadata = Metadata(
-        pattern,
+        _commonest(checkpoint, pruned, sizes) if by_budget else options.pattern,
         options.layout,
-        {
-            name: LayerEntry(layer_pattern, sizes[name])
-            for name, layer_pattern in patterns.items()
-            if layer_pattern
-        },
+        {name: LayerEntry(pattern, sizes[name]) for name, pattern in pruned.items()},
         f"slidesparse {slidesparse.__version__}",
     )
-    if source is None or block is None:
-        new = new_block(options.quant or "int8", ignore_list(_ignore_names(kept)))
-    elif rewritten:
-        new_list = source.method == FP8_METHOD  # the source's ignore list is replaced
-        unquantized = {name: reason for name, reason in kept.items() if new_list or not source.ignores(name)}
-        new = rewritten_block(block, source, partial(_quant, options), [*_ignore_names(unquantized), *heads])
-    else:
-        new = {**block, **({"ignore": [*source.ignore, *heads]} if heads else {})}
     return ConversionPlan(
         checkpoint=checkpoint,
         options=options,
-        pattern=pattern,
+        pattern=metadata.pattern,
         quant=" and ".join(sorted({_quant(options, scheme) for scheme in schemes.values()})),
         parts=parts,
         kept=kept,
         skipped=skipped,
         rewritten="; ".join(_rewriting(schemes.values() if rewritten else (), heads, len(zero_points))),
-        config=_config(checkpoint, new, metadata),
+        config=_config(checkpoint, _block(block, source, rewritten, options, kept, heads), metadata),
         converted=converted,
     )
 
@@ -346,7 +314,29 @@ def _require_fitting(
 # The choice of layers and patterns
 
 
-def _choose(
+def _choose_patterns(
+    checkpoint: Checkpoint,
+    source: Quantization | None,
+    options: ConvertOptions,
+    routed: Mapping[str, Sequence[str]],
+    by_budget: Mapping[str, Pattern | None] | None,
+) -> tuple[dict[str, Pattern | None], dict[str, str], dict[str, str]]:
+    """Return the pattern of each linear layer, None for those not pruned; and `kept` and `skipped` of the plan."""
+    chosen, kept, groups = _choose_layers(checkpoint, source, options, routed)
+    by_name = architectures.matched(chosen, groups, options.skip, BY_SKIP)
+    skipped = {
+        name: BY_SKIP if name in by_name else BY_BUDGET
+        for name in chosen
+        if name in by_name or (by_budget is not None and by_budget.get(name) is None)
+    }
+    pruned: Mapping[str, Pattern | None] = by_budget or _patterns(chosen, groups, options)
+    patterns = {name: None if name in skipped else pruned[name] for name in chosen}
+    if not any(patterns.values()):
+        raise CheckpointError("every linear layer is skipped, so nothing is left to prune; skip fewer")
+    return patterns, kept, skipped
+
+
+def _choose_layers(
     checkpoint: Checkpoint,
     source: Quantization | None,
     options: ConvertOptions,
@@ -375,21 +365,8 @@ def _choose(
                 else "name them yourself: --linear REGEX, searched in layer names"
             )
         )
-    if options.linear is None and (missing := family.missing(candidates)):
-        raise CheckpointError(
-            f"{missing[0]} is not there, but layers that vLLM fuses with it are ({len(missing)} such); the checkpoint "
-            "is incomplete: fetch it again"
-        )
-    blocks = {match[1] for match in map(_BLOCK.search, candidates) if match}
-    expected: Any = checkpoint.config.get("num_hidden_layers")
-    fits = options.linear is not None or type(expected) is not int or len(blocks) == expected
-    if not fits and (
-        len(blocks) < expected or not routed
-    ):  # some mixtures of experts have more, to predict further
-        raise CheckpointError(
-            f"config.json says num_hidden_layers is {expected}, but {checkpoint.folder} has linear layers of "
-            f"{len(blocks)} blocks; the checkpoint is incomplete, or the config another model's: fetch it again"
-        )
+    if options.linear is None:
+        _require_complete(checkpoint, family, candidates, bool(routed))
     expert_groups = [tuple(experts) for experts in routed.values()]
     layers = [*candidates, *(name for experts in expert_groups for name in experts)]
     ignored = architectures.matched(
@@ -410,6 +387,26 @@ def _choose(
     if not chosen:
         raise CheckpointError("every linear layer is ignored, so nothing is left to prune; ignore fewer")
     return chosen, kept, family.groups(chosen)
+
+
+def _require_complete(
+    checkpoint: Checkpoint, family: architectures.Family, layers: Sequence[str], routed: bool
+) -> None:
+    """Raise CheckpointError if linear layers are missing."""
+    if missing := family.missing(layers):
+        raise CheckpointError(
+            f"{missing[0]} is not there, but layers that vLLM fuses with it are ({len(missing)} such); the checkpoint "
+            "is incomplete: fetch it again"
+        )
+    blocks = {match[1] for match in map(_BLOCK.search, layers) if match}
+    expected: Any = checkpoint.config.get("num_hidden_layers")
+    if type(expected) is not int or len(blocks) == expected:
+        return
+    if len(blocks) < expected or not routed:  # some mixtures of experts have more, to predict further
+        raise CheckpointError(
+            f"config.json says num_hidden_layers is {expected}, but {checkpoint.folder} has linear layers of "
+            f"{len(blocks)} blocks; the checkpoint is incomplete, or the config another model's: fetch it again"
+        )
 
 
 def _joined(spec: TensorSpec) -> str:
@@ -444,7 +441,7 @@ def _quantized(checkpoint: Checkpoint, source: Quantization, excluded: Container
 
 
 def _float_heads(checkpoint: Checkpoint, source: Quantization | None) -> dict[str, Scheme]:
-    """Return the quantized lm_heads to multiply out, with their schemes.
+    """Return the quantized lm_heads to dequantize, with their schemes.
 
     vLLM (0.25.1, 0.28) serves one that a target names.  It takes one of the class Linear for a float one, and ends with
     "There is no module or parameter named 'lm_head.weight_scale'".
@@ -466,6 +463,14 @@ def _patterns(
     for regex, pattern in options.layer_patterns:
         patterns |= dict.fromkeys(architectures.matched(chosen, groups, [regex], "--layer"), pattern)
     return patterns
+
+
+def _commonest(checkpoint: Checkpoint, patterns: Mapping[str, Pattern], sizes: Mapping[str, int]) -> Pattern:
+    """Return the pattern of most weights."""
+    weights: Counter[Pattern] = Counter()
+    for name, pattern in patterns.items():
+        weights[pattern] += sizes[name] * checkpoint.require(name + WEIGHT).rows
+    return weights.most_common(1)[0][0]
 
 
 def _other_matrices(checkpoint: Checkpoint, pruned: Container[str]) -> Iterator[str]:
@@ -498,7 +503,7 @@ def _in_features(
 
 
 def _quant(options: ConvertOptions, scheme: Scheme | None) -> str:
-    """Return the output type of a layer: the source's, unless it has per-block scales, which are multiplied out."""
+    """Return the output type of a layer: the source's, unless that has per-block scales and is dequantized."""
     if scheme and not scheme.block:
         return scheme.quant
     return options.quant or (scheme.quant if scheme else "int8")
@@ -531,17 +536,21 @@ def _part(
 
 
 def _float_part(checkpoint: Checkpoint, stored: StoredTensor, scheme: Scheme) -> Part:
-    """Return the part of a weight to multiply out, to the dtype of the largest float tensor, the embedding."""
+    """Return the part of a weight to dequantize, to the dtype of the largest float tensor, the embedding."""
     floats = [tensor.spec for tensor in checkpoint.tensors.values() if tensor.spec.dtype in FLOATS]
     dtype = max(floats, key=lambda spec: spec.nbytes).dtype
     return Part(stored.spec, stored.file, (stored.spec._replace(dtype=dtype),), scheme=scheme)
 
 
-def _dropped(layer: str, scheme: Scheme) -> Iterator[str]:
-    """Yield the names of a layer's tensors that are not copied from the source."""
-    yield from (layer + suffix for suffix in _ACTIVATIONS)
-    if scheme.strategy != "channel":
-        yield layer + scheme.scale
+def _dropped(rewritten: Mapping[str, Scheme | None], heads: Mapping[str, Scheme]) -> Iterator[str]:
+    """Yield the names of scales that are not copied: of layers whose quantization is rewritten, and of float heads."""
+    for layer, scheme in rewritten.items():
+        if scheme:
+            yield from (layer + suffix for suffix in _ACTIVATIONS)
+            if scheme.strategy != "channel":
+                yield layer + scheme.scale
+    for layer, scheme in heads.items():
+        yield from (layer + suffix for suffix in (scheme.scale, *_ACTIVATIONS))
 
 
 def _rewriting(schemes: Iterable[Scheme | None], heads: Iterable[str], zero_points: int) -> Iterator[str]:
@@ -550,9 +559,7 @@ def _rewriting(schemes: Iterable[Scheme | None], heads: Iterable[str], zero_poin
     for scheme in schemes:
         if scheme and scheme.block:
             rows, columns = scheme.block
-            counts[
-                f"scales per block of {rows} x {columns} multiplied out and quantized again per channel"
-            ] += 1
+            counts[f"dequantized from blocks of {rows} x {columns} and quantized again per channel"] += 1
         elif scheme and scheme.activations == "static":
             counts["static activation scales dropped, activations now quantized per token"] += 1
         elif scheme and scheme.activations == "dynamic":
@@ -565,6 +572,24 @@ def _rewriting(schemes: Iterable[Scheme | None], heads: Iterable[str], zero_poin
     )
     if zero_points:
         yield f"{zero_points} zero points dropped, as weights are symmetric"
+
+
+def _block(
+    old: dict[str, Any] | None,
+    source: Quantization | None,
+    rewritten: bool,
+    options: ConvertOptions,
+    kept: Mapping[str, str],
+    heads: Mapping[str, Scheme],
+) -> dict[str, Any]:
+    """Return the quantization_config of the output."""
+    if old is None or source is None:
+        return new_block(options.quant or "int8", ignore_list(_ignore_names(kept)))
+    if rewritten:
+        replaced = source.method == FP8_METHOD  # with the source's ignore list
+        kept = {name: reason for name, reason in kept.items() if replaced or not source.ignores(name)}
+        return rewritten_block(old, source, partial(_quant, options), [*_ignore_names(kept), *heads])
+    return {**old, **({"ignore": [*source.ignore, *heads]} if heads else {})}
 
 
 def _ignore_names(kept: Mapping[str, str]) -> Iterator[str]:

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,18 @@ ROTATED = "the residual stream and the values of each head, in the weights"
 _CODE = (".py", ".pkl", ".bin", ".pt", ".pth", ".so", ".sh")  # never copied, whatever the name
 
 
+@dataclass(frozen=True)
+class _Result:
+    """The final plan, and the parts of the report that only running it tells."""
+
+    plan: ConversionPlan
+    rows: Sequence[dict[str, Any]] = ()
+    rotation_gain: str = ""
+    smoothing: str = ""
+    budget: Outcome | None = None
+    distilled: Distilled | None = None
+
+
 def convert(
     source: str | Path,
     out: str | Path,
@@ -114,34 +126,18 @@ def convert(
     task = calibration_task(plan) if options.calibration else None
     distillation = require_memory(task) if task and task.texts else ""
     _, left_out = _other_files(checkpoint)
-    rows: list[dict[str, Any]] = []
-    smoothing = ""
-    outcome: Outcome | None = None
-    distilled: Distilled | None = None
-    if dry_run and task and options.budget:
-        with checkpoint.reader() as reader, tempfile.TemporaryDirectory() as folder:
-            work = WorkFolder(Path(folder))
-            transformed = _rotated(task, reader, work, progress)[0] if rotation == ROTATED else reader
-            transformed = _smoothed(task, transformed, work, progress)[0]
-            outcome = estimate(task, transformed, work, options.budget, rotation == ROTATED, progress)
+    result = _Result(plan)
     if not dry_run:
         remove_stale(out)
         _require_room(plan, task, out, rotation == ROTATED)
-        advice = (
-            "the layers pruned so far are kept. Free some space, then run the same command again with --resume"
-            if task
-            else "nothing is left behind. Free some space or choose another output folder, then run the same command "
-            "again"
-        )
-        with full_disk_explained(out, plan.disk_bytes(), advice), checkpoint.reader() as reader:
-            _check_values(plan, reader, progress)
-            if task:
-                plan, rows, gain, smoothing, outcome, distilled = _write_calibrated(
-                    plan, task, out, reader, rotation == ROTATED, progress
-                )
-                rotation += gain
-            else:
-                rows = layer_rows(_write(plan, out, reader, None, progress), (), options.method_name)
+        result = _prune_and_write(plan, task, out, rotation == ROTATED, progress)
+        plan = result.plan
+    elif task and options.budget:
+        with checkpoint.reader() as reader, tempfile.TemporaryDirectory() as folder:
+            work = WorkFolder(Path(folder))
+            reader, _, _ = _transformed(task, reader, work, rotation == ROTATED, progress)
+            outcome = estimate(task, reader, work, options.budget, rotation == ROTATED, progress)
+            result = _Result(plan, budget=outcome)
     return Report(
         source=source,
         out=out,
@@ -159,12 +155,12 @@ def convert(
         seconds=time.monotonic() - started,
         samples=task.samples.summary if task else "",
         note=task.samples.note if task else "",
-        rotation=rotation,
-        smoothing=smoothing,
-        budget=outcome,
+        rotation=rotation + result.rotation_gain,
+        smoothing=result.smoothing,
+        budget=result.budget,
         distillation=distillation,
-        distilled=distilled,
-        layers=tuple(rows),
+        distilled=result.distilled,
+        layers=tuple(result.rows),
         ternary=is_bitnet(checkpoint.config),
         newly_pruned=not plan.converted,
         left_out=tuple(map(str, left_out)),
@@ -205,20 +201,31 @@ def _sparse(checkpoint: Checkpoint, options: ConvertOptions) -> str | None:
     return None
 
 
+def _prune_and_write(
+    plan: ConversionPlan, task: Task | None, out: Path, rotate: bool, progress: Progress | None
+) -> _Result:
+    """Check the source's values, prune, and write the output."""
+    advice = (
+        "the layers pruned so far are kept. Free some space, then run the same command again with --resume"
+        if task
+        else "nothing is left behind. Free some space or choose another output folder, then run the same command again"
+    )
+    with full_disk_explained(out, plan.disk_bytes(), advice), plan.checkpoint.reader() as reader:
+        _check_values(plan, reader, progress)
+        if task:
+            return _write_calibrated(plan, task, out, reader, rotate, progress)
+        facts = _write(plan, out, reader, None, progress)
+        return _Result(plan, layer_rows(facts, (), plan.options.method_name))
+
+
 def _write_calibrated(
     plan: ConversionPlan, task: Task, out: Path, reader: Reader, rotate: bool, progress: Progress | None
-) -> tuple[ConversionPlan, list[dict[str, Any]], str, str, Outcome | None, Distilled | None]:
-    """Calibrate the layers and write the output.
-
-    Returns the final plan, the report's rows, the estimated gain of rotation, what smoothing does, and the results of
-    budget and distillation.
-    """
-    options, gain, outcome, distilled = plan.options, "", None, None
+) -> _Result:
+    """Calibrate the layers and write the output."""
+    options, outcome, distilled = plan.options, None, None
     state = {**task.state(), "budget": options.budget and asdict(options.budget), "rotate": rotate}
     with open_work(out, state, task.calibration.resume) as work:
-        if rotate:
-            reader, gain = _rotated(task, reader, work, progress)
-        reader, smoothing = _smoothed(task, reader, work, progress)
+        reader, gain, smoothing = _transformed(task, reader, work, rotate, progress)
         if options.budget:
             outcome = estimate(task, reader, work, options.budget, rotate, progress)
 
@@ -238,24 +245,23 @@ def _write_calibrated(
             facts = _write(plan, out, OrderedReader(reader, codes), OrderedReader(codes, codes), progress)
         rows = layer_rows(facts, work.rows(), task.method)
         work.remove()
-    return plan, rows, gain, smoothing, outcome, distilled
+    return _Result(plan, rows, gain, smoothing, outcome, distilled)
 
 
-def _rotated(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None) -> tuple[Reader, str]:
-    """Return a reader of the rotated model, and the estimated gain of the rotation for the report."""
-    learned = find_rotation(task, reader, work, progress)
+def _transformed(
+    task: Task, reader: Reader, work: WorkFolder, rotate: bool, progress: Progress | None
+) -> tuple[Reader, str, str]:
+    """Return a reader of the rotated and smoothed model, the estimated gain of rotation, and what smoothing does."""
     gain = ""
-    if learned.before:
-        gain = f"; pruning costs {1 - learned.after / learned.before:.0%} less by an estimate"
-    return RotatedReader(reader, task.model, task.device, learned.rotation), gain
-
-
-def _smoothed(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None) -> tuple[Reader, str]:
-    """Return a reader of the smoothed model and a line for the report; the same reader if it is not smoothed."""
+    if rotate:
+        learned = find_rotation(task, reader, work, progress)
+        if learned.before:
+            gain = f"; pruning costs {1 - learned.after / learned.before:.0%} less by an estimate"
+        reader = RotatedReader(reader, task.model, task.device, learned.rotation)
     if not task.smooths:
-        return reader, ""
+        return reader, gain, ""
     smoothing = find_smoothing(task, reader, work, progress)
-    return SmoothedReader(reader, smoothing.factors, task.model.stages), smoothing.summary
+    return SmoothedReader(reader, smoothing.factors, task.model.stages), gain, smoothing.summary
 
 
 def _write(
@@ -433,7 +439,7 @@ def _write_chunk(
         if part.out:
             values = reader.rows(part.source.name, rows)  # float32 if it was rotated
             if part.scheme:
-                values = _multiplied_out(values, part.scheme, reader, part.source.name, rows)
+                values = _dequantized(values, part.scheme, reader, part.source.name, rows)
             writer.write(part.source.name, rows.start, values.to(DTYPES[part.out[0].dtype]))
         return
     if codes and part.pattern:
@@ -447,7 +453,7 @@ def _write_chunk(
     part.write(writer, rows.start, weight, scale if part.scaled else None)
 
 
-def _multiplied_out(values: Tensor, scheme: Scheme, reader: Reader, name: str, rows: slice) -> Tensor:
+def _dequantized(values: Tensor, scheme: Scheme, reader: Reader, name: str, rows: slice) -> Tensor:
     """Return codes times their scales, [M, K] float32, for ``rows`` of the weight ``name``."""
     scale = reader.whole(name.removesuffix(WEIGHT) + scheme.scale)
     if scheme.block:

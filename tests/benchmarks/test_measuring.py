@@ -16,7 +16,7 @@ from fake_library import CPU, GPU, FakeClock, FakeLibrary, Ticks, session, times
 from torch import Tensor
 from typer.testing import CliRunner
 
-from benchmarks import bandwidth, linear, stock, timing
+from benchmarks import bandwidth, linear, stock
 from benchmarks import convert as conversion
 from benchmarks.bandwidth import BandwidthBench, Cell
 from benchmarks.cli import app
@@ -329,7 +329,6 @@ def test_the_commands_from_options_to_tables(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(machine, "require_libraries", lambda gpu, names: [dense, sparse])
     monkeypatch.setattr(machine, "usable_libraries", lambda gpu: ([dense, sparse], []))
     monkeypatch.setattr(measure, "CudaClock", lambda device: nullcontext(FakeClock(dense, sparse)))
-    monkeypatch.setattr(timing, "COPIED_BYTES", 1 << 16)
     options = ["--shapes", "64x64,32x128", "--dtype", "int8", "--m", "16,32", "--out", tmp_path / "out"]
     kernel = ["kernel", *options, "--pattern", "2_4,6:8", "--no-stock"]
     stopped = run(*kernel, "--time-limit", "0")
@@ -339,7 +338,6 @@ def test_the_commands_from_options_to_tables(tmp_path: Path, monkeypatch: pytest
     assert done["cells"] == done["planned"] == 16
     document = json.loads((tmp_path / "out" / "kernel.json").read_text())
     assert document["gpu"] == GPU.name
-    assert document["copy_GBps"] == round(2 * (1 << 16) / 5.07 / 1e3, 1)
     assert len(document["commands"]) == 2
     for library in (dense, sparse):
         library.times["heuristic"] = 12.0

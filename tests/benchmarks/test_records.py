@@ -57,12 +57,12 @@ def test_conditions_collect_commands_and_refuse_another_machine(
     assert conditions["versions"]["torch"] == torch.__version__
     monkeypatch.setattr(sys, "argv", ["benchmarks", "kernel one"])
     write_conditions(path, conditions)
-    amend_conditions(path, {"copy_GBps": 4.0})
+    amend_conditions(path, {"counters": "none"})
     monkeypatch.setattr(sys, "argv", ["benchmarks", "again"])
     write_conditions(path, conditions)
     document = json.loads(path.read_text())
     assert document["commands"] == ["python -m benchmarks 'kernel one'", "python -m benchmarks again"]
-    assert document["copy_GBps"] == 4.0
+    assert document["counters"] == "none"
     for change in ({"gpu": "NVIDIA Other"}, {"versions": conditions["versions"] | {"torch": "0.1"}}):
         with pytest.raises(RecordsError, match="--out"):
             write_conditions(path, conditions | change)

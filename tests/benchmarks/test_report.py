@@ -16,8 +16,7 @@ from results import FOUR, csv, four, layer, square, summed, tables
 
 from benchmarks.records import BANDWIDTH, E2E, KERNEL, LINEAR, RecordsError
 from benchmarks.report import plots, render
-from benchmarks.report.data import floor_us
-from benchmarks.report.pages import REFERENCE
+from benchmarks.report.pages import REFERENCE, Results
 
 
 @pytest.fixture(autouse=True)
@@ -40,10 +39,10 @@ def missing(folder: Path) -> list[list[str]]:
     return tables((folder / "README.md").read_text(), "Missing")[0][1:]
 
 
-# --- products
+# --- GEMMs
 
 
-def test_speedups_and_efficiency(tmp_path: Path) -> None:
+def test_speedups_of_gemms(tmp_path: Path) -> None:
     """Dense takes 100 us; 2:4 in 62.5 us is 1.60 times as fast, 6:8 in 80 us 1.25, and 2_inf in 125 us 0.80."""
     lines = [
         square("int8", "dense", 64, "cublaslt", 100),
@@ -56,31 +55,28 @@ def test_speedups_and_efficiency(tmp_path: Path) -> None:
         square("int8", "dense", 64, "hopper", 80),
     ]
     text = kernel(tmp_path, lines)
-    dense, own_type, stock, efficiency, _tops = tables(text, "Square, M = N = K, INT8")
+    dense, stock = tables(text, "Square, M = N = K, INT8")
     assert dense == [
-        ["M", "cublaslt us", "cublaslt-int8 us", "stock us", "2:4", "6:8", "2_inf"],
-        ["64", "100.0", "75.00", "50.00", "1.60", "1.25", "0.80"],
-        ["N/(N-1)", "", "", "", "2.00", "1.33", "1.00"],
+        ["M", "cublaslt us", "2:4", "6:8", "2_inf"],
+        ["64", "100.0", "1.60", "1.25", "0.80"],
+        ["N/(N-1)", "", "2.00", "1.33", "1.00"],
     ]
-    assert own_type[1] == ["64", "75.00", "1.20", "0.94", "0.60"]
     assert stock[1] == ["64", "50.00", "0.80", "0.62", "0.40"]
-    # (1.25 / 1.6) / (0.5 / 0.75) and (0.8 / 1.6) / (0.5 / 1)
-    assert efficiency[1] == ["64", "100.0%", "117.2%", "100.0%"]
     hopper = tables(text, "Square, M = N = K, hopper, INT8")
     assert hopper[0][0][-2:] == ["dense", "6:8"]
-    assert hopper[0][1] == ["64", "100.0", "75.00", "50.00", "1.25", "2.00"]
+    assert hopper[0][1] == ["64", "100.0", "1.25", "2.00"]
     assert "20.0% in the median, 20.0% at most" in text
 
 
 def test_no_ratio_without_both_sides(tmp_path: Path) -> None:
-    """No value comes from another M, and efficiency needs 2:4 and the dense product at the same M."""
+    """No value comes from another M."""
     lines = [
         square("int8", "dense", 64, "cublaslt", 100),
         square("int8", "6:8", 64, "cusparselt", 80),
         square("int8", "6:8", 128, "cusparselt", 160),
         square("int8", "2:4", 256, "cusparselt", 70),
     ]
-    speedups, _tops = tables(kernel(tmp_path, lines), "Square, M = N = K, INT8")  # no table of efficiency
+    (speedups,) = tables(kernel(tmp_path, lines), "Square, M = N = K, INT8")
     assert [row[2:] for row in speedups[1:4]] == [["-", "1.25"], ["-", "-"], ["-", "-"]]
     subject = ["kernel.csv, square", "INT8", "Square, M = N = K"]
     assert missing(tmp_path) == [
@@ -101,30 +97,16 @@ def test_layers_are_summed_only_when_all_four_are_there(tmp_path: Path) -> None:
     text = kernel(tmp_path, lines)
     assert tables(text, "A, INT8")[0][:2] == [["M", "cublaslt us", "6:8"], ["512", "100.0", "2.00"]]
     # 2 x 512 x 100 x 200 operations per layer; four layers in 100 us and in 50 us
-    assert tables(text, "A, INT8")[1][1] == ["512", "0.82", "1.64"]
+    assert Results(tmp_path).models.sections[0].tops().round(2).loc[512].to_dict() == {
+        "cublaslt": 0.82,
+        "6:8": 1.64,
+    }
     titles = re.findall(r"^## (.*)", text, flags=re.MULTILINE)
     assert titles == ["A, INT8", "B o, INT8", "B qkv, INT8"]
     file = ["kernel.csv", "INT8"]
     assert missing(tmp_path) == [
         [*file, "A", "cusparselt", "4:6", "all"],
         [*file, "B o, B qkv", "cusparselt", "4:6, 6:8", "all"],
-    ]
-
-
-def test_floor_equals_hand_computed_times(tmp_path: Path) -> None:
-    """INT8, M 10, N 100, K 200 at 1 GB/s (1 byte takes 1 ns) and 0.001 TOPS (1000 operations take 1 us)."""
-    dense = (10 * 200 + 100 * 200 + 2 * 10 * 100) / 1e3
-    assert floor_us("int8", "dense", 10, 100, 200, 1.0, None) == pytest.approx(dense)
-    # 6:8: K' = 300; each of 100 rows has 150 values and 37.5 bytes of metadata
-    slided = (10 * 300 + 100 * 150 + 100 * 37.5 + 2 * 10 * 100) / 1e3
-    assert floor_us("int8", "6:8", 10, 100, 200, 1.0, None) == pytest.approx(slided)
-    assert floor_us("int8", "6:8", 10, 100, 200, 1.0, 0.001) == pytest.approx(400.0 * 0.75)
-    lines = [*four("A", "dense", 10, "cublaslt", 1e6), *four("A", "6:8", 10, "cusparselt", 9e5)]
-    assert "floor" not in kernel(tmp_path, lines)
-    # the peak is the rate of the dense product itself
-    assert tables(kernel(tmp_path, lines, copy_GBps=1), "A, INT8")[-1] == [
-        ["M", "dense", "6:8"],
-        ["10", f"{4 * dense:.2f}", f"{4 * slided:.2f}"],
     ]
 
 
@@ -203,7 +185,7 @@ def test_tables_of_whole_models(tmp_path: Path) -> None:
     csv(tmp_path, "e2e.csv", E2E.columns, RATES)
     render(tmp_path)
     text = (tmp_path / "e2e.md").read_text()
-    rates, over_stock, over_dense, efficiency = tables(text, "tiny, prefill, INT8")
+    rates, over_stock = tables(text, "tiny, prefill, INT8")
     assert rates == [
         ["M", "stock", "off", "cublaslt", "2:4", "6:8"],
         ["64", "1000 ±10.0%", "1020", "800", "1600", "970 ±45.4%"],  # 880 / 970 / 2
@@ -215,8 +197,9 @@ def test_tables_of_whole_models(tmp_path: Path) -> None:
         ["128", "-", "0.80"],
         ["N/(N-1)", "2.00", "1.33"],
     ]
-    assert over_dense[1:3] == [["64", "2.00", "1.10"], ["128", "-", "-"]]
-    assert efficiency[1] == ["64", "100.0%", "82.7%"]  # 970 / 1100 / 1.6 / (2 / 3)
+    (efficiency, *_), _ = (part.sections for part in Results(tmp_path).stages.values())
+    # 970 / 1100 / 1.6 / (2 / 3)
+    assert efficiency.efficiency().round(3).loc[64].to_dict() == {"2:4": 1.0, "6:8": 0.827}
     assert tables(text, "tiny, unfused, prefill, INT8")[1][2] == ["128", "0.60"]
     assert tables(text, "tiny, decode, INT8")[0][1] == ["64", "10.00", "12.50"]
     counts = {(row[0], row[1]): row[2:6] for row in tables(text, "Beside stock vLLM")[0][1:]}
@@ -281,15 +264,14 @@ def test_comparison_with_the_paper(tmp_path: Path) -> None:
         ["B", "INT8", "1", "64"],
         ["tiny", "INT8", "1", "64"],
     ]
-    assert tables(text, "Products of layers, A, INT8")[0] == [
-        ["M", "", "4:6", "6:8"],
-        ["64", "paper", "2.00", "1.25"],
-        ["64", "cusparselt over cublaslt", "-", "1.25"],
-        ["64", "cusparselt over cublaslt-int8", "-", "1.10"],
-        ["512", "paper", "-", "1.25"],
-        ["512", "implementation", "-", "1.12"],
-        ["512", "cusparselt over cublaslt", "-", "1.10"],
-        ["512", "hopper over cublaslt", "-", "1.25"],
+    assert [row[1:] for row in tables(text, "GEMMs")[0]] == [
+        ["model", "dtype", "ours", "2:4", "6:8"],
+        ["A", "INT8", "cusparselt over cublaslt", "-", "0.88 to 1.00"],  # 1.10 / 1.25
+        ["A", "INT8", "cusparselt over cublaslt-int8", "-", "0.88"],
+        ["A", "INT8", "hopper over cublaslt", "-", "1.00"],
+        ["A", "INT8", "cusparselt over cublaslt", "-", "0.98"],
+        ["A", "INT8", "hopper over cublaslt", "-", "1.12"],
+        ["", "BF16", "cusparselt over cublaslt", "1.25", "-"],
     ]
     assert tables(text, "Whole models, prefill, tiny, INT8")[0][1:] == [
         ["64", "paper", "1.20"],
@@ -343,33 +325,23 @@ def test_folder_without_results_is_an_error(tmp_path: Path) -> None:
 
 
 def test_plots_are_deterministic_and_complete(tmp_path: Path) -> None:
-    """Plots are reproducible, without a date. A file has panels of six sections; bars are at the largest common M."""
-    cells = (("dense", "cublaslt", 100), ("2:4", "cusparselt", 60), ("6:8", "cusparselt", 85))
-    lines = []
-    for m in (64, 1024):
-        for pattern, provider, us in cells:
-            lines.append(square("int8", pattern, m, provider, us))
-            for i in range(6 if m == 64 else 1):
-                lines += four(f"model {i}", pattern, m, provider, us)
-    lines.append(square("fp8", "dense", 64, "cublaslt", 100))  # no sparse rows: no plot
-    csv(tmp_path, "kernel.csv", KERNEL.columns, lines)
-    csv(tmp_path, "linear.csv", LINEAR.columns, LAYERS)
+    """Plots are reproducible, without a date. A file has panels of six sections."""
+    cells = (("dense", "stock", 100), ("2:4", "cusparselt", 60), ("6:8", "cusparselt", 85))
+    lines = [summed(f"model {i}", *cell[:1], 64, *cell[1:]) for i in range(7) for cell in cells]
+    lines.append(summed("A", "dense", 64, "stock", 100, "fp8"))  # no sparse rows: no plot
+    csv(tmp_path, "linear.csv", LINEAR.columns, lines)
     csv(tmp_path, "e2e.csv", E2E.columns, RATES)
     files = {path.name: path.read_bytes() for path in render(tmp_path)}
-    names = ["kernel-speedup-int8.svg", "kernel-speedup-int8-2.svg", "kernel-models-int8.svg"]
-    names += [f"linear-{kind}-{dtype}.svg" for dtype in ("int8", "fp8") for kind in ("speedup", "models")]
-    names += [
-        f"e2e-{stage}-{kind}-int8.svg" for stage in ("prefill", "decode") for kind in ("speedup", "models")
-    ]
+    names = ["linear-speedup-int8.svg", "linear-speedup-int8-2.svg"]
+    names += [f"e2e-{stage}-speedup-int8.svg" for stage in ("prefill", "decode")]
     assert [name for name in files if name.endswith(".svg")] == names
     assert {path.name: path.read_bytes() for path in render(tmp_path)} == files
     shown = [files[name].decode() for name in names]
     assert [sorted(set(re.findall(r"model \d", text))) for text in shown[:2]] == [
-        [f"model {i}" for i in range(5)],
-        ["model 5"],
+        [f"model {i}" for i in range(6)],
+        ["model 6"],
     ]
-    assert "INT8, M = 64; line over a bar" in shown[2]
-    assert "speed-up over stock" in shown[3]
+    assert "speed-up over stock" in shown[0]
     for name, text in zip(names, shown, strict=True):
         assert "dc:date" not in text
         assert f"]({name})" in (tmp_path / f"{name.split('-')[0]}.md").read_text()

@@ -198,7 +198,7 @@ def test_tables_of_the_spmm_page(tmp_path: Path) -> None:
     csv(tmp_path, "spmm.csv", SPMM.columns, LINES)
     (tmp_path / "spmm.json").write_text('{"counters": "ncu was not found"}')
     paths = render(tmp_path)
-    assert {path.name for path in paths} == {"README.md", "spmm.md", "spmm-squares.svg", "spmm-patterns.svg"}
+    assert {path.name for path in paths} == {"README.md", "spmm.md", "spmm-squares.svg"}
     text = (tmp_path / "spmm.md").read_text()
     assert "](spmm-squares.svg)" in text
     assert "2.0e-06 at most" in text

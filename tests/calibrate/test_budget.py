@@ -28,7 +28,7 @@ from slidesparse.checkpoint.inspection import inspect
 from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.convert import choose
 from slidesparse.convert.budget import PATTERNS, AllocationProblem, Budget, Candidate, Choice
-from slidesparse.convert.choose import Try, next_aim
+from slidesparse.convert.choose import Attempt, next_limit
 from slidesparse.convert.report import Report
 from slidesparse.convert.times import LayerTimes, TimesError, default_gpu, fit
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
@@ -107,21 +107,25 @@ def test_least_loss_reaches_the_saving(problem: AllocationProblem, saving: float
 
 
 @pytest.mark.parametrize(
-    ("tries", "is_sparsest", "expected"),
+    ("attempts", "is_sparsest", "expected"),
     [
-        ([Try(2.0, 0.9)], False, None),  # near enough to the limit
-        ([Try(2.0, 0.3)], True, None),  # nothing more to prune
-        ([Try(2.0, 0.5)], False, 0.95 * 2.0 / 0.5),
-        ([Try(2.0, 0.0)], False, 0.95 * 2.0 * choose.MAX_STEP),
-        ([Try(2.0, 1.5)], False, 0.95 * 2.0 / 1.5),
-        ([Try(1.0, 0.6), Try(2.0, 4.0)], False, 1.5),  # between the two tries
-        ([Try(2.0, 1.5), Try(1.3, 0.7), Try(1.7, 1.1)], False, 1.3),  # the best try again
-        ([Try(2.0, 1.5), Try(1.7, 1.2), Try(1.5, 1.1)], False, None),  # no try within the limit
-        ([Try(2.0, 1.5), Try(1.3, 0.7), Try(1.7, 1.1), Try(1.3, 0.7)], False, None),
+        ([Attempt(2.0, 0.9)], False, None),  # near enough to the limit
+        ([Attempt(2.0, 0.3)], True, None),  # nothing more to prune
+        ([Attempt(2.0, 0.5)], False, 0.95 * 2.0 / 0.5),
+        ([Attempt(2.0, 0.0)], False, 0.95 * 2.0 * choose.MAX_STEP),
+        ([Attempt(2.0, 1.5)], False, 0.95 * 2.0 / 1.5),
+        ([Attempt(1.0, 0.6), Attempt(2.0, 4.0)], False, 1.5),  # between the two attempts
+        ([Attempt(2.0, 1.5), Attempt(1.3, 0.7), Attempt(1.7, 1.1)], False, 1.3),  # the best attempt again
+        (
+            [Attempt(2.0, 1.5), Attempt(1.7, 1.2), Attempt(1.5, 1.1)],
+            False,
+            None,
+        ),  # no attempt within the limit
+        ([Attempt(2.0, 1.5), Attempt(1.3, 0.7), Attempt(1.7, 1.1), Attempt(1.3, 0.7)], False, None),
     ],
 )
-def test_next_aim(tries: list[Try], is_sparsest: bool, expected: float | None) -> None:
-    actual = next_aim(tries, 1.0, tries[-1].aim, is_sparsest)
+def test_next_limit(attempts: list[Attempt], is_sparsest: bool, expected: float | None) -> None:
+    actual = next_limit(attempts, 1.0, attempts[-1].limit, is_sparsest)
     assert actual == (None if expected is None else pytest.approx(expected))
 
 
@@ -431,7 +435,7 @@ def test_budget_refuses_decoders_that_predict_no_tokens(model: Path, tmp_path: P
 def test_nonfinite_loss_is_reported(
     model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(losses.Judge, "distances", lambda *_: [math.nan] * 16)
+    monkeypatch.setattr(losses.Criterion, "distances", lambda *_: [math.nan] * 16)
     with pytest.raises(CalibrationError, match=r"q_proj at 8:10 is not finite"):
         calibrated(model, tmp_path / "out", ids, budget=Budget(zeros=0.2), finetune=0)
 

@@ -14,10 +14,11 @@ from calibration import LINEARS, TOKENS, calibrated, write_ids
 from checkpoints import DOWN, LLAMA, Q, bert, config_of, convert, llama, snapshot, tensors_of, write
 from strategies import NAMED, assert_same_bits
 
+from benchmarks.accuracy.float_prune import prune_floats
 from slidesparse.calibrate import inputs, pipeline
 from slidesparse.calibrate.inputs import Hessian, HiddenStates
 from slidesparse.calibrate.models import LayeredModel, open_model
-from slidesparse.calibrate.pipeline import Position, prune_floats
+from slidesparse.calibrate.pipeline import Position
 from slidesparse.calibrate.resume import work_folder
 from slidesparse.calibrate.task import Calibration, Task
 from slidesparse.checkpoint.inspection import inspect, verify
@@ -393,7 +394,7 @@ def test_later_layers_read_outputs_of_quantized_skipped_layers(
     """Skipped layers are quantized both while later layers are pruned and while those are trained."""
     read_weights: dict[str, torch.Tensor] = {}
     trained: list[set[str]] = []
-    prune_rows, tune = pipeline._prune_rows, pipeline.finetune
+    prune_rows, tune = pipeline.prune_rows, pipeline.finetune
 
     def look(at: Position, *arguments: Any) -> Any:
         for name in (name for stage in at.block.stages for name in stage):
@@ -405,7 +406,7 @@ def test_later_layers_read_outputs_of_quantized_skipped_layers(
         trained.append(set(quantized) - set(pruned))
         return tune(inputs, targets, pruned, quantized, *arguments)
 
-    monkeypatch.setattr(pipeline, "_prune_rows", look)
+    monkeypatch.setattr(pipeline, "prune_rows", look)
     monkeypatch.setattr(pipeline, "finetune", finetune)
     report = calibrated(source, tmp_path / "out", ids, method=method, finetune=1, **options)
     assert report.skipped

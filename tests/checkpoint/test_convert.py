@@ -35,7 +35,6 @@ from safetensors import safe_open
 from strategies import NAMED, assert_same_bits
 
 from slidesparse import methods
-from slidesparse.checkpoint import storage
 from slidesparse.checkpoint.architectures import family_of
 from slidesparse.checkpoint.inspection import inspect
 from slidesparse.checkpoint.metadata import Metadata
@@ -48,12 +47,6 @@ from slidesparse.slide import slide, violations
 
 SIX_EIGHT = SlidePattern.parse("6:8")
 LINEARS = sorted(LLAMA.linears())
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Split each of the tiny tensors into several chunks, the last one short."""
-    monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 1000)
 
 
 # What is written

@@ -49,10 +49,7 @@ WEIGHT = f"{Q}.weight".replace(".", "__")
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_convert_refuses_nonfinite_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, value: float
-) -> None:
-    monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 640)  # ten rows of q_proj
+def test_convert_refuses_nonfinite_weights(tmp_path: Path, dtype: torch.dtype, value: float) -> None:
     weight = float_tensors(LLAMA)[f"{Q}.weight"].to(dtype)
     weight[41, 7] = weight[63, 0] = value
     source = llama(tmp_path / "source", dtype=dtype, **{WEIGHT: weight})
@@ -472,8 +469,7 @@ def test_convert_refuses_options_for_a_pruned_source(
     refused(converted, fact, "already pruned", **options)
 
 
-def test_convert_refuses_violated_pattern(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 640)
+def test_convert_refuses_violated_pattern(converted: Path) -> None:
     tensors = tensors_of(converted)
     tensors[f"{Q}.weight"][45] = 0
     tensors[f"{Q}.weight"][45, 16:24] = 1  # a whole block; in the slided layout two whole windows

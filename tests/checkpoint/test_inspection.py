@@ -9,17 +9,11 @@ import torch
 from checkpoints import DOWN, Q, bert, config_of, convert, edit_json, llama, tensors_of, w8a8, write
 from safetensors.torch import load_file, save_file
 
-from slidesparse.checkpoint import storage
 from slidesparse.checkpoint.converted import DamagedError
 from slidesparse.checkpoint.inspection import RATIOS, inspect, verify
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 from slidesparse.slide import bits
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 640)  # ten rows of Q
 
 
 @pytest.mark.parametrize("layout", ["dense", "slided"])

@@ -30,7 +30,6 @@ from strategies import assert_same_bits
 from torch import Tensor
 
 from slidesparse.bitmask import places
-from slidesparse.checkpoint import storage
 from slidesparse.checkpoint.inspection import inspect, verify
 from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.checkpoint.storage import Checkpoint, CheckpointError
@@ -40,12 +39,6 @@ from slidesparse.quantize import NAMES, quantize_rows
 STORED = Path(__file__).parent / "stored_sparse"
 FORMATS = ("sparse-24-bitmask", "sparse-bitmask")
 STORED_DOWN = "model.layers.0.mlp.down_proj"  # K is 20: its bits end within a byte
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Split each tensor into several chunks, the last one short."""
-    monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 640)
 
 
 def dense(folder: Path) -> dict[str, Tensor]:

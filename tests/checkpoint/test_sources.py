@@ -30,7 +30,6 @@ from strategies import assert_same_bits
 from tool_sources import compressed, fp8
 from torch import Tensor
 
-from slidesparse.checkpoint import storage
 from slidesparse.checkpoint.inspection import verify
 from slidesparse.checkpoint.w8a8 import parse_block
 from slidesparse.pattern import SlidePattern
@@ -41,12 +40,6 @@ SIX_EIGHT = SlidePattern.parse("6:8")
 LINEARS = sorted(LLAMA.linears())
 ACTIVATIONS = (".input_scale", ".input_zero_point")
 O0 = "model.layers.0.self_attn.o_proj"
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Split each layer into several chunks, whose boundaries cut blocks."""
-    monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 1000)
 
 
 def check_codes(before: dict[str, Tensor], after: dict[str, Tensor], layer: str, pruned: bool = True) -> None:
@@ -168,7 +161,7 @@ def test_block_scales_are_dequantized(tmp_path: Path) -> None:
         for layer in set(LINEARS) - {O0}:
             check_blocks(before, after, layer, before[f"{layer}.weight_scale"], (32, 16), quant)
         check_block(tmp_path / quant, quant, {"lm_head", O0})
-        assert "13 layers: scales per block of 32 x 16 multiplied out" in report.rewritten
+        assert "13 layers: dequantized from blocks of 32 x 16" in report.rewritten
     codes, scale = before[f"{Q}.weight"], before[f"{Q}.weight_scale"].float()
     weight, scales = quantize_rows(prune(dequantize(codes, scale, args=block_scheme.weights), SIX_EIGHT), FP8)
     after = tensors_of(tmp_path / "fp8")
@@ -374,7 +367,7 @@ def test_fp8_per_tensor_scales_keep_codes(tmp_path: Path, static: bool, layout: 
 
 
 def test_fp8_per_tensor_scales_by_their_names_in_transformers(tmp_path: Path) -> None:
-    """As in Ministral 3."""
+    """Scales are named as in Ministral 3."""
     source = fp8(tmp_path / "source", static=True)
     convert(source, tmp_path / "out")
     names = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}

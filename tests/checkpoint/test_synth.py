@@ -35,12 +35,6 @@ SIZES: dict[str, int] = {"hidden": 64, "intermediate": 88, "heads": 2, "kv_heads
 SMALL = {"qwen2": replace(QWEN, **SIZES), "llama": replace(LLAMA, **SIZES)}
 
 
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw samples of few rows, so that tiny tensors use them several times."""
-    monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 640)
-
-
 def config_file(folder: Path, model: Decoder = SMALL["qwen2"], **changed: Any) -> Path:
     """Write a config.json; ``changed`` entries are replaced, or removed if None."""
     path = folder / "config.json"

@@ -123,4 +123,3 @@ def test_tune_and_benchmark_commands_fill_their_tables(tmp_path: Path) -> None:
         assert len(list(csv.DictReader(file))) == (2 + 1) * 2 * 2 * 3
     conditions = json.loads((tmp_path / "out" / "kernel.json").read_text())
     assert conditions["gpu"] == torch.cuda.get_device_name()
-    assert conditions["copy_GBps"] > 100

@@ -88,7 +88,7 @@ def call(name: str, *arguments: Any) -> None:
 
 
 class Fit(NamedTuple):
-    """How a configuration fits a GPU."""
+    """The fit of a configuration to a GPU."""
 
     stages: int  # pipeline stages, for long rows
     clusters: int  # clusters that are resident at a time
