@@ -237,7 +237,7 @@ def refine(
         A new [N, K] in the dtype of ``pruned`` that obeys the pattern where it is pruned; pruned weights are +0.0.
     """
     out = pruned.clone()
-    if pattern.length is None:
+    if pattern.length is None or not sweeps:
         return out
     h = damped(hessian, damping)
     groups = block_slices(w.shape[1], pattern.length)
