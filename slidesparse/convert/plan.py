@@ -29,7 +29,9 @@ from slidesparse.checkpoint.storage import (
     CONFIG,
     FLOATS,
     INDEX,
+    QUANTIZATION,
     SHAPE,
+    TEXT_CONFIG,
     Checkpoint,
     CheckpointError,
     StoredTensor,
@@ -574,8 +576,9 @@ def _ignore_names(kept: Mapping[str, str]) -> Iterator[str]:
 
 
 def _config(checkpoint: Checkpoint, block: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
-    config = dict(checkpoint.config)
-    config.pop("compression_config", None)
+    config = {key: value for key, value in checkpoint.config.items() if key not in QUANTIZATION}
+    if isinstance(text := config.get(TEXT_CONFIG), dict):
+        config[TEXT_CONFIG] = {key: value for key, value in text.items() if key not in QUANTIZATION}
     if architectures.architecture_of(config) in architectures.FAMILIES:
         config.pop("auto_map", None)  # names code, which is not copied; transformers and vLLM have the model
     block["quant_method"] = COMPRESSED_TENSORS if metadata.layout == "dense" else QUANT_METHOD
