@@ -317,6 +317,13 @@ def _require_fitting(
     checkpoint: Checkpoint, options: ConvertOptions, source: Quantization | None, converted: Metadata | None
 ) -> None:
     """Raise CheckpointError or CalibrationError for an option that does not fit the source."""
+    architecture = architectures.architecture_of(checkpoint.config)
+    if options.layout == "packed" and architecture not in architectures.FAMILIES:
+        raise CheckpointError(
+            f"--layout packed does not go with the architecture {shown(architecture)}, which is not known: vLLM "
+            "reorders rows of some models while loading them, such as Llama 4's, and finds them by names that packed "
+            "weights do not have; use --layout dense or slided"
+        )
     if source and any(
         _quant(options, scheme) != (options.quant or scheme.quant) for scheme in source.schemes
     ):
