@@ -224,8 +224,14 @@ class SlideSparseConfig(CompressedTensorsConfig):
         return common_entry(name, entries)
 
     def _parts(self, name: str) -> list[str]:
-        """Return the checkpoint's names of the layers that vLLM fuses into one."""
-        head, _, last = compat.checkpoint_name(name).rpartition(".")
+        """Return the checkpoint's names of the layers that vLLM fuses into one.
+
+        That is the name itself where the checkpoint holds them fused, as GLM-4's, whose mapping names the parts.
+        """
+        whole = compat.checkpoint_name(name)
+        if self._lookup(whole):
+            return [whole]
+        head, _, last = whole.rpartition(".")
         # vLLM sets no mapping in the configs of draft models
         return [f"{head}.{part}" for part in (self.packed_modules_mapping or FUSED).get(last, [last])]
 

@@ -133,8 +133,12 @@ def experts(tensors: Iterable[str]) -> dict[str, list[str]]:
 
 
 def inside(module: str) -> str:
-    """Return an ignore-list entry that matches all layers of a module, whatever prefix vLLM adds to its name."""
-    return f"re:.*{re.escape(module.removeprefix('model.'))}\\."
+    """Return an ignore-list entry that matches all layers of a module, whatever vLLM calls the model around it.
+
+    vLLM renames the layers of a checkpoint's ignore list along with its tensors, but not regexes.
+    """
+    from_blocks = re.sub(r"\A(.*\.)?(?=layers\.\d)", "", module)
+    return f"re:.*{re.escape(from_blocks)}\\."
 
 
 def joined_experts(tensor: str) -> str | None:

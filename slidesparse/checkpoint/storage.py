@@ -32,6 +32,8 @@ from slidesparse.bitmask import BYTE, decompress
 from slidesparse.errors import SlideSparseError, shown
 
 CONFIG = "config.json"
+TEXT_CONFIG = "text_config"  # key of the language model's config in that of a multimodal model
+QUANTIZATION = ("quantization_config", "compression_config")  # keys of the quantization, the usual one first
 INDEX = "model.safetensors.index.json"
 MODULES = "modules.json"  # file of sentence-transformers, which embed texts
 SUFFIX = ".safetensors"
@@ -188,10 +190,13 @@ class Checkpoint:
     def quantization_config(self) -> dict[str, Any] | None:
         """Return ``quantization_config`` of config.json, or its older form ``compression_config``, or None.
 
+        As in vLLM, a multimodal model may hold it in the ``text_config`` of its language model.
         The name of its method is spelled as vLLM spells it.  Of a tool that keeps its configuration in a file of its
         own only the name is returned, as ``quant_method``: no such checkpoint can be read.
         """
-        block = self.config.get("quantization_config") or self.config.get("compression_config")
+        text = self.config.get(TEXT_CONFIG)
+        configs = [self.config, *([text] if isinstance(text, dict) else [])]
+        block = next((config[key] for config in configs for key in QUANTIZATION if config.get(key)), None)
         if block is None:
             tools = (tool for file, tool in _QUANTIZED_BY.items() if (self.folder / file).is_file())
             block = next(({"quant_method": tool} for tool in tools), None)

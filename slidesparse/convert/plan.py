@@ -29,7 +29,9 @@ from slidesparse.checkpoint.storage import (
     CONFIG,
     FLOATS,
     INDEX,
+    QUANTIZATION,
     SHAPE,
+    TEXT_CONFIG,
     Checkpoint,
     CheckpointError,
     StoredTensor,
@@ -283,6 +285,13 @@ def _require_fitting(
     checkpoint: Checkpoint, options: ConvertOptions, source: Quantization | None, converted: Metadata | None
 ) -> None:
     """Raise CheckpointError or CalibrationError for an option that does not fit the source."""
+    architecture = architectures.architecture_of(checkpoint.config)
+    if options.layout == "packed" and architecture not in architectures.FAMILIES:
+        raise CheckpointError(
+            f"--layout packed does not go with the architecture {shown(architecture)}, which is not known: vLLM "
+            "reorders rows of some models while loading them, such as Llama 4's, and finds them by names that packed "
+            "weights do not have; use --layout dense or slided"
+        )
     if source and any(
         _quant(options, scheme) != (options.quant or scheme.quant) for scheme in source.schemes
     ):
@@ -599,8 +608,9 @@ def _ignore_names(kept: Mapping[str, str]) -> Iterator[str]:
 
 
 def _config(checkpoint: Checkpoint, block: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
-    config = dict(checkpoint.config)
-    config.pop("compression_config", None)
+    config = {key: value for key, value in checkpoint.config.items() if key not in QUANTIZATION}
+    if isinstance(text := config.get(TEXT_CONFIG), dict):
+        config[TEXT_CONFIG] = {key: value for key, value in text.items() if key not in QUANTIZATION}
     if architectures.architecture_of(config) in architectures.FAMILIES:
         config.pop("auto_map", None)  # names code, which is not copied; transformers and vLLM have the model
     block["quant_method"] = COMPRESSED_TENSORS if metadata.layout == "dense" else QUANT_METHOD

@@ -54,6 +54,7 @@ from slidesparse.checkpoint.output import (
 from slidesparse.checkpoint.storage import (
     CONFIG,
     DTYPES,
+    QUANTIZATION,
     Checkpoint,
     CheckpointError,
     StoredTensor,
@@ -179,7 +180,7 @@ def synth(
 
 def _own_quantization(model: dict[str, Any]) -> str | None:
     """Remove the config's own quantization, and return its quant_method."""
-    blocks = [model.pop(key, None) for key in ("quantization_config", "compression_config")]
+    blocks = [model.pop(key, None) for key in QUANTIZATION]
     block = next((block for block in blocks if block), None)
     return None if block is None else str(block.get("quant_method") if isinstance(block, dict) else block)
 

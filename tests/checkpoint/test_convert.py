@@ -351,6 +351,17 @@ def test_convert_replaces_compression_config(tmp_path: Path) -> None:
     assert config_of(tmp_path / "out")["quantization_config"]["slidesparse"]["pattern"] == "6:8"
 
 
+def test_quantization_in_the_config_of_the_language_model_is_read_and_moved(tmp_path: Path) -> None:
+    """As in some multimodal models; of the two places vLLM prefers the outer one, which is written."""
+    source = w8a8(tmp_path / "source")
+    config = config_of(source)
+    config["text_config"] = {"quantization_config": config.pop("quantization_config"), "hidden_size": 64}
+    (source / "config.json").write_text(json.dumps(config))
+    convert(source, tmp_path / "out")
+    assert config_of(tmp_path / "out")["text_config"] == {"hidden_size": 64}
+    assert config_of(tmp_path / "out")["quantization_config"]["slidesparse"]["pattern"] == "6:8"
+
+
 def test_convert_fills_empty_folders_and_makes_parents(tmp_path: Path) -> None:
     source = llama(tmp_path / "source")
     (tmp_path / "empty").mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from moe import EXPERTS, HIDDEN, LAYERS, MODELS, Moe
 from strategies import assert_same_bits
 
 from slidesparse.calibrate.task import Calibration
+from slidesparse.checkpoint.architectures import inside
 from slidesparse.checkpoint.inspection import inspect
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
@@ -115,6 +117,13 @@ def test_experts_stored_in_one_tensor_are_left_unquantized(tmp_path: Path) -> No
     tensors[name] = tensors[name].to(torch.float8_e4m3fn)
     write(source, model.settings(), tensors)
     refused(source, f"{name} holds several routed experts in F8_E4M3", out="x")
+
+
+def test_ignored_experts_are_found_where_vllm_renames_the_model_around_them() -> None:
+    """As in Qwen3-VL-MoE, whose ``model.language_model`` vLLM calls ``language_model.model``."""
+    entry = inside("model.language_model.layers.0.mlp.experts").removeprefix("re:")
+    assert re.match(entry, "language_model.model.layers.0.mlp.experts.0.gate_proj")
+    assert not re.match(entry, "language_model.model.layers.10.mlp.experts.0.gate_proj")
 
 
 @pytest.mark.parametrize("layout", ["slided", "packed"])

@@ -104,6 +104,17 @@ def test_packed_layout_tensors(tmp_path: Path, ratio: str) -> None:
     assert inspected.bytes == sum(stored)
 
 
+def test_packed_layout_is_refused_where_vllm_may_reorder_rows(tmp_path: Path) -> None:
+    """vLLM reorders the rows of Llama 4's q_proj and k_proj by the names of weights and scales, and missed packed ones:
+    answers were wrong.
+    """
+    source = llama(tmp_path / "source")
+    edit_json(source / "config.json", architectures=["Llama4ForConditionalGeneration"])
+    options: dict[str, Any] = {"out": "x", "layout": "packed", "linear": "_proj"}
+    refused(source, "--layout packed", "'Llama4ForConditionalGeneration', which is not known", **options)
+    convert(source, tmp_path / "out", layout="slided", linear="_proj")
+
+
 def test_packed_weight_that_violates_its_pattern_is_found(tmp_path: Path) -> None:
     """The bitmask has a block with eight bits set, and one with four."""
     convert(llama(tmp_path / "source"), tmp_path / "out", layout="packed")

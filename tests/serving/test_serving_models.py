@@ -81,6 +81,18 @@ def test_metadata_of_fused_draft_layers_are_found(mapping: dict[str, list[str]])
     assert parsed._entry("model.layers.0.mlp.gate_up_proj") is None
 
 
+def test_metadata_of_layers_that_are_stored_fused_are_found() -> None:
+    """As in GLM-4, whose mapping in vLLM names parts that its checkpoints do not have."""
+    from slidesparse.vllm_patch.config import SlideSparseConfig
+
+    name, entry = "model.layers.0.mlp.gate_up_proj", LayerEntry(SIX_EIGHT, QWEN.hidden)
+    block = config()
+    block[KEY] = Metadata(SIX_EIGHT, "dense", {name: entry}).to_json()
+    parsed = SlideSparseConfig.from_config(block)
+    parsed.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}
+    assert parsed._entry(name) == entry
+
+
 def test_slided_config_gets_head_counts() -> None:
     """As in vLLM's own config, they are needed for scales of the KV cache per head."""
     from slidesparse.vllm_patch.config import SlideSparseConfig
