@@ -20,6 +20,7 @@ than the BF16 that models are served in, and whose sums are float32.
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
-from slidesparse.checkpoint.architectures import SCALE, WEIGHT, architecture_of, size_of
+from slidesparse.checkpoint.architectures import ROOT, SCALE, WEIGHT, architecture_of, size_of, text_config
 from slidesparse.checkpoint.storage import DTYPES, MODULES, Checkpoint, CheckpointError, Reader
 from slidesparse.errors import CalibrationError, shown
 
@@ -72,6 +73,8 @@ class Decoder:
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _GEMMA: dict[str, Any] = {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096}
 _GEMMA |= {"hidden_activation": "gelu_pytorch_tanh"}
+_GEMMA3 = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208}
+_GEMMA3 |= {"max_position_embeddings": 131072, "sliding_window_pattern": 6}
 DECODERS: Mapping[str, Decoder] = {
     "Llama": Decoder(),
     "Mistral": Decoder(defaults={"sliding_window": 4096}),
@@ -88,7 +91,7 @@ DECODERS: Mapping[str, Decoder] = {
         query_key_norms=True,
         norm_offset=1.0,
         embeddings_by_width=True,
-        defaults={**_GEMMA, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6},
+        defaults={**_GEMMA, **_GEMMA3, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
     ),
     "Phi3": Decoder(FUSED, defaults={"rms_norm_eps": 1e-5}),
     "Granite": Decoder(defaults={"attention_multiplier": 1.0}),
@@ -99,7 +102,14 @@ DECODERS: Mapping[str, Decoder] = {
     "Olmo2": Decoder(norms=POST_NORMS, query_key_norms=True, defaults={"rms_norm_eps": 1e-5}),
 }
 ENCODERS = ("Bert", "Roberta", "XLMRoberta")
-CAUSAL = "ForCausalLM"
+# The decoders inside multimodal models, by the model_type of their text_config, or of an older Qwen2-VL without one
+LANGUAGE_MODELS = {"llama": "Llama", "mistral": "Mistral", "gemma3_text": "Gemma3"}
+LANGUAGE_MODELS |= dict.fromkeys(("qwen3", "qwen3_vl_text"), "Qwen3")
+LANGUAGE_MODELS |= dict.fromkeys(
+    ("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), "Qwen2"
+)
+CAUSAL, MULTIMODAL = "ForCausalLM", "ForConditionalGeneration"
+_EMBEDDING, _HEAD = re.compile(rf"({ROOT})embed_tokens\.weight"), re.compile(rf"{ROOT}lm_head\.weight")
 _HEADS = (CAUSAL, "Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 ROPES = ("default", "linear", "llama3", "longrope", "yarn")
 _POSITIONS = ("original_max_position_embeddings", "max_position_embeddings")
@@ -176,7 +186,7 @@ class LayeredModel:
     @property
     def is_language_model(self) -> bool:
         """Whether it is a decoder that predicts tokens."""
-        causal = str(architecture_of(self.checkpoint.config)).endswith(CAUSAL)
+        causal = str(architecture_of(self.checkpoint.config)).endswith((CAUSAL, MULTIMODAL))
         return self.is_decoder and causal and not self.checkpoint.is_embedding_model
 
     @property
@@ -243,9 +253,10 @@ class LayeredModel:
 
     def logits(self, reader: Reader, device: torch.device) -> Callable[[Tensor], Tensor]:
         """Return a function from a decoder's last hidden state [..., tokens, hidden] to its logits in float32."""
-        config, sizes = self.checkpoint.config, self.sizes[-1]
+        config, sizes = text_config(self.checkpoint.config), self.sizes[-1]
         norm = f"{self.root}norm.weight"
-        head = f"{self.root}embed_tokens.weight" if is_tied(self.checkpoint) else HEAD
+        tied = is_tied(self.checkpoint)
+        head = f"{self.root}embed_tokens.weight" if tied else str(_stored_head(self.checkpoint))
         spec = self.checkpoint.require(head)
         table = torch.cat([reader.rows(head, rows).to(device).float() for rows in spec.chunks()])
         self.checkpoint.require(norm)
@@ -394,7 +405,13 @@ class DecoderBlock(Block):
 
 def is_tied(checkpoint: Checkpoint) -> bool:
     """Return whether a decoder's output head is its embedding; a head that is stored all the same is not used then."""
-    return HEAD not in checkpoint.tensors or bool(checkpoint.config.get("tie_word_embeddings"))
+    configs = (text_config(checkpoint.config), checkpoint.config)
+    tied = next((c["tie_word_embeddings"] for c in configs if "tie_word_embeddings" in c), False)
+    return _stored_head(checkpoint) is None or bool(tied)
+
+
+def _stored_head(checkpoint: Checkpoint) -> str | None:
+    return next(filter(_HEAD.fullmatch, checkpoint.tensors), None)
 
 
 def norm_names(decoder: Decoder) -> list[str]:
@@ -490,7 +507,7 @@ def open_model(checkpoint: Checkpoint) -> LayeredModel:
     config = checkpoint.config
     kind = _architecture_kind(config)
     decoder = DECODERS.get(kind, Decoder())
-    config = {**decoder.defaults, **config}
+    config = {**decoder.defaults, **text_config(config)}
     heads, hidden = size_of(config, "num_attention_heads"), size_of(config, "hidden_size")
     head_dim = size_of(config, "head_dim", hidden // heads)
     blocks, longest = size_of(config, "num_hidden_layers"), size_of(config, "max_position_embeddings")
@@ -501,7 +518,8 @@ def open_model(checkpoint: Checkpoint) -> LayeredModel:
             "the config again"
         )
     if kind in DECODERS:
-        root = "model." if "model.embed_tokens.weight" in checkpoint.tensors else ""
+        embeddings = filter(None, map(_EMBEDDING.fullmatch, checkpoint.tensors))
+        root = next((match[1] for match in embeddings), "")
         factor = hidden**0.5 if decoder.embeddings_by_width else _number(config, "embedding_multiplier", 1.0)
         sizes, trained = _decoder_sizes(config, decoder, blocks, heads, head_dim)
         longest = min([longest, *trained])
@@ -595,12 +613,17 @@ def _read_embedding_rows(checkpoint: Checkpoint, reader: Reader, name: str, ids:
 
 def _architecture_kind(config: Config) -> str:
     named = architecture_of(config) or ""
+    if named.endswith(MULTIMODAL) and (
+        kind := LANGUAGE_MODELS.get(str(text_config(config).get("model_type")))
+    ):
+        return kind
     for head in _HEADS:
         if named.endswith(head) and named.removesuffix(head) in (*DECODERS, *ENCODERS):
             return named.removesuffix(head)
     raise CalibrationError(
-        f"calibration runs the layers of {', '.join((*DECODERS, *ENCODERS))} models, but config.json names "
-        f"the architecture {named!r}; without --calib, --method magnitude can prune it"
+        f"calibration runs the layers of {', '.join((*DECODERS, *ENCODERS))} models, and of multimodal ones with a "
+        f"language model of type {', '.join(LANGUAGE_MODELS)}, but config.json names the architecture {named!r}; "
+        "without --calib, --method magnitude can prune it"
     )
 
 
@@ -652,7 +675,9 @@ def _rope_parameters(config: Config, slides: bool) -> Config:
             "config again"
         )
     top_level = {key: config[key] for key in _ROPE_KEYS if config.get(key) is not None}
-    return {**top_level, **rope, "rope_type": rope.get("rope_type") or rope.get("type") or "default"}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    # In text, the positions of multimodal rotary embeddings in time, height and width are equal
+    return {**top_level, **rope, "rope_type": "default" if kind == "mrope" else kind}
 
 
 def _make_rotary(rope: Config, head_dim: int) -> Rotary:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slidesparse.checkpoint.storage import MAX_DIMENSION_SIZE, CheckpointError
+from slidesparse.checkpoint.storage import MAX_DIMENSION_SIZE, TEXT_CONFIG, CheckpointError
 from slidesparse.errors import shown
 
 # Output heads, embeddings and routers are never pruned, even if a user's regex matches them
@@ -77,19 +77,18 @@ class Family:
         return absent
 
 
+# What precedes the tensors of a decoder: nothing else, or the names of multimodal models for their language model
+ROOT = r"(?:model\.)?(?:(?:language|text)_model\.)?(?:model\.)?"
+_BLOCKS = rf"\A{ROOT}layers\.\d+\."
 DECODER = Family(
-    re.compile(r"\A(model\.)?layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\Z"),
+    re.compile(_BLOCKS + r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\Z"),
     (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
 )
 MOE_DECODER = Family(
-    re.compile(
-        r"\A(model\.)?layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(shared_experts?\.)?(gate|up|down)_proj)\Z"
-    ),
+    re.compile(_BLOCKS + r"(self_attn\.[qkvo]_proj|mlp\.(shared_experts?\.)?(gate|up|down)_proj)\Z"),
     DECODER.fused,
 )
-FUSED_DECODER = Family(
-    re.compile(r"\A(model\.)?layers\.\d+\.(self_attn\.(qkv|o)_proj|mlp\.(gate_up|down)_proj)\Z")
-)
+FUSED_DECODER = Family(re.compile(_BLOCKS + r"(self_attn\.(qkv|o)_proj|mlp\.(gate_up|down)_proj)\Z"))
 ENCODER = Family(
     re.compile(
         r"\A((bert|roberta|model)\.)?encoder\.layer\.\d+\."
@@ -102,6 +101,17 @@ UNKNOWN = Family(re.compile(""), DECODER.fused + ENCODER.fused)  # all weights, 
 _DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Granite", "Olmo2")
 _BY_MAGNITUDE = ("Cohere", "Cohere2", "Exaone4", "Ministral3", "Olmo3", "SeedOss", "SmolLM3", "StableLm")
 _MOES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "PhiMoE", "Glm4Moe")
+_MULTIMODAL = (
+    "Gemma3",
+    "Idefics3",
+    "InternVL",
+    "Llava",
+    "LlavaNext",
+    "Mistral3",
+    "Qwen2VL",
+    "Qwen2_5_VL",
+    "Qwen3VL",
+)
 _ENCODERS = ("Bert", "Roberta", "XLMRoberta")
 FAMILIES: Mapping[str, Family] = {
     **{f"{name}{head}": DECODER for name in _DECODERS for head in ("ForCausalLM", "Model")},
@@ -111,6 +121,8 @@ FAMILIES: Mapping[str, Family] = {
     "BitNetForCausalLM": DECODER,
     "Phi3ForCausalLM": FUSED_DECODER,
     **{f"{name}{head}": MOE_DECODER for name in _MOES for head in ("ForCausalLM", "Model")},
+    **{f"{name}ForConditionalGeneration": DECODER for name in _MULTIMODAL},
+    "Qwen3VLMoeForConditionalGeneration": MOE_DECODER,
     **{f"{name}{head}": ENCODER for name in _ENCODERS for head in ("Model", "ForMaskedLM")},
     **{f"{name}ForSequenceClassification": ENCODER for name in _ENCODERS},
     **{f"{name}ForTokenClassification": ENCODER for name in _ENCODERS},
@@ -162,6 +174,7 @@ def in_features(config: Mapping[str, Any], layer: str) -> int | None:
     """Return K of a linear layer of a known architecture from the sizes in config.json, or None if they are missing."""
     if architecture_of(config) not in FAMILIES or "expert" in layer:
         return None
+    config = text_config(config)
     key = next((key for name, key in _INPUTS.items() if layer.endswith(f".{name}")), None)
     hidden, heads, head = (config.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
     if key == "heads" and type(heads) is int and heads > 0:
@@ -223,6 +236,12 @@ def architecture_of(config: Mapping[str, Any]) -> str | None:
     """Return the first of config.json's ``architectures``, or None if there is none."""
     names = config.get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of the language model, which in a multimodal model's is a part."""
+    text = config.get(TEXT_CONFIG)
+    return text if isinstance(text, dict) else config
 
 
 def size_of(config: Mapping[str, Any], key: str, default: int | None = None) -> int:

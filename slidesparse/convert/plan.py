@@ -408,7 +408,7 @@ def _require_complete(
             "is incomplete: fetch it again"
         )
     blocks = {match[1] for match in map(_BLOCK.search, layers) if match}
-    expected: Any = checkpoint.config.get("num_hidden_layers")
+    expected: Any = architectures.text_config(checkpoint.config).get("num_hidden_layers")
     if type(expected) is not int or len(blocks) == expected:
         return
     if len(blocks) < expected or not routed:  # some mixtures of experts have more, to predict further

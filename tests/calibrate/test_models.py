@@ -47,6 +47,46 @@ GEMMA = {**DECODER, "head_dim": 24, "query_pre_attn_scalar": 40, "sliding_window
 PHI = {**DECODER, "original_max_position_embeddings": 64, "pad_token_id": 0}
 GRANITE = {**DECODER, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.1}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
+VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"image_size": 28, "patch_size": 14}
+QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+MULTIMODAL: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma3 vision": (
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        {"text_config": {**GEMMA, "sliding_window_pattern": 2}, "vision_config": VISION},
+    ),
+    "llava": (
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        {
+            "text_config": {**DECODER, "model_type": "llama"},
+            "vision_config": {**VISION, "model_type": "siglip_vision_model"},
+        },
+    ),
+    "mistral3": (
+        "Mistral3ForConditionalGeneration",
+        "Mistral3Config",
+        {
+            "text_config": {**DECODER, "model_type": "mistral", "head_dim": 24},
+            "vision_config": {**VISION, "model_type": "pixtral"},
+        },
+    ),
+    "qwen2.5 vl": (
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen2_5_VLConfig",
+        {"text_config": {**DECODER, "rope_parameters": MROPE}, "vision_config": QWEN_VISION},
+    ),
+    "qwen3 vl": (
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLConfig",
+        {
+            "text_config": {**DECODER, "head_dim": 16, "rope_parameters": MROPE},
+            "vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        },
+    ),
+}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", DECODER),
     "llama 3 rope": ("LlamaForCausalLM", "LlamaConfig", {**DECODER, "rope_parameters": LLAMA3}),
@@ -83,6 +123,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert prefixed": ("BertForSequenceClassification", "BertConfig", COMMON),
     "roberta": ("RobertaModel", "RobertaConfig", COMMON),
     "xlm roberta": ("XLMRobertaForSequenceClassification", "XLMRobertaConfig", COMMON),
+    **MULTIMODAL,
 }
 
 
@@ -97,7 +138,8 @@ def save_random_model(name: str, folder: Path) -> Any:
 def test_block_outputs_equal_transformers(name: str, tmp_path: Path) -> None:
     reference = save_random_model(name, tmp_path)
     ids = torch.randint(3, 100, (2, 50), generator=torch.Generator().manual_seed(1))
-    expected = reference(ids, output_hidden_states=True).hidden_states
+    outputs = reference(ids, output_hidden_states=True)
+    expected = outputs.hidden_states
     model = open_model(Checkpoint.open(tmp_path))
     with model.checkpoint.reader() as reader:
         x = model.embedder(reader, [ids], CPU)(ids)
@@ -105,6 +147,8 @@ def test_block_outputs_equal_transformers(name: str, tmp_path: Path) -> None:
         for number in range(model.blocks):
             x = model.load(reader, number, CPU).output(x)
             last = number + 1 == model.blocks
+            if last and model.is_language_model:
+                assert_near(model.logits(reader, CPU)(x), outputs.logits)
             if last and model.is_decoder:  # transformers shows the last one after the final norm
                 offset, sizes = DECODERS[model.kind].norm_offset, model.sizes[number]
                 x = rms_norm(x, reader.whole(f"{model.root}norm.weight") + offset, sizes.eps)
@@ -142,6 +186,17 @@ def test_calibrated_conversion_of_other_architectures(name: str, tmp_path: Path)
     assert {layer.name: layer.pattern for layer in inspection.layers} == dict.fromkeys(report.pruned, "6:8")
 
 
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_language_model_of_a_multimodal_one_is_calibrated(name: str, tmp_path: Path) -> None:
+    save_random_model(name, tmp_path / "source")
+    model = open_model(Checkpoint.open(tmp_path / "source"))
+    report = calibrated(tmp_path / "source", tmp_path / "out", write_ids(tmp_path / "ids.npy"), finetune=1)
+    assert {row["name"] for row in report.layers} == {*model.linears(0), *model.linears(1)}
+    assert all(0 < row["block_error_finetuned"] <= row["block_error"] < 1 for row in report.layers)
+    assert any("vis" in layer for layer in report.kept)
+    assert inspect(tmp_path / "out").violations == 0
+
+
 def test_readme_lists_supported_architectures() -> None:
     assert CALIBRATED_METHODS.split(", ") == [*DECODERS, *ENCODERS]
     row = next(line for line in README.read_text().splitlines() if line.startswith("| with `--calib` |"))
@@ -156,8 +211,12 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 def in_older_format(name: str, config: dict[str, Any]) -> dict[str, Any]:
     """Return the config as transformers before 5 wrote it, without rope_parameters and layer_types."""
+    if name == "qwen2.5 vl":  # its text_config was the config
+        config = {**config, **config.pop("text_config"), "model_type": config["model_type"]}
     ropes = config.pop("rope_parameters")
     config.pop("layer_types", None)
+    if name == "qwen2.5 vl":
+        ropes = {**ropes, "type": "mrope", "rope_type": None}
     if name.startswith("gemma3"):
         local, ropes = ropes["sliding_attention"], ropes["full_attention"]
         config |= {"rope_local_base_freq": local["rope_theta"], "sliding_window_pattern": 2}
@@ -166,7 +225,8 @@ def in_older_format(name: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama 3 rope", "yarn rope", "qwen2", "gemma2", "gemma3 scaled rope", "phi3 long"]
+    "name",
+    ["llama 3 rope", "yarn rope", "qwen2", "gemma2", "gemma3 scaled rope", "phi3 long", "qwen2.5 vl"],
 )
 def test_configs_of_older_transformers_are_equivalent(name: str, tmp_path: Path) -> None:
     save_random_model(name, tmp_path)

@@ -24,6 +24,7 @@ from checkpoints import (
     convert,
     edit_json,
     llama,
+    refused,
     snapshot,
     tensors_of,
     w8a8,
@@ -305,6 +306,14 @@ def test_convert_drops_auto_map_of_known_architectures(tmp_path: Path) -> None:
         ("Olmo2ForCausalLM", "model.layers.0.", "self_attn.k_proj mlp.gate_proj"),
         ("SmolLM3ForCausalLM", "model.layers.0.", "self_attn.k_proj mlp.gate_proj"),
         ("LlamaModel", "layers.0.", "self_attn.k_proj mlp.gate_proj"),
+        (
+            "Gemma3ForConditionalGeneration",
+            "language_model.model.layers.0.",
+            "self_attn.k_proj mlp.gate_proj",
+        ),
+        ("Qwen3VLForConditionalGeneration", "model.language_model.layers.0.", "self_attn.k_proj mlp.up_proj"),
+        ("Qwen2_5_VLForConditionalGeneration", "model.layers.0.", "self_attn.k_proj mlp.gate_proj"),
+        ("Idefics3ForConditionalGeneration", "model.text_model.layers.0.", "self_attn.o_proj mlp.gate_proj"),
         ("BertForSequenceClassification", "bert.encoder.layer.0.", "attention.self.query output.dense"),
         ("XLMRobertaForSequenceClassification", "roberta.encoder.layer.0.", "attention.output.dense"),
     ],
@@ -313,6 +322,9 @@ def test_linear_layers_of_each_architecture(architecture: str, first: str, linea
     expected = [first + name for name in linears.split()]
     others = (
         "lm_head",
+        "visual.blocks.0.attn.proj",
+        "vision_tower.vision_model.encoder.layers.0.self_attn.k_proj",
+        "model.vision_tower.layers.0.self_attn.k_proj",
         "embed_tokens",
         f"{first}mlp.gate",
         f"{first}norm",
@@ -321,6 +333,23 @@ def test_linear_layers_of_each_architecture(architecture: str, first: str, linea
     )
     names = [f"{name}.weight" for name in (*others, *expected)]
     assert family_of({"architectures": [architecture]}).layers(names) == expected
+
+
+def test_multimodal_model_is_converted_like_its_language_model(tmp_path: Path) -> None:
+    text, vision = llama(tmp_path / "text"), "vision_tower.encoder.layers.0.self_attn.q_proj"
+    tensors = {f"language_model.{name}": tensor for name, tensor in tensors_of(text).items()}
+    wrapper = {"architectures": ["LlavaForConditionalGeneration"], "text_config": config_of(text)}
+    source = write(tmp_path / "source", wrapper, tensors | {f"{vision}.weight": torch.ones(8, 8)})
+    report = convert(source, tmp_path / "out", layout="packed")
+    assert report.kept == dict.fromkeys(("language_model.lm_head", vision), "not a linear layer of a block")
+    convert(text, tmp_path / "expected", layout="packed")
+    out = tensors_of(tmp_path / "out")
+    assert bool(out.pop(f"{vision}.weight").eq(1).all())
+    expected = tensors_of(tmp_path / "expected")
+    assert out.keys() == {f"language_model.{name}" for name in expected}
+    assert all(torch.equal(out[f"language_model.{name}"], tensor) for name, tensor in expected.items())
+    edit_json(source / "config.json", text_config={**config_of(text), "num_hidden_layers": 3})
+    refused(source, "num_hidden_layers is 3, but", "has linear layers of 2 blocks", out="other")
 
 
 def test_linear_option_selects_layers_of_unknown_architecture(tmp_path: Path) -> None:

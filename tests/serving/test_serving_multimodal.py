@@ -58,8 +58,10 @@ def wrapped(text: Path, folder: Path) -> str:
 
 
 def test_language_model_is_served_sparse(engines: Engines, tmp_path: Path) -> None:
-    text = converted(write_w8a8(LLAMA, tmp_path / "plain"), tmp_path / "text", "6:8")
-    answer = engines.serve(wrapped(text, tmp_path / "whole"), options=NO_IMAGES)
+    plain = write_w8a8(LLAMA, tmp_path / "plain")
+    whole = converted(Path(wrapped(plain, tmp_path / "wrapped")), tmp_path / "whole", "6:8")
+    answer = engines.serve(str(whole), options=NO_IMAGES)
+    text = converted(plain, tmp_path / "text", "6:8")
     assert "8 layers sparse, 1 dense (1 lm_head)" in answer.summary
     assert answer.tokens == engines.serve(text).tokens
 
