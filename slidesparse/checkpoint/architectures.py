@@ -78,7 +78,7 @@ class Family:
 
 
 # What precedes the tensors of a decoder: nothing else, or the names of multimodal models for their language model
-ROOT = r"(?:model\.)?(?:(?:language|text)_model\.)?(?:model\.)?"
+ROOT = r"(?:(?:model\.)?(?:language|text)_model\.)?(?:model\.)?"
 _BLOCKS = rf"\A{ROOT}layers\.\d+\."
 DECODER = Family(
     re.compile(_BLOCKS + r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\Z"),
