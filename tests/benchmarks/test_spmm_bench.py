@@ -1,4 +1,4 @@
-"""The benchmark of N:M kernels without a GPU, its counters from a fake ncu, and its page."""
+"""The benchmark of N:M kernels without a GPU, and its counters from a fake ncu."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from fake_library import FakeLibrary, Ticks, session
-from results import csv, tables
 from torch import Tensor
 
 from benchmarks import spmm as bench
 from benchmarks import spmm_counters
-from benchmarks.records import COUNTERS, SPMM, SPMM_COUNTERS, read_rows
+from benchmarks.records import COUNTERS, SPMM_COUNTERS, read_rows
 from benchmarks.report import render
 from benchmarks.spmm import SpmmBench, jobs, layers, parse_sparsities, squares
 from slidesparse.gemm.problem import LibraryError
@@ -172,75 +171,12 @@ def test_missing_counters_are_explained(
     assert not (tmp_path / "spmm_counters.csv").exists()
 
 
-# --- the page
-
-
-def cell(
-    m: int, provider: str, us: float, dtype: str = "fp32", sparsity: str = "2:4", offsets: str = "own"
-) -> str:
-    return f"square,square,square,{dtype},{sparsity},{offsets},{m},{m},{m},{provider},{us},{us},{us},2.0e-06"
-
-
-LINES = [
-    cell(512, "cublas", 80, sparsity="dense", offsets="-"),
-    cell(512, "cublas", 16, dtype="fp16", sparsity="dense", offsets="-"),
-    cell(512, "baseline", 40),
-    cell(512, "baseline", 20, offsets="strip"),
-    cell(512, "double", 32),
-    cell(512, "double", 64, sparsity="1:4"),
-    cell(512, "cpu", 4000),
-    cell(512, "hopper", 4, dtype="int8"),
-    "model,A,qkv,fp32,2:4,own,64,10,20,double,5,5,5,1.0e-06",
-]
-
-
-def test_tables_of_the_spmm_page(tmp_path: Path) -> None:
-    csv(tmp_path, "spmm.csv", SPMM.columns, LINES)
-    (tmp_path / "spmm.json").write_text('{"counters": "ncu was not found"}')
-    paths = render(tmp_path)
-    assert {path.name for path in paths} == {"README.md", "spmm.md", "spmm-squares.svg"}
-    text = (tmp_path / "spmm.md").read_text()
-    assert "](spmm-squares.svg)" in text
-    assert "2.0e-06 at most" in text
-    squares = tables(text, "Squares at 2:4, M = N = K")[0]
-    assert squares[1][:7] == ["FP32", "512", "80.00", "-", "2.00", "-", "2.50"]
-    assert squares[1][9] == "4.00"  # the baseline for strips
-    assert tables(text, "Squares at other patterns")[0][:2] == [
-        ["", "M", "2:4", "1:4"],
-        ["FP32", "512", "2.50", "1.25"],
-    ]
-    tensor_cores = tables(text, "Beside sparse tensor cores at 2:4")[0]
-    assert tensor_cores[1] == ["512", "16.00", "-", "4.00"]
-    assert tables(text, "Layers of models at 2:4")[0][1][:3] == ["FP32", "A qkv, M 64", "-"]
-    assert tables(text, "Beside one thread of the CPU")[0][1][:4] == ["512", "4000", "50.00", "100.00"]
-    assert "None: ncu was not found." in text
-    measurements = {row[0]: row[2] for row in tables(text, "The study's claims and our measurements")[0]}
-    assert measurements["The baseline is 10^2 to 10^4 times as fast as one thread of the CPU"] == "200 / 100"
-    assert measurements["The baseline beats cuBLAS up to 2048 and loses from 4096 on"].startswith(
-        "4.00 / 2.00 at 512, - / - at"
-    )
-    # 2 * 512^3 in 80 us
-    assert measurements["cuBLAS, TFLOPS"].startswith("3.36 at 512, - at 2048")
-    assert measurements["Errors stay below 1e-3"] == "2e-06"
-
-
-def test_counters_of_the_spmm_page(tmp_path: Path) -> None:
-    csv(tmp_path, "spmm.csv", SPMM.columns, LINES)
-    padding = ",1" * (len(COUNTERS) - 2)
-    lines = [
-        f"fp32,2:4,{offsets},256,256,256,{name},{sm},{padding}"
-        for offsets, name, sm in (("own", "baseline", 7.5), ("strip", "baseline", 8), ("own", "double", 9))
-    ]
-    csv(tmp_path, "spmm_counters.csv", SPMM_COUNTERS.columns, lines)
-    render(tmp_path)
-    text = (tmp_path / "spmm.md").read_text()
-    assert tables(text, "Counters")[0][1][:6] == ["FP32", "256", "own", "baseline", "7.5", "-"]
-    measurements = {row[0]: row[2] for row in tables(text, "The study's claims and our measurements")[0]}
-    claim = measurements["SM throughput in percent, baseline -> double"]
-    assert claim == "8 / 7.5 at 256, - / - at 2048 -> - / 9 at 256, - / - at 2048"
+# --- the page, which test_docs.py compares with the results in docs/
 
 
 def test_folder_without_spmm_results_has_no_page(tmp_path: Path) -> None:
-    csv(tmp_path, "bandwidth.csv", ("kernel,dtype,M,K,us,GBps,copy_GBps,fraction",), ["a,int8,1,1,1,1,1,1"])
+    (tmp_path / "bandwidth.csv").write_text(
+        "kernel,dtype,M,K,us,GBps,copy_GBps,fraction\na,int8,1,1,1,1,1,1\n"
+    )
     assert not [path for path in render(tmp_path) if "spmm" in path.name]
     assert "spmm" not in (tmp_path / "README.md").read_text()

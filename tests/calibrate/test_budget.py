@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
-from calibration import DEVICES, calibrated, random_decoder, write_ids
+from calibration import DEVICES, Killed, calibrated, random_decoder, write_ids
 from checkpoints import LLAMA, bert, config_of, snapshot, tensors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -438,10 +438,6 @@ def test_nonfinite_loss_is_reported(
     monkeypatch.setattr(losses.Criterion, "distances", lambda *_: [math.nan] * 16)
     with pytest.raises(CalibrationError, match=r"q_proj at 8:10 is not finite"):
         calibrated(model, tmp_path / "out", ids, budget=Budget(zeros=0.2), finetune=0)
-
-
-class Killed(BaseException):
-    """Stand-in for a signal that kills the process: no code handles it."""
 
 
 def test_killed_budget_search_resumes(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
-from calibration import DEVICES, calibrated, write_ids
+from calibration import DEVICES, Killed, calibrated, write_ids
 from checkpoints import LLAMA, bert, llama, refused, snapshot, tensors_of
 from commands import Done
 from torch import Tensor
@@ -186,10 +186,6 @@ def test_each_sample_is_used_once_per_epoch() -> None:
     epochs = [indices[:10], indices[10:20], indices[20:]]
     assert [sorted(epoch) for epoch in epochs] == [list(range(10))] * 3
     assert epochs[0] != epochs[1]
-
-
-class Killed(BaseException):
-    """Stand-in for a kill of this process."""
 
 
 def test_killed_distillation_resumes(

@@ -121,16 +121,6 @@ def test_w8a8_source_keeps_scales_and_ignore(tmp_path: Path, quant: str, strateg
     assert new == {name: value for name, value in old.items() if name != "quant_method"}
 
 
-def test_converting_between_layouts_is_lossless(tmp_path: Path) -> None:
-    source = llama(tmp_path / "source", shards=2)
-    for layout in ("dense", "slided"):
-        convert(source, tmp_path / layout, layout=layout)
-    convert(tmp_path / "dense", tmp_path / "slided again", layout="slided")
-    convert(tmp_path / "slided", tmp_path / "dense again")
-    for layout in ("dense", "slided"):
-        assert snapshot(tmp_path / f"{layout} again") == snapshot(tmp_path / layout)
-
-
 @pytest.mark.parametrize("method", ["random", "magnitude"])
 def test_output_does_not_depend_on_number_of_processors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
@@ -514,14 +504,15 @@ def test_concurrent_conversion_is_refused(tmp_path: Path) -> None:
     assert (out / "config.json").exists()
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_errors_and_interrupts_remove_partial_output(tmp_path: Path, error: type[BaseException]) -> None:
+def test_errors_remove_partial_output(tmp_path: Path) -> None:
+    """Interrupts are tested in tests/commands/test_cli.py."""
+
     def stop(phase: str, done: int, total: int) -> None:
         if phase == "writing":
-            raise error
+            raise ZeroDivisionError
 
     source = llama(tmp_path / "source")
-    with pytest.raises(error):
+    with pytest.raises(ZeroDivisionError):
         convert(source, tmp_path / "out", progress=stop)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 

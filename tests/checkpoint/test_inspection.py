@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import DOWN, Q, bert, config_of, convert, edit_json, llama, tensors_of, w8a8, write
+from checkpoints import DOWN, Q, bert, config_of, convert, llama, tensors_of, w8a8, write
 from safetensors.torch import load_file, save_file
 
 from slidesparse.checkpoint.converted import DamagedError
@@ -67,13 +67,6 @@ def test_inspect_of_an_unknown_architecture_takes_all_matrices(tmp_path: Path) -
     assert len(names) == 13
     assert "pooler.dense" in names
     assert not any("embed" in name for name in names)
-
-
-def test_inspect_reads_compression_config(tmp_path: Path) -> None:
-    convert(llama(tmp_path / "source"), tmp_path / "out")
-    block = config_of(tmp_path / "out")["quantization_config"]
-    edit_json(tmp_path / "out" / "config.json", quantization_config=None, compression_config=block)
-    assert inspect(tmp_path / "out").pattern == "6:8"
 
 
 @pytest.fixture

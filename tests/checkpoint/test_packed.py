@@ -65,10 +65,13 @@ def test_converting_between_layouts_is_lossless(tmp_path: Path, ratio: str, quan
         convert(source, tmp_path / layout, ratio, quant=quant, layout=layout, skip=["o_proj"])
     convert(tmp_path / "dense", tmp_path / "from dense", ratio, layout="packed")
     convert(tmp_path / "slided", tmp_path / "from slided", ratio, layout="packed")
+    convert(tmp_path / "dense", tmp_path / "slided again", ratio, layout="slided")
+    convert(tmp_path / "slided", tmp_path / "dense again", ratio)
     convert(tmp_path / "packed", tmp_path / "back", ratio)
     assert snapshot(tmp_path / "from dense") == snapshot(tmp_path / "packed")
     assert snapshot(tmp_path / "from slided") == snapshot(tmp_path / "packed")
-    assert snapshot(tmp_path / "back") == snapshot(tmp_path / "dense")
+    assert snapshot(tmp_path / "slided again") == snapshot(tmp_path / "slided")
+    assert snapshot(tmp_path / "dense again") == snapshot(tmp_path / "back") == snapshot(tmp_path / "dense")
     for other in ("dense", "slided"):
         assert verify(tmp_path / "packed", tmp_path / other).equal
 

@@ -210,12 +210,6 @@ def test_convert_refuses_report_path_equal_to_output(source: Path, tmp_path: Pat
     assert not out.exists()
 
 
-def test_sparsity_is_required(source: Path, tmp_path: Path) -> None:
-    result = Done("convert", source, tmp_path / "out")
-    assert result.code == 2
-    assert "--sparsity" in result.err
-
-
 def test_interrupted_convert_resumes(
     source: Path, tmp_path: Path, calib: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,7 +35,7 @@ STDLIB_ONLY = (
     *(f"slidesparse.{name}" for name in ("errors", "methods", "versions", "pattern", "theory")),
 )
 STDLIB_ONLY += tuple(
-    f"slidesparse.{name}" for name in ("build.find", "build.compile", "gemm", "flags", "doctor")
+    f"slidesparse.{name}" for name in ("build.find", "build.compile", "gemm", "flags", "doctor", "kernels")
 )
 INSIDE_VLLM = CORE / "evaluate" / "worker.py"  # a program that runs inside vLLM; no module imports it
 

@@ -285,13 +285,6 @@ def test_tune_command_tunes_layers_of_a_converted_checkpoint(
         assert (result.exit_code, received.pop()) == (0, expected), result.stderr
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built with CUDA")
-def test_tune_command_without_a_gpu_exits_3() -> None:
-    result = CliRunner().invoke(app, ["tune"])
-    assert (result.exit_code, result.stdout) == (3, "")
-    assert "NVIDIA GPU" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("words", "fact"),
     [
@@ -311,19 +304,6 @@ def test_tune_command_with_invalid_usage_exits_2(words: str, fact: str) -> None:
 
 
 # --- shapes
-
-
-def test_layer_shapes_of_the_five_models() -> None:
-    expected = {
-        "BitNet-2B": ["3840x2560", "2560x2560", "13824x2560", "2560x6912"],
-        "Llama3.2-1B": ["3072x2048", "2048x2048", "16384x2048", "2048x8192"],
-        "Llama3.2-3B": ["5120x3072", "3072x3072", "16384x3072", "3072x8192"],
-        "Qwen2.5-7B": ["4608x3584", "3584x3584", "37888x3584", "3584x18944"],
-        "Qwen2.5-14B": ["7168x5120", "5120x5120", "27648x5120", "5120x13824"],
-    }
-    actual = {name: [f"{layer.n}x{layer.k}" for layer in layers] for name, layers in shapes.MODELS.items()}
-    assert actual == expected
-    assert [layer.name for layer in shapes.MODELS["BitNet-2B"]] == ["qkv", "o", "gate_up", "down"]
 
 
 def test_layer_shapes_of_a_config(tmp_path: Path) -> None:

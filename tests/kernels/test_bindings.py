@@ -17,10 +17,6 @@ from bindings import ADDRESSES, FAKES, LACKS, TYPES, WHAT, Call, Native, build_f
 
 pytest_plugins = ["binding_fixtures"]
 
-COMPUTE = {
-    "cusparselt": {"int8": 0, "fp8": 2, "fp16": 2, "bf16": 2},
-    "cublaslt": {"int8": 72, "fp8": 68, "fp16": 68, "bf16": 68},
-}
 ONE = struct.unpack("i", struct.pack("f", 1.0))[0]  # the bits of a float
 FLAGS = [(weight, x, out) for weight in (True, False) for x in (True, False) for out in (True, False)]
 
@@ -136,18 +132,6 @@ def test_matrix_layouts_of_a_product(native: Native, layout: tuple[bool, bool, b
     for matrices in operands:
         assert [tuple(layouts[matrix]) for matrix in matrices] == [weight[0], x[0], out, out]
     assert transposed == [weight[1], x[1]]
-
-
-@pytest.mark.parametrize("operand", ["int8", "fp8", "fp16", "bf16"])
-@pytest.mark.parametrize("out", ["int32", "int8", "fp32", "fp16", "bf16"])
-def test_data_types_of_a_product(native: Native, operand: str, out: str) -> None:
-    module, compute = native.module, COMPUTE[native.name]
-    assert (TYPES, compute) == (module.TYPES, module.COMPUTE)
-    native.plan(operand_type=TYPES[operand], output_type=TYPES[out], compute_type=compute[operand])
-    calls = native.calls()
-    typed = sorted((*sorted(fields_of(call, "rows cols")), call["type"]) for call in calls if "type" in call)
-    assert typed == sorted([(64, 96, TYPES[operand]), (32, 96, TYPES[operand]), (32, 64, TYPES[out])])
-    assert [call["compute"] for call in calls if "compute" in call] == [compute[operand]]
 
 
 def test_sparse_product_gets_its_addresses(cusparselt: Native) -> None:

@@ -7,7 +7,6 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import NAMED
 
 from slidesparse.pattern import EXAMPLES, MixedPattern, PatternError, SlideLayout, SlidePattern, parse_pattern
 
@@ -39,10 +38,6 @@ def test_str_gives_the_ratio_and_what_it_prunes() -> None:
     assert str(SlidePattern.parse("2_8")) == "6:8 (2 of every 8 pruned)"
     assert str(SlidePattern.parse("2_inf")) == "2_inf (nothing pruned)"
     assert SlidePattern.parse("2_\N{INFINITY}") == SlidePattern(None)
-
-
-def test_patterns_are_hashable() -> None:
-    assert len({SlidePattern.parse(name) for name in (*NAMED, "2_8", "2_inf")}) == len(NAMED)
 
 
 @given(st.integers(2, 500))

@@ -17,8 +17,6 @@ from slidesparse.quantize import FP8, INT8, LARGEST, dequantize_rows, quantize_r
 ARITHMETICS = ("cuda", "cpu")
 SOURCES = (torch.float32, torch.float16, torch.bfloat16)
 MIN_FP8_SCALE = np.float32(1 / (448 * 512))
-# 127 / absmax overflows float32 below this: codes then have only the sign, like those of vLLM's CUDA kernel
-MIN_INT8_ABSMAX = 2.0**-121
 
 # Every non-negative E4M3 number, by its code 0..126: subnormals of 2^-9, then 1.mmm * 2^(e - 7).
 E4M3 = np.array([m * 2.0**-9 if e == 0 else (8 + m) * 2.0 ** (e - 10) for e in range(16) for m in range(8)])[
@@ -94,44 +92,6 @@ def test_quantize_rows_equals_numpy_formulas(x: Tensor, dtype: torch.dtype, arit
     if dtype == FP8:  # the sign of a NaN is arbitrary
         actual, expected = (torch.where((c & 0x7F) == 0x7F, 0x7F, c) for c in (actual, expected))
     assert_same_bits(actual, expected)
-
-
-@pytest.mark.parametrize("arithmetic", ARITHMETICS)
-@given(x=rows())
-def test_int8_error_is_within_half_a_step(x: Tensor, arithmetic: str) -> None:
-    """|x - q * scale| <= scale * (1/2 + 127 * 2^-20).
-
-    Rounding gives the 1/2. absmax/127, its inverse and the product are each rounded to 2^-24, or to 2^-22
-    where the scale is subnormal (2^-149 against at least 2^-128); four such errors on a code of at most 127
-    stay below 127 * 2^-20.
-    """
-    x = x[(x.isfinite().all(-1)) & (x.abs().float().amax(-1) >= MIN_INT8_ABSMAX)] if x.shape[1] else x
-    q, scale = quantize_rows(x, INT8, arithmetic)
-    step = scale.double()
-    error = (x.double() - q.double() * step).abs()
-    assert bool((error <= step * (0.5 + 127 * 2.0**-20)).all())
-    if x.numel():
-        assert bool((q.abs().amax(-1) == 127).all())  # the largest of a row uses the full range
-        assert int(q.min()) >= -127
-
-
-@pytest.mark.parametrize("arithmetic", ARITHMETICS)
-@given(x=rows())
-def test_fp8_error_is_within_half_an_ulp(x: Tensor, arithmetic: str) -> None:
-    """|x - q * scale| <= max(|x| * 2^-4, scale * 2^-10) * (1 + 2^-18).
-
-    E4M3 has four significant bits, so half an ulp is at most 2^-4 of the number, or half the subnormal step
-    2^-9. x / scale (or its two roundings on the CPU) is off by 2^-22 relative at most, which can move a
-    number across a tie, but then both neighbours are half an ulp away: it adds 2^-22 * |x|, below 2^-18 of
-    the first bound.
-    """
-    x = x[x.isfinite().all(-1)]
-    q, scale = quantize_rows(x, FP8, arithmetic)
-    step, exact = scale.double(), x.double()
-    error = (exact - q.float().double() * step).abs()
-    bound = torch.maximum(exact.abs() * 2.0**-4, step * 2.0**-10) * (1 + 2.0**-18)
-    assert bool((error <= bound).all())
-    assert bool((scale >= float(MIN_FP8_SCALE)).all())
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS)

@@ -49,13 +49,11 @@ def literal_slide(w: Tensor, pattern: SlidePattern, phase: int) -> list[list[int
 @given(cases())
 def test_slide_unslide_round_trip(case: Case) -> None:
     pattern, phase, w = case
-    assert_same_bits(unslide(slide(w, pattern, phase), pattern, w.shape[1], phase), w)
-
-
-@given(cases())
-def test_is_slided_accepts_slided_weights(case: Case) -> None:
-    pattern, phase, w = case
-    assert is_slided(slide(w, pattern, phase), pattern.layout(w.shape[1], phase))
+    original = w.clone()
+    slided = slide(w, pattern, phase)
+    assert_same_bits(w, original)
+    assert is_slided(slided, pattern.layout(w.shape[1], phase))
+    assert_same_bits(unslide(slided, pattern, w.shape[1], phase), original)
 
 
 def test_is_slided_refuses_duplicated_and_misplaced_weights() -> None:
@@ -82,32 +80,12 @@ def test_is_slided_refuses_another_pattern_of_equal_width() -> None:
 
 
 @given(cases())
-def test_slided_windows_obey_2_4(case: Case) -> None:
-    pattern, phase, w = case
-    slided = slide(w, pattern, phase)
-    assert obeys(slided, SlidePattern(4))
-    counts = (~is_zero(slided)).reshape(w.shape[0], -1, 4).sum(-1) if slided.numel() else torch.zeros(1)
-    assert int(counts.max() if counts.numel() else 0) <= 2
-    assert int((~is_zero(slided)).sum()) == int((~is_zero(w)).sum())  # no value is lost or duplicated
-
-
-@given(cases())
 def test_slide_equals_algorithm_2_of_the_paper(case: Case) -> None:
     pattern, phase, w = case
     slided = slide(w, pattern, phase)
     # Algorithm 2 leaves 0 in place of -0.0
     actual = torch.where(is_zero(slided), 0, raw(slided)).tolist()
     assert actual == literal_slide(w, pattern, phase)
-
-
-@given(cases(dtypes=(torch.int8,)), st.integers(0, 5), st.integers(0, 2**20))
-def test_slided_product_equals_dense_product(case: Case, tokens: int, seed: int) -> None:
-    pattern, phase, w = case
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randint(-128, 128, (tokens, w.shape[1]), generator=generator).to(torch.int8)
-    lifted, slided = lift(x, pattern, phase), slide(w, pattern, phase)
-    assert lifted.dtype == torch.int8
-    assert torch.equal(lifted.long() @ slided.long().t(), x.long() @ w.long().t())
 
 
 @given(patterns(), st.integers(0, 70), st.integers(0, 4), st.integers(0, 199), st.sampled_from(DTYPES))
@@ -185,13 +163,6 @@ def test_slide_and_lift_of_strided_input() -> None:
     assert not across.is_contiguous()
     assert_same_bits(slide(across, SIX_EIGHT), slide(w, SIX_EIGHT))
     assert_same_bits(lift(across, SIX_EIGHT), lift(w, SIX_EIGHT))
-
-
-def test_slide_is_deterministic_and_keeps_its_input() -> None:
-    w = obeying(SIX_EIGHT, 7, 29, 5, torch.bfloat16, "mixed", 5)
-    original = w.clone()
-    assert_same_bits(slide(w, SIX_EIGHT, 5), slide(w, SIX_EIGHT, 5))
-    assert_same_bits(w, original)
 
 
 @given(cases(), st.data())

@@ -111,17 +111,6 @@ def test_covers_equals_brute_force_for_small_patterns() -> None:
     assert 100 < failing < checked
 
 
-def test_seen_only_by_equals_counted_positions() -> None:
-    for w in all_windows(16, any_stride=True):
-        if w.nonzeros > 1:
-            continue
-        windows_of = windows_seeing(w)
-        for first in range(w.count):
-            for last in range(first, w.count):
-                inside = sum(first <= windows[0] and windows[-1] <= last for windows in windows_of)
-                assert w.seen_only_by(first, last) == inside, (w, first, last)
-
-
 def test_covers_and_expansion_have_closed_forms() -> None:
     for w in all_windows(30, any_stride=False):
         m, n = w.hardware.nonzeros, w.hardware.length

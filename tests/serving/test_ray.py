@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from edits import edited
-from engines import Engines
+from engines import Engines, Request, llm_options
 from models import QWEN, converted, write_w8a8
 from ray_engine import FLAGS, RANKS, RayRequest
 
@@ -36,14 +36,6 @@ pytestmark = [
 
 SUPPORT = Path(__file__).parents[1] / "support"
 SECONDS = 600
-OPTIONS = {
-    "skip_tokenizer_init": True,
-    "max_model_len": 256,
-    "max_num_seqs": 8,
-    "dtype": "float32",
-    "gpu_memory_utilization": 0.2,
-    "enforce_eager": True,
-}
 SPARSE = {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"}
 EXECUTOR = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"  # vLLM's default is 1
 LAYERS = [
@@ -104,7 +96,7 @@ def tokens(engines: Engines, models: dict[str, str]) -> list[list[int]]:
 def test_ray_workers_equal_multiprocess_and_need_no_flags(
     case: Case, models: dict[str, str], tokens: list[list[int]], tmp_path: Path
 ) -> None:
-    answer = run(RayRequest(models[case.model], case.env, OPTIONS), tmp_path)
+    answer = run(RayRequest(models[case.model], case.env, llm_options(Request(""))), tmp_path)
     assert answer["executor"] == case.executor
     assert answer["tokens"] == tokens
     driver, workers = answer["driver"], answer["workers"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import convert
-from engines import STOCK, Engines, Request
+from engines import STOCK, Engines
 from models import QWEN, Decoder, shrink_codes, write_w8a8
 from tool_sources import compressed
 
@@ -25,25 +25,22 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_w8a8(QWEN, tmp_path_factory.mktemp("mixed") / "source")
 
 
-@pytest.mark.parametrize("layout", ["dense", "slided"])
-def test_mixed_patterns_tokens_equal_stock(
-    engines: Engines, source: Path, tmp_path: Path, layout: str
-) -> None:
-    models = {}
-    for name in {"dense", layout}:
-        models[name] = tmp_path / name
-        convert(source, models[name], layer=RULES, skip=[r"1.*o_proj"], layout=name)
-    expected = engines.serve(models["dense"], env=STOCK)
-    assert not expected.summary
-    answer = engines.serve(models[layout])
-    assert answer.tokens == expected.tokens
-    assert answer.summary.startswith(
-        "6:8 (2 of every 8 pruned): 7 layers sparse (1 at 4:6, 4 at 6:8, 2 at 8:10), "
-        "1 not pruned (by the same backend), 1 dense (1 lm_head)"
-    ), answer.summary
-    report = preflight.examine("model", models[layout])
-    assert report.patterns == {"4:6": 1, "6:8": 4, "8:10": 2, "dense": 1}
-    assert (report.count(preflight.STOCK), report.count(preflight.UNQUANTIZED)) == (0, 0)
+def test_mixed_patterns_tokens_equal_stock(engines: Engines, source: Path, tmp_path: Path) -> None:
+    for layout in ("dense", "slided"):
+        model = tmp_path / layout
+        convert(source, model, layer=RULES, skip=[r"1.*o_proj"], layout=layout)
+        if layout == "dense":
+            expected = engines.serve(model, env=STOCK)
+            assert not expected.summary
+        answer = engines.serve(model)
+        assert answer.tokens == expected.tokens
+        assert answer.summary.startswith(
+            "6:8 (2 of every 8 pruned): 7 layers sparse (1 at 4:6, 4 at 6:8, 2 at 8:10), "
+            "1 not pruned (by the same backend), 1 dense (1 lm_head)"
+        ), answer.summary
+        report = preflight.examine("model", model)
+        assert report.patterns == {"4:6": 1, "6:8": 4, "8:10": 2, "dense": 1}
+        assert (report.count(preflight.STOCK), report.count(preflight.UNQUANTIZED)) == (0, 0)
 
 
 @pytest.mark.slow
@@ -54,14 +51,6 @@ def test_mixed_patterns_tp2_tokens_equal_stock(engines: Engines, source: Path, t
     answer = engines.serve(tmp_path / "out", options={"tensor_parallel_size": 2})
     assert answer.tokens == expected.tokens
     assert "8 layers sparse (6 at 4:6, 2 at 8:10)" in answer.summary
-
-
-def test_sparsity_flag_must_equal_the_default_pattern(engines: Engines, source: Path, tmp_path: Path) -> None:
-    convert(source, tmp_path / "out", layer=RULES)
-    flags = {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"}
-    assert engines.serve(tmp_path / "out", env=flags).tokens == engines.serve(tmp_path / "out").tokens
-    answer = engines.ask(Request(str(tmp_path / "out"), env={**flags, "SPARSITY": "8:10"}))
-    assert "the checkpoint was pruned to 6:8" in answer.error + answer.log
 
 
 def test_quantization_groups_of_compressed_tensors(engines: Engines, tmp_path: Path) -> None:

@@ -165,21 +165,12 @@ def test_sharded_state_load_format_is_refused(engines: Engines, pruned: Path) ->
     refused(engines, str(pruned), {}, "--load-format sharded_state loads a dump", load_format="sharded_state")
 
 
-def test_invalid_sparsity_flag_is_refused(engines: Engines, pruned: Path) -> None:
-    refused(engines, str(pruned), {"SPARSITY": "2_9"}, "SPARSITY", "'2_9'", "block length 9")
-
-
 def test_flags_that_contradict_quantization_option_are_refused(engines: Engines, pruned: Path) -> None:
     fragments = ("--quantization compressed-tensors", "drop one")
     refused(engines, str(pruned), SPARSE_FLAGS, *fragments, quantization="compressed-tensors")
     stock = engines.ask(Request(str(pruned), options={"quantization": "compressed-tensors"}))
     assert not stock.error
     assert not stock.summary
-
-
-def test_flag_without_pattern_or_metadata_is_refused(engines: Engines, pruned: Path, tmp_path: Path) -> None:
-    model = edited(pruned, tmp_path / "bare", {}, {"slidesparse": None})
-    refused(engines, model, {"USE_CUSPARSELT": "1"}, "set SPARSITY", "slidesparse convert SRC OUT")
 
 
 def test_weights_that_violate_their_pattern_are_refused(

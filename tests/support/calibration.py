@@ -20,6 +20,10 @@ TOKENS = (6, 24)  # number of samples, sequence length
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
+class Killed(BaseException):
+    """Stand-in for a signal that kills the process: no code handles it."""
+
+
 def write_ids(path: Path, samples: int = TOKENS[0]) -> str:
     """Token ids [samples, 24]."""
     np.save(path, np.random.default_rng(0).integers(0, LLAMA.vocabulary, (samples, TOKENS[1])))

@@ -177,7 +177,8 @@ def _run(request: Request) -> Answer:
     return Answer(data.pop("error", ""), "", data.pop("tokens", []), data.pop("logprobs", []), data=data)
 
 
-def _options(request: Request) -> dict[str, Any]:
+def llm_options(request: Request) -> dict[str, Any]:
+    """Return the arguments of ``vllm.LLM``: those that all engines have, and those of the request."""
     # float32, because vLLM's kernels for AVX2 truncate to bfloat16 where all others round
     common = {"skip_tokenizer_init": True, "max_model_len": 256, "max_num_seqs": 8, "dtype": "float32"}
     common["gpu_memory_utilization"] = 0.2  # of a CPU's memory too; other tests may run at the same time
@@ -187,13 +188,13 @@ def _options(request: Request) -> dict[str, Any]:
 def _config(request: Request) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    return EngineArgs(model=request.model, **_options(request)).create_engine_config()
+    return EngineArgs(model=request.model, **llm_options(request)).create_engine_config()
 
 
 def _engine(request: Request) -> Any:
     from vllm import LLM
 
-    return LLM(request.model, **_options(request))
+    return LLM(request.model, **llm_options(request))
 
 
 def _server(request: Request) -> Any:
@@ -201,7 +202,7 @@ def _server(request: Request) -> Any:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(model=request.model, **_options(request)))
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(model=request.model, **llm_options(request)))
 
 
 def _engine_without_flags(request: Request) -> Any:

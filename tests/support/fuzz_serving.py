@@ -28,7 +28,7 @@ os.environ |= {
 
 import fuzz
 import torch
-from engines import Request, _options
+from engines import Request, llm_options
 
 from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.errors import SlideSparseError
@@ -46,7 +46,7 @@ def load(folder: Path) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
 
-    config = EngineArgs(model=str(folder), **_options(Request(""))).create_engine_config()
+    config = EngineArgs(model=str(folder), **llm_options(Request(""))).create_engine_config()
     with set_current_vllm_config(config):
         init_distributed_environment(1, 0, f"file://{tempfile.mktemp()}", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
