@@ -71,8 +71,8 @@ class Distilled:
         """The outcome as text."""
         losses = (f"{100 * math.expm1(loss.entropy):+.2f}%" for loss in (self.before, self.after))
         return (
-            f"perplexity {' -> '.join(losses)} above the dense model's on held-out text; "
-            f"{self.steps} steps in {self.seconds / 60:.3g} minutes"
+            f"held-out perplexity relative to the dense model: {' -> '.join(losses)}; {self.steps} steps in "
+            f"{self.seconds / 60:.3g} minutes"
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class Outcome:
         metric = "perplexity" if self.in_nats else "1 - cosine"
         sign = "+" if self.in_nats else ""
         return (
-            f"{metric} {sign}{percent(self.shown(self.measured_loss))} above the dense model with the same "
+            f"{metric} {sign}{percent(self.shown(self.measured_loss))} relative to the unpruned model with the same "
             "quantization"
         )
 

@@ -58,12 +58,16 @@ from slidesparse.pattern import MixedPattern, Pattern, SlidePattern
 _TABLE = re.compile(r"(^|\.)(embed_(tokens|positions|in)\w*|\w*(embed|embeddings?)|wte|wpe)$")
 
 # Reasons for leaving a two-dimensional weight unchanged
-BY_IGNORE, BY_SOURCE, NOT_LINEAR = "--ignore", "not quantized in the source", "not a linear layer of a block"
+BY_IGNORE, BY_SOURCE, NOT_LINEAR = (
+    "--ignore",
+    "not quantized in the source",
+    "not a linear layer of a transformer block",
+)
 JOINED = "routed experts in one tensor, which vLLM serves unquantized"
 # Reasons for quantizing a linear layer without pruning it
 BY_SKIP, BY_BUDGET = "--skip", "by the budget"
-ROUTED = "routed experts, which vLLM serves"
-QUANTIZED = "quantized in the source, not a linear layer of a block"
+ROUTED = "routed experts, which vLLM serves dense"
+QUANTIZED = "quantized in the source, but not a linear layer of a transformer block"
 
 _BLOCK = re.compile(r"\blayers?\.(\d+)\.")
 _HEAD = re.compile(r"(^|\.)lm_head$")
@@ -561,17 +565,19 @@ def _rewriting(schemes: Iterable[Scheme | None], heads: Iterable[str], zero_poin
             rows, columns = scheme.block
             counts[f"dequantized from blocks of {rows} x {columns} and quantized again per channel"] += 1
         elif scheme and scheme.activations == "static":
-            counts["static activation scales dropped, activations now quantized per token"] += 1
+            counts[
+                "static activation scales removed, as activations are now quantized dynamically per token"
+            ] += 1
         elif scheme and scheme.activations == "dynamic":
-            counts["activations now quantized per token, not per tensor"] += 1
+            counts["activations are now quantized per token instead of per tensor"] += 1
         elif scheme and scheme.strategy == "tensor":
-            counts["per-tensor scales written per channel, as experts need them"] += 1
+            counts["per-tensor scales expanded to per-channel, which experts need"] += 1
     yield from (f"{count} layers: {words}" for words, count in counts.items())
     yield from (
-        f"{name} in floats, as vLLM loads a quantized one only where a target names it" for name in heads
+        f"{name} dequantized, as vLLM loads a quantized one only if a target names it" for name in heads
     )
     if zero_points:
-        yield f"{zero_points} zero points dropped, as weights are symmetric"
+        yield f"{zero_points} zero points removed, as the weights are symmetric"
 
 
 def _block(

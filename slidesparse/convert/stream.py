@@ -76,7 +76,7 @@ from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import FP8, dequantize_blocks, dequantize_rows, quantize_rows
 from slidesparse.slide import slide
 
-ROTATED = "the residual stream and the values of each head, in the weights"
+ROTATED = "the residual stream and the values of each attention head, folded into the weights"
 _CODE = (".py", ".pkl", ".bin", ".pt", ".pth", ".so", ".sh")  # never copied, whatever the name
 
 
@@ -256,7 +256,7 @@ def _transformed(
     if rotate:
         learned = find_rotation(task, reader, work, progress)
         if learned.before:
-            gain = f"; pruning costs {1 - learned.after / learned.before:.0%} less by an estimate"
+            gain = f"; estimated pruning loss reduced by {1 - learned.after / learned.before:.0%}"
         reader = RotatedReader(reader, task.model, task.device, learned.rotation)
     if not task.smooths:
         return reader, gain, ""

@@ -343,8 +343,11 @@ class TestCheckpoints:
             assert document["speedups"][i] == pytest.approx(sums[0] / sums[1])
         result = Done("doctor", tmp_path / "out")
         assert result.code == 0
-        assert "8 for SlideSparse (2 at 4:6, 4 at 6:8, 2 dense), 0 quantized dense, 0 left" in result.out
-        assert "of nvidia-h200: there is no GPU here" in result.out
+        assert (
+            "8 served by SlideSparse (2 at 4:6, 4 at 6:8, 2 dense), 0 by vLLM's own W8A8 kernels, 0 unq"
+            in result.out
+        )
+        assert "measured on nvidia-h200, as this machine has no GPU" in result.out
         assert result.out.splitlines()[-1].startswith(
             "yes: the backend reference serves 8 of 8 linear layers"
         )
@@ -463,7 +466,7 @@ class TestCheckpoints:
         result = Done("doctor", source)
         assert result.code == 1
         assert f"remedy: slidesparse convert {source} OUT --sparsity" in result.out
-        assert "0 for SlideSparse, 0 quantized dense, 8 left in floats" in result.out
+        assert "0 served by SlideSparse, 0 by vLLM's own W8A8 kernels, 8 unquantized" in result.out
         report = preflight.examine("b", bitnets.write_master(tmp_path / "bitnet"))
         assert (report.code, report.backend) == (1, None)
         assert "slidesparse convert b OUT" in report.missing[0]["remedy"]
