@@ -130,7 +130,7 @@ def test_layers_compared_with_stock(tmp_path: Path) -> None:
     csv(tmp_path, "linear.csv", LINEAR.columns, LAYERS)
     render(tmp_path)
     text = (tmp_path / "linear.md").read_text()
-    assert tables(text, "Beside stock vLLM")[0][1] == [
+    assert tables(text, "Compared with stock vLLM")[0][1] == [
         *("cusparselt", "6:8", "4", "1", "1", "2", "1.25 (A INT8, M 64)", "0.67 (B FP8, M 64)")
     ]
     assert tables(text, "A, INT8")[0][1] == ["64", "100.0", "1.25"]
@@ -202,7 +202,7 @@ def test_tables_of_whole_models(tmp_path: Path) -> None:
     assert efficiency.efficiency().round(3).loc[64].to_dict() == {"2:4": 1.0, "6:8": 0.827}
     assert tables(text, "tiny, unfused, prefill, INT8")[1][2] == ["128", "0.60"]
     assert tables(text, "tiny, decode, INT8")[0][1] == ["64", "10.00", "12.50"]
-    counts = {(row[0], row[1]): row[2:6] for row in tables(text, "Beside stock vLLM")[0][1:]}
+    counts = {(row[0], row[1]): row[2:6] for row in tables(text, "Compared with stock vLLM")[0][1:]}
     assert counts == {
         ("prefill", "2:4"): ["1", "1", "0", "0"],
         ("prefill", "6:8"): ["3", "0", "0", "3"],
@@ -247,7 +247,7 @@ def test_comparison_with_the_paper(tmp_path: Path) -> None:
     reference += ["prefill,tiny,int8,6:8,64,1.2", "decode,tiny,int8,6:8,64,1.2"]
     render(tmp_path, csv(tmp_path, "r.csv", REFERENCE, reference))
     text = (tmp_path / "comparison.md").read_text()
-    (counts,) = tables(text, "Beside the paper and the reference implementation")
+    (counts,) = tables(text, "Comparison with the paper and the reference implementation")
     assert [row[1:] for row in counts[1:]] == [
         ["cusparselt over cublaslt", "2", "1", "0", "1", "0", "12.0%"],  # equal counts as reached
         ["cusparselt over cublaslt-int8", "1", "0", "0", "1", "0", "12.0%"],

@@ -209,10 +209,10 @@ def test_tables_of_the_spmm_page(tmp_path: Path) -> None:
         ["", "M", "2:4", "1:4"],
         ["FP32", "512", "2.50", "1.25"],
     ]
-    tensor_cores = tables(text, "Beside sparse tensor cores at 2:4")[0]
+    tensor_cores = tables(text, "Compared with sparse tensor cores at 2:4")[0]
     assert tensor_cores[1] == ["512", "16.00", "-", "4.00"]
     assert tables(text, "Layers of models at 2:4")[0][1][:3] == ["FP32", "A qkv, M 64", "-"]
-    assert tables(text, "Beside one thread of the CPU")[0][1][:4] == ["512", "4000", "50.00", "100.00"]
+    assert tables(text, "Compared with one CPU thread")[0][1][:4] == ["512", "4000", "50.00", "100.00"]
     assert "None: ncu was not found." in text
     measurements = {row[0]: row[2] for row in tables(text, "The study's claims and our measurements")[0]}
     assert measurements["The baseline is 10^2 to 10^4 times as fast as one thread of the CPU"] == "200 / 100"
