@@ -271,7 +271,7 @@ def _converted(block: dict[str, Any] | None, options: ConvertOptions) -> Metadat
         return None  # an ordinary W8A8 checkpoint, of which nothing is pruned yet
     if options.budget:
         raise CheckpointError(
-            f"the source is already pruned to {metadata.pattern}, so {options.budget.goal} has nothing to choose; "
+            f"the source is already pruned to {metadata.pattern}, so {options.budget.goal} cannot choose patterns; "
             "start from the original checkpoint"
         )
     if metadata.pattern != options.pattern:
@@ -305,13 +305,13 @@ def _require_fitting(
         }
         for option in (option for option, is_given in conflicts.items() if is_given):
             raise CheckpointError(
-                f"{option} does not go with a source that is already pruned, as only its layout changes; "
+                f"{option} cannot be used with a source that is already pruned, as only its layout changes; "
                 "start from the original checkpoint"
             )
     if source and options.calibration and not is_bitnet(checkpoint.config):
         raise CalibrationError(
             f"calibration updates float weights, but the source holds {source.quant} ones; start from the original "
-            "checkpoint, or prune its codes: --method magnitude without --calib"
+            "checkpoint, or prune its quantized weights: --method magnitude without --calib"
         )
 
 
@@ -399,8 +399,8 @@ def _require_complete(
     """Raise CheckpointError if linear layers are missing."""
     if missing := family.missing(layers):
         raise CheckpointError(
-            f"{missing[0]} is not there, but layers that vLLM fuses with it are ({len(missing)} such); the checkpoint "
-            "is incomplete: fetch it again"
+            f"{missing[0]} is missing, but layers that vLLM fuses with it are present ({len(missing)} such); the "
+            "checkpoint is incomplete: fetch it again"
         )
     blocks = {match[1] for match in map(_BLOCK.search, layers) if match}
     expected: Any = checkpoint.config.get("num_hidden_layers")

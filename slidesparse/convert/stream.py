@@ -184,8 +184,8 @@ def _rotation(checkpoint: Checkpoint, options: ConvertOptions) -> str:
     if not why_not:
         return ROTATED
     if options.calibration.rotate == "on":
-        raise CalibrationError(f"--rotate on: {why_not}; leave it out")
-    return f"none: {why_not}"
+        raise CalibrationError(f"--rotate on: {why_not}; leave --rotate out")
+    return f"not rotated: {why_not}"
 
 
 def _sparse(checkpoint: Checkpoint, options: ConvertOptions) -> str | None:
@@ -197,7 +197,7 @@ def _sparse(checkpoint: Checkpoint, options: ConvertOptions) -> str | None:
             if length is None or spec.columns < length or spec.dtype not in FLOATS or not spec.rows:
                 continue
             if obeys(reader.rows(spec.name, next(spec.chunks())), options.pattern):
-                return f"{spec.name} already obeys {options.pattern.ratio}, and would not after rotation"
+                return f"{spec.name} already satisfies {options.pattern.ratio}, which rotation would undo"
     return None
 
 

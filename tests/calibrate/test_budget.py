@@ -478,9 +478,9 @@ def test_killed_budget_search_resumes(
 @pytest.mark.parametrize(
     ("budget", "message"),
     [
-        (Budget(min_speedup=1.9, tokens=(16,)), "cannot be reached: the most is 1."),
+        (Budget(min_speedup=1.9, tokens=(16,)), "cannot be reached: the maximum is 1."),
         (Budget(min_speedup=1.01, tokens=(16,)), "is reached without pruning: .* SPARSITY=dense"),
-        (Budget(max_loss=1e-9, tokens=(16,)), "allow more"),
+        (Budget(max_loss=1e-9, tokens=(16,)), "allow a larger loss"),
     ],
 )
 def test_unreachable_budget_is_refused(

@@ -190,7 +190,7 @@ def test_texts_and_pairs_of_jsonl_files(folder: Path) -> None:
     ("name", "text", "fact"),
     [
         ("none.txt", None, "none.txt"),
-        ("a.txt", "a b", "has 2 tokens"),
+        ("a.txt", "a b", "has 2 tokens, fewer than"),
         ("a.md", "a b", ".txt, .jsonl, .npy"),
         ("a.jsonl", '{"body": "a"}', "line 1: KeyError: 'text'"),
         ("a.jsonl", "{", "line 1: JSONDecodeError"),
@@ -393,7 +393,7 @@ def test_served_by_is_reported(folder: Path, without_engine: list[Any]) -> None:
     (folder / "a.jsonl").write_text('"a b"\n')
     short = ("eval", "embedding", folder, "--data", folder / "a.jsonl", "--json")
     assert json.loads(Done(*short).out)["served_by"].startswith("6:8")
-    assert "--longest 1 leaves nothing" in Done(*short, "--longest", 1).err
+    assert "--longest 1 is too small" in Done(*short, "--longest", 1).err
 
 
 @pytest.mark.parametrize(

@@ -405,7 +405,7 @@ class TestCheckpoints:
         edit_json(tmp_path / "out" / "config.json", quantization_config=block)
         result = Done("doctor", tmp_path / "out")
         assert (result.code, result.out) == (2, "")
-        assert f"is stored without its zeros, but the metadata say the {claimed} layout" in result.err
+        assert f"is stored in the packed form, but the metadata declare the {claimed} layout" in result.err
 
     def test_doctor_refuses_missing_quantization_config(self, tmp_path: Path) -> None:
         """The config.json is the original model's, but the weights were converted."""
@@ -537,7 +537,7 @@ class TestCheckpoints:
         pretend_machine(preflight.Machine("cuda", (9, 0), "NVIDIA H200", free=1 << 20))
         report = preflight.examine("out", tmp_path / "out")
         assert report.code == 3
-        assert "0.00 GiB of the GPU are free" in report.verdict
+        assert "0.00 GiB of GPU memory are free" in report.verdict
         pretend_machine(preflight.Machine("cuda", (8, 0), "NVIDIA A100", free=1 << 30))
         assert "below 8.9" in preflight.examine("small", tmp_path / "small").verdict
         assert preflight.examine("out", tmp_path / "out").times is None
@@ -547,7 +547,7 @@ class TestCheckpoints:
         pretend_machine(H200, hopper="nvcc was not found")
         report = preflight.examine("out", tmp_path / "out")
         assert (report.code, report.backend, report.times) == (0, "cusparselt", None)
-        assert "hopper, which is preferred, cannot run: nvcc was not found" in report.missing[0]["what"]
+        assert "the preferred backend hopper cannot run: nvcc was not found" in report.missing[0]["what"]
         pretend_machine(H200, hopper="no nvcc", cusparselt="no library")
         report = preflight.examine("out", tmp_path / "out")
         assert report.code == 3
@@ -575,11 +575,11 @@ class TestCheckpoints:
         assert messages == (
             []
             if pattern == "8:10"
-            else [f"no times of {pattern} layers by our kernels on nvidia-h200 are known"]
+            else [f"the times of {pattern} layers have not been measured on nvidia-h200"]
         )
         monkeypatch.setattr(
             LayerTimes, "_us", lambda self, dtype, name, shape, tokens: 1.0 if name == STOCK else 2.0
         )
         report = preflight.examine("out", tmp_path / "out")
-        assert f"{pattern} makes no layers faster in steps of 16 or 8192" in report.missing[0]["what"]
+        assert f"{pattern} speeds up no layer at 16 or 8192" in report.missing[0]["what"]
         assert report.speedups == [0.5, 0.5]
