@@ -186,7 +186,7 @@ def test_libraries_and_compiled_targets_are_reported(
     assert "cuSPARSELt 0.7.1 was found" in text
     assert re.search(r"remedy: pip install .*cusparselt", text)
     assert "cuBLASLt             0.7.1 (a wheel) lib.so" in text
-    assert re.search("cuBLASLt extension +not compiled yet: `slidesparse build`", text)
+    assert re.search("cuBLASLt extension +not compiled yet: run `slidesparse build`", text)
     assert re.search(f"Hopper kernels +{tmp_path}/hopper", text)
 
 
