@@ -43,33 +43,39 @@ if TYPE_CHECKING:
     from slidesparse.tune.machine import Gpu
     from slidesparse.tune.session import Session
 
-app = application("Measure this machine, and render what was measured.", name="benchmarks")
+app = application(
+    "Measure SlideSparse on this machine, and turn the results into tables, pages and plots.",
+    name="benchmarks",
+)
 ACCURACY = Path(__file__).with_name("accuracy")
 
 Models = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="Names such as Qwen2.5-7B, or folders with a config.json, comma-separated; default all.",
+        help="Names such as Qwen2.5-7B, or folders with a config.json, comma-separated; default: all known models.",
     ),
 ]
 Dtypes = Annotated[str, typer.Option("--dtype", help="Operand types, comma-separated.")]
 Patterns = Annotated[
     str | None,
-    typer.Option("--pattern", help="Comma-separated, such as 2:4,6:8; default 2:4 to 14:16 and 2_inf."),
+    typer.Option(
+        "--pattern", help="Patterns, comma-separated, such as 2:4,6:8; default: 2:4 to 14:16 and 2_inf."
+    ),
 ]
-Out = Annotated[Path, typer.Option("--out", help="Folder of the tables; rows that are there are kept.")]
+Out = Annotated[Path, typer.Option("--out", help="Folder for the tables; rows already in them are kept.")]
 VllmLibrary = Annotated[
-    Path | None, typer.Option(help="vLLM's compiled kernels (_C*.so), when vLLM is not installed.")
+    Path | None, typer.Option(help="vLLM's compiled kernels (_C*.so), for use without an installed vLLM.")
 ]
 Libraries = Annotated[
-    str | None, typer.Option("--library", help="GEMM libraries, comma-separated; default all for this GPU.")
+    str | None,
+    typer.Option("--library", help="GEMM libraries, comma-separated; default: all that support this GPU."),
 ]
-NoStock = Annotated[bool, typer.Option("--no-stock", help="Leave vLLM's own kernels out.")]
+NoStock = Annotated[bool, typer.Option("--no-stock", help="Do not measure vLLM's own kernels.")]
 ModelNames = Annotated[
     str, typer.Argument(help="Names such as Qwen2.5-7B, or folders with a config.json, comma-separated.")
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the commands still to run, and run none.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the remaining commands without running them.")]
 OUT = Path("bench_out")
 
 
@@ -155,7 +161,7 @@ def kernel(
     no_stock: NoStock = False,
     as_json: Json = False,
 ) -> None:
-    """GEMM alone: cuBLASLt, the sparse libraries at each pattern and vLLM's kernel; writes OUT/kernel.csv."""
+    """Time single GEMMs of cuBLASLt, the sparse libraries at each pattern, and vLLM; writes OUT/kernel.csv."""
     began = time.monotonic()
     from benchmarks.kernel import DTYPES, KernelBench, model_groups, square_groups
     from slidesparse.tune.shapes import parse_choice
@@ -188,7 +194,7 @@ def linear(
     no_stock: NoStock = False,
     as_json: Json = False,
 ) -> None:
-    """Whole layers: quantize, GEMM, scale, with the tuned algorithms; writes OUT/linear.csv."""
+    """Time whole linear layers (quantize, GEMM, scale) with tuned algorithms; writes OUT/linear.csv."""
     began = time.monotonic()
     from benchmarks.kernel import model_groups
     from benchmarks.linear import LinearBench
@@ -208,7 +214,7 @@ def linear(
 
 @app.command()
 def bandwidth(out: Out = OUT, time_limit: Limit = None, as_json: Json = False) -> None:
-    """The quantizing and scaling kernels against a copy of as many bytes; writes OUT/bandwidth.csv."""
+    """Compare the kernels that quantize and scale with a copy of as many bytes; writes OUT/bandwidth.csv."""
     began = time.monotonic()
     from benchmarks.bandwidth import BandwidthBench, libraries
     from benchmarks.conditions import gpu_conditions
@@ -230,7 +236,7 @@ def layout(
     time_limit: Limit = None,
     as_json: Json = False,
 ) -> None:
-    """Both libraries in the eight memory layouts, weights at 6:8; writes OUT/layout.csv."""
+    """Time cuSPARSELt and cuBLASLt at 6:8 in the eight memory layouts; writes OUT/layout.csv."""
     began = time.monotonic()
     from benchmarks.conditions import gpu_conditions
     from benchmarks.kernel import DTYPES
@@ -268,7 +274,7 @@ def spmm(
     time_limit: Limit = None,
     as_json: Json = False,
 ) -> None:
-    """Hand-written N:M kernels beside cuBLAS, sparse tensor cores and the CPU; writes OUT/spmm.csv."""
+    """Compare hand-written N:M kernels with cuBLAS, sparse tensor cores and the CPU; writes OUT/spmm.csv."""
     began = time.monotonic()
     from benchmarks import spmm_counters
     from benchmarks.conditions import cpu_conditions, gpu_conditions
@@ -296,12 +302,12 @@ def convert(
     size: Annotated[
         str, typer.Option(help="Size of the synthetic BF16 model, such as 500MB or 2GB.")
     ] = "2GB",
-    sparsity: Annotated[str, typer.Option("--sparsity", "-s", help="The pattern.")] = "6:8",
+    sparsity: Annotated[str, typer.Option("--sparsity", "-s", help="The sparsity pattern.")] = "6:8",
     quant: Annotated[str, typer.Option(help="int8 or fp8.")] = "int8",
     layout: Annotated[str, typer.Option(help="dense or slided.")] = "dense",
     as_json: Json = False,
 ) -> None:
-    """Convert a synthetic Llama-style model, in $TMPDIR; report MB/s of BF16 input and the peak memory."""
+    """Measure the throughput and peak memory of converting a synthetic Llama-style model, in $TMPDIR."""
     from benchmarks import convert as bench
     from slidesparse.convert.synth import parse_size
     from slidesparse.pattern import SlidePattern
@@ -319,18 +325,18 @@ def e2e(
         ),
     ],
     name: Annotated[
-        str | None, typer.Option(help="The model's name in the table; default from the folder.")
+        str | None, typer.Option(help="The model's name in the table; by default taken from the folder.")
     ] = None,
     patterns: Annotated[
-        str | None, typer.Option(help="Comma-separated; default all of the checkpoints.")
+        str | None, typer.Option(help="Patterns, comma-separated; default: those of all checkpoints.")
     ] = None,
     stages: Annotated[str, typer.Option(help="prefill, decode or both.")] = "prefill,decode",
     m: Annotated[
         str | None,
-        typer.Option("--m", help="Tokens per step; default 512 to 65536 for prefill, 64 to 512 for decode."),
+        typer.Option("--m", help="Tokens per step; default: 512 to 65536 for prefill, 64 to 512 for decode."),
     ] = None,
     decode_m: Annotated[
-        str | None, typer.Option("--decode-m", help="Sequences per decode step, instead of --m.")
+        str | None, typer.Option("--decode-m", help="Batch size in decode, instead of --m.")
     ] = None,
     systems: Annotated[
         str,
@@ -340,11 +346,13 @@ def e2e(
             "unfused: sparse with SLIDESPARSE_FUSE=0."
         ),
     ] = "stock,off,cublaslt,sparse",
-    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each cell, in alternating order.")] = 3,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Number of measurements of each cell, in alternating order.")
+    ] = 3,
     first_round: Annotated[
         int, typer.Option(min=1, help="Number of the first round, to continue an earlier command.")
     ] = 1,
-    prompt_len: Annotated[int, typer.Option(min=1, help="Most tokens of a prefill prompt.")] = 1024,
+    prompt_len: Annotated[int, typer.Option(min=1, help="Maximum tokens per prompt in prefill.")] = 1024,
     prefill_steps: Annotated[int, typer.Option(min=1, help="Steps of M tokens in a prefill run.")] = 128,
     decode_steps: Annotated[
         int, typer.Option(min=1, help="Output tokens per sequence in a decode run.")
@@ -360,7 +368,7 @@ def e2e(
     resident: Annotated[
         bool,
         typer.Option(
-            "--resident", help="Keep all engines loaded, side by side on the GPU, and let them take turns."
+            "--resident", help="Keep all engines loaded side by side on the GPU, and run them in turn."
         ),
     ] = False,
     profile: Annotated[
@@ -380,7 +388,7 @@ def e2e(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Tokens per second of whole models: stock vLLM, dense cuBLASLt, sparse; writes OUT/e2e.csv."""
+    """Measure whole models in tokens per second: stock vLLM, dense cuBLASLt, sparse; writes OUT/e2e.csv."""
     from benchmarks.e2e import DECODE, PREFILL, SLIDED_SYSTEMS, STAGES, SYSTEMS, TOKENS, Workload
     from benchmarks.e2e import runs as plan
     from benchmarks.e2e_models import find_model
@@ -496,7 +504,7 @@ def reproduce(
     ] = 510,
     dry_run: DryRun = False,
 ) -> None:
-    """Measure all that docs/benchmarks compares with the paper, a part of it in each call; prints what is left."""
+    """Measure everything that docs/benchmarks compares with the paper, in parts; prints what remains to be run."""
     from benchmarks import reproduce as steps
     from slidesparse.tune.measure import Deadline
 
@@ -520,7 +528,7 @@ def report(
         typer.Option(help="Speed-ups to compare with, as docs/benchmarks/reference.csv.", metavar="FILE"),
     ] = None,
 ) -> None:
-    """Turn the tables of a folder into Markdown pages and plots; prints their paths."""
+    """Make Markdown pages and plots from the tables of a folder; prints their paths."""
     from benchmarks import report as reports
 
     for path in reports.render(folder, reference):
@@ -530,10 +538,14 @@ def report(
 @app.command()
 def docs(
     check: Annotated[
-        bool, typer.Option("--check", help="Write nothing; exit 1 with the first difference.")
+        bool,
+        typer.Option(
+            "--check",
+            help="Write nothing; if a table is out of date, show the first difference and exit with 1.",
+        ),
     ] = False,
 ) -> None:
-    """Write every table of figures in README.md and docs/ anew from the CSVs beside them; prints what changed."""
+    """Regenerate every table of figures in README.md and docs/ from the CSV files; prints which pages changed."""
     from benchmarks.report import docs as pages
 
     for path in pages.check() if check else pages.write():
@@ -545,9 +557,11 @@ def docs(
 )
 def accuracy(
     context: typer.Context,
-    program: Annotated[str | None, typer.Argument(help="Its name; without one, all are listed.")] = None,
+    program: Annotated[
+        str | None, typer.Argument(help="The program to run; without it, all are listed.")
+    ] = None,
 ) -> None:
-    """The programs behind docs/accuracy; ``accuracy NAME ...`` is ``python -m benchmarks.accuracy.NAME ...``."""
+    """Run or list the programs behind docs/accuracy (``python -m benchmarks.accuracy.NAME``)."""
     texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(ACCURACY.glob("*.py"))}
     programs = {name: text.split('"""')[1] for name, text in texts.items() if "__main__" in text}
     if program in programs:

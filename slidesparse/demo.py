@@ -114,7 +114,8 @@ def demo(
         if report.budget and report.budget.choice:
             choice = report.budget.choice
             out.print(
-                f"  matrices: {choice.mix}; {choice.zeros:.0%} zeros; linear layers {choice.speedup:.2f}x on an H200"
+                f"  layers per pattern: {choice.mix}; {choice.zeros:.0%} zeros; linear layers "
+                f"{choice.speedup:.2f}x as fast on an H200"
             )
         jobs[goal, "ours"] = (checkpoint, {USE_CUSPARSELT: "1", SPARSITY: report.pattern.flag})
         jobs[goal, "stock"] = (checkpoint, {DISABLE: "1"})
@@ -295,7 +296,7 @@ def _table(source: Path, models: dict[str, Path], served: dict[tuple[str, str], 
         "cosine, stock vLLM",
     ):
         table.add_column(name, justify="right" if "cosine" in name or name == "on disk" else "left")
-    table.add_row("-", "none: the original", _megabytes(source), "-", "-", "-", "1.0000")
+    table.add_row("-", "not pruned", _megabytes(source), "-", "-", "-", "1.0000")
     for goal, folder in models.items():
         sparse, stock = served[goal, "ours"], served[goal, "stock"]
         line = re.match(

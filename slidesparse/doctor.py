@@ -273,7 +273,7 @@ def _describe(file: find.FoundFile, version: str | None) -> Report:
 
 def _compiled(name: str) -> Report:
     path = compile.target_path(name)
-    later = "not compiled yet: `slidesparse build` does it, or else the first use"
+    later = "not compiled yet: run `slidesparse build`, or the first use compiles it"
     return {"compiled": path.is_file(), "path": str(path), "words": str(path) if path.is_file() else later}
 
 

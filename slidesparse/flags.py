@@ -75,7 +75,7 @@ class Flags:
         sparse, dense = _switch(environ, USE_CUSPARSELT), _switch(environ, USE_CUBLASLT)
         if sparse and dense:
             raise FlagError(
-                f"{USE_CUSPARSELT} and {USE_CUBLASLT} are both set; they choose one path, so unset one"
+                f"{USE_CUSPARSELT} and {USE_CUBLASLT} are both set, but they select different paths; unset one"
             )
         pattern = None
         if environ.get(SPARSITY, "").strip():
@@ -87,7 +87,7 @@ class Flags:
         backend = _backend(environ)
         if backend and dense:
             raise FlagError(
-                f"{USE_CUBLASLT} asks for the dense path, {BACKEND}={backend} for one of the sparse path; unset one"
+                f"{USE_CUBLASLT} selects the dense path, but {BACKEND}={backend} is a sparse backend; unset one of them"
             )
         return cls(
             path,

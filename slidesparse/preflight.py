@@ -425,7 +425,7 @@ def _judge_layers(report: Report, unread: str, resolution: Resolution, machine: 
             break
         if gemm.get(name).device_type == machine.platform:
             reason = gemm.get(name).unusable(torch.device(machine.platform), machine.capability) or ""
-            report.lacks(f"{name}, which is preferred, cannot run: {' '.join(reason.split())}", "")
+            report.lacks(f"the preferred backend {name} cannot run: {' '.join(reason.split())}", "")
     untuned = [layer for layer in served if layer.tuned not in ("", TUNED)]
     if untuned:
         problem = f"{len(untuned)} of {len(served)} shapes have no tuned table for {machine.gpu}"
@@ -433,11 +433,11 @@ def _judge_layers(report: Report, unread: str, resolution: Resolution, machine: 
     for pattern in (p for p in report.patterns if report.times and p != DENSE_WEIGHT):
         speedups = _speedups(layer for layer in served if layer.pattern == pattern)
         if None in speedups:
-            problem = f"no times of {pattern} layers by our kernels on {report.times} are known"
-            report.lacks(problem, "python -m benchmarks linear measures them")
+            problem = f"the times of {pattern} layers have not been measured on {report.times}"
+            report.lacks(problem, "measure them with python -m benchmarks linear")
         elif all(ratio is not None and ratio <= 1 for ratio in speedups):
             steps = " or ".join(map(str, DEFAULT_TOKENS))
-            problem = f"{pattern} makes no layers faster in steps of {steps} tokens on {report.times}"
+            problem = f"{pattern} speeds up no layer at {steps} tokens per forward pass on {report.times}"
             report.lacks(
                 problem, "convert the original model to a sparser one, such as --sparsity 6:8 or 2:4"
             )
@@ -454,8 +454,10 @@ def _judge_machine(report: Report, supported: bool) -> None:
     if machine.gpu is None and doctor.gpus()["list"]:
         report.lacks("torch cannot use this machine's GPU", INSTALL_CUDA, ENVIRONMENT)
     if machine.free is not None and report.weight_bytes > machine.free:
-        problem = f"the weights take {gib(report.weight_bytes)}, {gib(machine.free)} of the GPU are free"
-        report.lacks(problem, "free it, a larger GPU, or --tensor-parallel-size with several", ENVIRONMENT)
+        problem = f"the weights need {gib(report.weight_bytes)}, but only {gib(machine.free)} of GPU memory are free"
+        report.lacks(
+            problem, "free GPU memory, use a larger GPU, or several with --tensor-parallel-size", ENVIRONMENT
+        )
 
 
 def gib(count: int) -> str:
@@ -468,13 +470,16 @@ def _verdict(report: Report) -> str:
     layers = f"{report.count(OURS)} of {sum(layer.count for layer in report.layers)} linear layers"
     verdict = f"the backend {report.backend} serves {layers}"
     if report.machine.platform == "cpu":
-        verdict += ", exactly but not fast, as there is no GPU here"
+        verdict += " with exact but slow CPU arithmetic, as this machine has no GPU"
     ratios = [
-        f"{ratio:.2f}x in steps of {tokens} tokens"
+        f"{ratio:.2f}x with {tokens} tokens"
         for ratio, tokens in zip(report.speedups, DEFAULT_TOKENS, strict=False)
         if ratio is not None
     ]
     if not ratios:
         return verdict
     speeds = " and ".join(ratios)
-    return f"{verdict}; linear layers are at {speeds} of stock vLLM's speed, by the times of {report.times}"
+    return (
+        f"{verdict}; speed of linear layers relative to stock vLLM: {speeds} per forward pass (layer times of "
+        f"{report.times})"
+    )

@@ -76,8 +76,8 @@ class Resolution:
         types = {field.name: _TYPES[str(field.type)] for field in fields(cls)}
         if not isinstance(stamp, dict) or {name: type(value) for name, value in stamp.items()} != types:
             raise ResolveError(
-                f"quantization_config.{STAMP} is no resolution of this slidesparse ({__version__}): remove it from "
-                "config.json, and install the same slidesparse for all processes"
+                f"quantization_config.{STAMP} was not written by this release of slidesparse ({__version__}): remove "
+                "it from config.json, and install the same slidesparse for all processes"
             )
         return cls(**stamp)
 
@@ -121,7 +121,7 @@ def claim(
     if user_quant not in (None, QUANT_METHOD):
         if flag:
             raise ResolveError(
-                f"--quantization {user_quant} asks for vLLM's own kernels while {flag} is set; drop one"
+                f"--quantization {user_quant} selects vLLM's own kernels, but {flag} is set; remove one of the two"
             )
         return None
     return resolve(quantization_config, Flags.from_environment(), platform == "cuda", capability)
@@ -185,7 +185,7 @@ def common_entry(name: str, entries: Mapping[str, LayerEntry | None]) -> LayerEn
             f"{part} {entry.pattern.ratio if entry else 'unpruned'}" for part, entry in entries.items()
         )
         raise ResolveError(
-            f"{name} joins {', '.join(entries)}, which the checkpoint holds as {pruned}; "
+            f"vLLM fuses {', '.join(entries)} into {name}, but their patterns in the checkpoint differ: {pruned}; "
             "convert again with the same pattern for all of them"
         )
     return present[0] if present else None
@@ -205,7 +205,7 @@ def left_to_vllm(resolution: Resolution, pattern: Pattern) -> str | None:
         return None
     if pattern == NOT_PRUNED:
         return "not pruned"
-    return f"{pattern.ratio}, which {resolution.backend} does not multiply"
+    return f"{pattern.ratio}, which backend {resolution.backend} does not support"
 
 
 def batch_invariant() -> bool:
@@ -261,8 +261,8 @@ def resolve(
     blocks = path == SPARSE and isinstance(pattern, MixedPattern)
     if blocks and requested.path and not gemm.get(backend).takes_dense:
         raise ResolveError(
-            f"{SPARSITY}={pattern.flag} needs a backend that multiplies dense blocks, hopper (compute capability 9.0); "
-            f"here {backend} is chosen: {reason}. Unset {USE_CUSPARSELT} for vLLM's own kernels"
+            f"{SPARSITY}={pattern.flag} needs the backend hopper (compute capability 9.0), which supports dense "
+            f"blocks; here {backend} was selected: {reason}. Unset {USE_CUSPARSELT} to use vLLM's own kernels"
         )
     fuses = gemm.get(backend).fuses and on_cuda and not batch_invariant()
     return Resolution(

@@ -43,9 +43,9 @@ def works() -> bool:
     release = distribution[1].partition("+")[0]
     if tells_no_release(release):
         warn(
-            f"slidesparse needs vLLM {VLLM_OLDEST} or later; the version of this one, {release}, does not say which "
-            "release it is, as it was built without git tags, so it is taken for a supported one. If it is one, set "
-            "VLLM_VERSION_OVERRIDE or SETUPTOOLS_SCM_PRETEND_VERSION to its release when you build it; if not, set "
+            f"slidesparse needs vLLM {VLLM_OLDEST} or later. This vLLM was built without git tags, so its version "
+            f"{release} does not identify a release, and slidesparse assumes that it is supported. If it is, build it "
+            "with VLLM_VERSION_OVERRIDE or SETUPTOOLS_SCM_PRETEND_VERSION set to its release; if it is older, set "
             "DISABLE_SLIDESPARSE=1"
         )
         return True
@@ -53,7 +53,7 @@ def works() -> bool:
         problem = f"slidesparse needs vLLM {VLLM_OLDEST} or later, found {release}: upgrade vLLM"
         if flags.path_flag():
             raise CompatibilityError(f"{problem}, or unset {flags.path_flag()}")
-        warn(f"{problem}, or set DISABLE_SLIDESPARSE=1. Models are served without it")
+        warn(f"{problem}, or set DISABLE_SLIDESPARSE=1. Models are served without slidesparse")
         return False
     if release not in tested_releases(distribution[0], distribution[1]):
         warn(

@@ -159,7 +159,8 @@ class SlideSparseConfig(CompressedTensorsConfig):
         except NotImplementedError as error:
             reason = " ".join(str(error).split())
             raise ResolveError(
-                f"{name}: vLLM serves no layer quantized as quantization_config says: {reason}; {CONVERT_AGAIN}"
+                f"{name}: vLLM does not support the quantization that quantization_config declares: {reason}; "
+                f"{CONVERT_AGAIN}"
             ) from error
         if scheme is None and all(part in self._listed() for part in self._parts(name)):
             raise ResolveError(
@@ -197,26 +198,26 @@ class SlideSparseConfig(CompressedTensorsConfig):
 
     def _replaced_by(self, scheme: str, name: str) -> None:
         """Warn that vLLM chose a scheme that we do not wrap, or raise ResolveError if that must not serve the layer."""
-        problem = f"vLLM runs W8A8 layers of this checkpoint by its own {scheme}"
+        problem = f"vLLM runs W8A8 layers of this checkpoint with its own {scheme}"
         remedy = f"slidesparse convert SRC OUT --sparsity {self.resolution.pattern}"
         if scheme == WEIGHT_ONLY:
             problem += f": {NO_FP8_ACTIVATIONS}"
             remedy = f"convert the original model to INT8: {remedy} --quant int8"
         else:
             remedy = (
-                f"convert the original model, {remedy}, and serve it by a tested vLLM: {VLLM_TESTED_TEXT}"
+                f"convert the original model ({remedy}) and serve it with a tested vLLM: {VLLM_TESTED_TEXT}"
             )
         if self.resolution.layout != "dense":
             raise ResolveError(
-                f"{name}: {problem}; that cannot read the {self.resolution.layout} layout. For sparse layers {remedy}; "
-                "for vLLM's own kernels convert with --layout dense"
+                f"{name}: {problem}, which cannot read the {self.resolution.layout} layout. To run sparse "
+                f"layers: {remedy}; to use vLLM's own kernels: convert with --layout dense"
             )
         if self.resolution.asked:
             raise ResolveError(
-                f"{name}: {problem}, while a SlideSparse flag is set. For sparse layers {remedy}; "
-                "for vLLM's own kernels unset the flag"
+                f"{name}: {problem}, but a SlideSparse flag is set. To run sparse layers: {remedy}; "
+                "to use vLLM's own kernels: unset the flag"
             )
-        compat.warn(f"SlideSparse leaves them dense: {problem}. For sparse layers {remedy}")
+        compat.warn(f"SlideSparse leaves them dense: {problem}. To run them sparse: {remedy}")
 
     def _entry(self, name: str) -> LayerEntry | None:
         """Return the metadata entry of a layer, or of all parts that vLLM fuses into it, or None."""

@@ -69,7 +69,7 @@ class LoadCheck:
             if tensor.dim() != 2 or tensor.shape[1] != self._columns:
                 raise CheckpointError(
                     f"{self._name}: the checkpoint holds a weight of shape {list(tensor.shape)}, its metadata and the "
-                    f"model ask for {self._columns} columns; {_AGAIN}"
+                    f"model need {self._columns} columns; {_AGAIN}"
                 )
         elif kind == "weight_scale" and not bool(
             (torch.isfinite(tensor.float()) & (tensor.float() >= 0)).all()

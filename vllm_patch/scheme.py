@@ -166,8 +166,8 @@ class SlideSparseScheme(CompressedTensorsScheme):
     def _require_no_threads(self) -> None:
         if compat.starts_threads() and (not self.backend.threads or self.config.resolution.profile):
             raise gemm.BackendError(
-                f"backend {self.backend.name}, or SLIDESPARSE_PROFILE, plans products for one thread, but vLLM's dual "
-                "batch overlap runs each step in new ones: leave out --enable-dbo, or set DISABLE_SLIDESPARSE=1"
+                f"backend {self.backend.name}, or SLIDESPARSE_PROFILE, keeps GEMM plans for one thread, but vLLM's "
+                "dual batch overlap runs each step in new ones: leave out --enable-dbo, or set DISABLE_SLIDESPARSE=1"
             )
 
     def _require_whole_blocks(self, shard: int, in_features: int) -> None:
@@ -282,8 +282,8 @@ class SlideSparseScheme(CompressedTensorsScheme):
         elif metadata or not summary.sparse:
             scope = "of this checkpoint" if compat.stages() == 1 else "in this stage of the pipeline"
             raise PatternError(
-                f"{line}. No layer {scope} obeys the pattern, so there is nothing to "
-                f"run sparse. Convert it: slidesparse convert SRC OUT --sparsity {resolution.pattern}; "
+                f"{line}. No layer {scope} satisfies the pattern, so there is nothing "
+                f"to run sparse. Convert it: slidesparse convert SRC OUT --sparsity {resolution.pattern}; "
                 "or set DISABLE_SLIDESPARSE=1"
             )
         logger.info("%s", line)

@@ -51,9 +51,9 @@ class LayerSummary:
         sparse = resolution.path == "sparse"
         pattern = resolution.parsed_pattern
         subject = str(pattern) if sparse else "dense"
-        kind = "sparse" if sparse else "on the cuBLASLt path, not slid"
+        kind = "sparse" if sparse else "on the cuBLASLt path (dense)"
         if sparse and pattern.ratio == DENSE_WEIGHT:
-            kind = "in blocks, dense or 2:4 as they are"
+            kind = "in blocks, each dense or 2:4 by its zeros"
         patterns = Counter(self.sparse.values())
         unpruned = patterns.pop(DENSE_WEIGHT, 0) if sparse and pattern.ratio != DENSE_WEIGHT else 0
         if patterns.keys() - {pattern.ratio}:

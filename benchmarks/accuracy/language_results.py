@@ -127,10 +127,10 @@ def encoder(source: Path) -> str:
         "method",
         "",
         "cosine",
-        "first percentile",
-        "same ten",
+        "1st-percentile cosine",
+        "top-10 overlap",
         "MRR",
-        "lost of the original's",
+        "MRR loss against the original",
     )
     return table(header, lines, 3)
 

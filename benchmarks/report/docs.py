@@ -47,7 +47,7 @@ NAMES = {LLAMA: "Llama-3.2-1B", "Llama3.2-3B": "Llama-3.2-3B"}  # as the text sp
 LONG_STEPS = (2048, 4096, 8192, 16384, 32768, 65536)  # tokens of a step of prefill that the GPU bounds
 SHAPES = "shapes.csv"  # like linear.csv, of layers that are named by their N x K
 MAX_FEW_TOKENS = 256  # tokens up to which a layer is bound by reading its weights
-STEPS = {"prefill": "prefill, steps of {} tokens", "decode": "decode, {} sequences"}
+STEPS = {"prefill": "prefill, {} tokens per step", "decode": "decode, batch size {}"}
 # The patterns of budget.csv, as its table shows them
 GOALS = {
     **{ratio: ratio for ratio in PATTERNS[::-1]},
@@ -88,7 +88,7 @@ def _model_speedups() -> dict[tuple[str, str, str, int, str], float]:
 
 
 def _step(stage: str, m: int) -> str:
-    return STEPS[stage].format(m).replace("1 sequences", "1 sequence")
+    return STEPS[stage].format(m)
 
 
 def _few_tokens_speedups(base: str) -> pd.DataFrame:
@@ -142,8 +142,8 @@ def gains() -> str:
     chosen = (f"{loss(f'zeros {share}'):+.2f}%" for share in ("25%", "33.3%"))
     rows: list[tuple[str, ...]] = [
         ("zero weights", "", *(f"{1 - float(pattern.density):.0%}" for pattern in parsed)),
-        ("perplexity of a 107M model above BF16 (1)", *uniform),
-        ("the same share of zeros, a pattern chosen for each layer (`--zeros`)", "", *chosen, ""),
+        ("perplexity of a 107M model, increase over BF16 (1)", *uniform),
+        ("the same sparsity with a pattern per layer (`--zeros`)", "", *chosen, ""),
     ]
     ratios = (
         _few_tokens_speedups(STOCK).groupby(level=["model", "dtype", "stage", "M"]).median().loc[QWEN, "int8"]
@@ -154,7 +154,7 @@ def gains() -> str:
         rows.append((_step(stage, m) + note, *cells))
     # 0.5 of the bytes and 2 bits of metadata for each of them, of 2 - 2/N times as many columns
     memory = [0.625 * float(2 - 2 / (pattern.length or 0) * 2) for pattern in parsed]
-    rows.append(("GPU memory of a weight", "1x", *(f"{share:.3f}x" for share in memory)))
+    rows.append(("GPU memory for weights", "1x", *(f"{share:.3f}x" for share in memory)))
     return table(("", "not pruned", *patterns), rows, 5)
 
 
@@ -381,7 +381,9 @@ def bitnet() -> str:
             f"{cells['perplexity_up_pct'][method]:.1f}%" for method in ("sparsegpt", "wanda", "magnitude")
         )
         rows.append((pattern, over, gone, *losses))
-    return table(("", "blocks over", "non-zeros that go", "sparsegpt", "wanda", "magnitude"), rows, 1)
+    return table(
+        ("", "blocks with too many non-zeros", "non-zeros pruned", "sparsegpt", "wanda", "magnitude"), rows, 1
+    )
 
 
 class Budgets:
@@ -412,7 +414,7 @@ def costs() -> str:
     """The losses of models G and H by `convert --calib`: perplexity above their BF16 perplexity."""
     kinds: dict[str, tuple[str, dict[str, str]]] = {
         "INT8": ("G", {"scaled": "on"}),
-        "INT8, channels not scaled": ("G", {"scaled": "off"}),
+        "INT8, no channel scaling": ("G", {"scaled": "off"}),
         "FP8": ("G", {"quant": "fp8"}),
         "H, INT8": ("H", {"scaled": "on"}),
     }

@@ -84,12 +84,13 @@ def page(measured: Table, counters: Table, images: Iterable[str]) -> list[str]:
     ours = products.rows[products.rows["provider"].isin(list(VARIANTS))]
     return [
         "# Hand-written N:M kernels",
-        "Products on CUDA cores by `slidesparse.spmm`, which serves nothing: 32 x 32 tiles of 64 threads with 4 x 4 "
-        "outputs each. `baseline`; `prefetch`, the next tile loaded to registers meanwhile; `double`, copied by "
-        "cp.async into a second buffer; `split2` and `split8`, the same with K cut in parts. Own offsets: every "
-        "out-feature keeps its own in-features. Strips: 32 out-features keep the same ones. Medians in microseconds, "
-        "from CUDA graphs with operands that are not in the L2 cache (of squares below 512, in part). Speed-up: time "
-        "of cuBLAS (dense, random weights; FP32 with TF32 off, or FP16) / ours, of the same run. `-`: not measured.",
+        "SpMM on CUDA cores by `slidesparse.spmm`, which is not used for serving: 32 x 32 tiles of 64 threads with "
+        "4 x 4 outputs each. `prefetch` loads the next tile into registers during the `baseline` computation; "
+        "`double` copies it with cp.async into a second buffer; `split2` and `split8` do the same with K cut into "
+        "parts. Own offsets: each out-feature keeps its own in-features. Strips: 32 out-features keep the same "
+        "ones. Medians in microseconds, from CUDA graphs with operands that are not in the L2 cache (of squares "
+        "below 512, in part). Speed-up: time of cuBLAS (dense, random weights; FP32 with TF32 off, or FP16) / ours, "
+        "of the same run. `-`: not measured.",
         f"Spread, (p80 - p20) / p50: {percent(spread.median())} in the median, {percent(spread.max())} at most. Errors "
         "against float64, relative to the sum of the magnitudes of an output's products, of our kernels: "
         f"{ours['error'].max():.1e} at most.",
@@ -101,24 +102,24 @@ def page(measured: Table, counters: Table, images: Iterable[str]) -> list[str]:
         *_cpu(products),
         *_counters(counters, measured.conditions.get("counters")),
         "## The study's claims and our measurements",
-        "The study's figures are from an RTX 4070, those here from the GPU of this page: `strips / own offsets`. "
-        "Only what follows from the kernels can agree, not times.",
+        "The study's figures are from an RTX 4070, those here from the GPU of this page, as `strips / own offsets`. "
+        "Times cannot agree between the two GPUs; only what follows from the design of the kernels can.",
         table(("claim", "the study", "here"), claims(products, Counters(counters)), 3),
         bullets(NOTES),
     ]
 
 
 NOTES = (
-    "The kernels that the study prints read one index for all 32 out-features of a tile, that of the first: they are "
-    "right where a tile's out-features share their offsets, as strips do, and wrong for N:M weights in general.",
+    "The kernels printed in the study read one index for all 32 out-features of a tile, that of the first. They are "
+    "correct if the out-features of a tile share their offsets, as in strips, and wrong for N:M weights in general.",
     "The registers that its prefetch kernel loads are never read, so a compiler may leave the loads out, and its L1 "
-    "traffic is that of its baseline. Ours are what the next tile is made of.",
+    "traffic is that of its baseline. Our prefetch kernel uses the registers it loads for the next tile.",
     "Its double-buffered kernel ran with K cut in two, and its baseline with tiles of 64 kept rows instead of 32. Here "
-    "one thing changes at a time.",
+    "only one thing changes at a time.",
     "It calls its kernels bandwidth-bound at large sizes; its counters show DRAM at 5 to 9% of its peak at 2048, and "
-    "there are none above.",
-    "It adds split parts by atomics into zeroed memory, and does not time the zeroing. Ours are added in order by a "
-    "second kernel, which is timed.",
+    "it has no counters above that size.",
+    "It adds the parts of a split K with atomics into zeroed memory, and does not time the zeroing. Ours are added in "
+    "order by a second kernel, which is timed.",
 )
 
 
@@ -165,7 +166,7 @@ def _other_libraries(products: Products) -> list[str]:
         ours = times(products.best(shape, dtype="fp16"))
         lines.append((_shape_label(shape), microseconds(base), ours, *speedups))
     return [
-        f"## Beside sparse tensor cores at {MAIN_PATTERN}",
+        f"## Compared with sparse tensor cores at {MAIN_PATTERN}",
         "Speed-up over cuBLAS in FP16. INT8 and FP8 are other precisions, with less to read; results are BF16 or FP16:",
         table(
             ("", "cuBLAS FP16 us", "ours FP16", *(f"{name} {dtype.upper()}" for name, dtype in pairs)),
@@ -189,7 +190,7 @@ def _cpu(products: Products) -> list[str]:
         for size in products.sizes
         if not math.isnan(products.us(size, CPU))
     ]
-    title = "## Beside one thread of the CPU"
+    title = "## Compared with one CPU thread"
     text = "It multiplies the kept values, own offsets, FP32. Speed-up over it:"
     return [title, text, table(("M", "CPU us", "cuBLAS", *VARIANTS), rows)] if rows else []
 

@@ -106,7 +106,7 @@ def build(target: str | Target) -> Path:
             _require_trusted(place.parent)
             with _file_lock(place.with_name(f"{place.name}.lock")):
                 if not place.is_file():
-                    _logger.info("building the %s, once, into %s", target.title, place)
+                    _logger.info("compiling the %s, once, into %s", target.title, place)
                     _run_recipe(recipe, place)
         _require_trusted(place)
     except OSError as error:
@@ -199,11 +199,11 @@ def _require_trusted(path: Path) -> None:
     for place in paths:
         status = (place if place != cache else cache.resolve()).lstat()
         if stat.S_ISLNK(status.st_mode):
-            raise ToolchainError(f"{place} in the cache is a link", "remove it")
+            raise ToolchainError(f"{place} in the cache is a symbolic link", "remove it")
         if status.st_uid not in (os.getuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise ToolchainError(
                 f"{place} belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}, so another "
-                "user may have put compiled code there, or may",
+                "user may be able to replace the compiled code in it",
                 f"chmod -R go-w {cache} if you trust what is in it, else remove it; or set SLIDESPARSE_CACHE",
             )
 

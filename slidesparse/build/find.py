@@ -123,7 +123,7 @@ def require_supported(name: str, version: Sequence[int]) -> None:
     (major, minor), oldest = library.newest, ".".join(map(str, library.oldest))
     wheel = f"'{library.wheels[0]}>={oldest},<{major}.{minor + 1}'"
     raise ToolchainError(
-        f"{library.name} {'.'.join(map(str, version))} was found, {oldest} to {major}.{minor} is supported",
+        f"{library.name} {'.'.join(map(str, version))} was found, but only {oldest} to {major}.{minor} is supported",
         f"pip install {wheel} (or -cu12), or set {library.variable} to the path of such a {library.file}",
     )
 
@@ -136,7 +136,7 @@ def find_nvcc() -> FoundFile:
         for variable in NVCC_HOMES:
             home = os.environ.get(variable)
             path = Path(home or "") / "bin" / "nvcc"
-            tried = f"{path} (of {variable})" if home else f"{variable} (not set)"
+            tried = f"{path} (from {variable})" if home else f"{variable} (not set)"
             yield FoundFile(str(path), variable, None) if home and _is_executable(path) else tried
         on_path = shutil.which("nvcc")
         yield FoundFile(on_path, "PATH", None) if on_path else "the PATH"
@@ -160,7 +160,7 @@ def nvcc_version(path: str) -> str:
     match = re.search(r"release (\d+\.\d+)", output)
     if match is None:
         raise ToolchainError(
-            f"{path} --version does not say its release: {output.strip()[-200:]!r}", NVCC_INSTALL
+            f"{path} --version prints no release number: {output.strip()[-200:]!r}", NVCC_INSTALL
         )
     if numbers(match[1]) < NVCC_MIN_VERSION:
         oldest = ".".join(map(str, NVCC_MIN_VERSION))

@@ -71,8 +71,8 @@ class Distilled:
         """The outcome as text."""
         losses = (f"{100 * math.expm1(loss.entropy):+.2f}%" for loss in (self.before, self.after))
         return (
-            f"perplexity {' -> '.join(losses)} above the dense model's on held-out text; "
-            f"{self.steps} steps in {self.seconds / 60:.3g} minutes"
+            f"held-out perplexity relative to the dense model: {' -> '.join(losses)}; {self.steps} steps in "
+            f"{self.seconds / 60:.3g} minutes"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -101,8 +101,8 @@ def distill(task: Task, reader: Reader, work: WorkFolder, progress: Progress | N
             return _Training(task, reader, work).run(progress)
     except torch.OutOfMemoryError as error:
         raise CalibrationError(
-            f"distillation does not fit into the memory of {device} ({error}); go on with --resume when nothing else "
-            f"uses that device, or remove {work.folder} and start anew with a smaller --seqlen"
+            f"distillation does not fit into the memory of {device} ({error}); continue with --resume when nothing "
+            f"else uses that device, or remove {work.folder} and start again with a smaller --seqlen"
         ) from None
 
 
@@ -155,7 +155,7 @@ def require_memory(task: Task) -> str:
     if needed > available / 1e9:
         raise EnvironmentFault(
             f"--distill trains all layers at once, which takes about {needed:.0f} GB of memory, but {capacity}; leave "
-            "it out, or use a GPU with more"
+            "--distill out, or use a GPU with more memory"
         )
     return f"{task.calibration.training_minutes:g} minutes on {task.texts[0].summary}; about {needed:.1f} GB of memory"
 
@@ -255,8 +255,8 @@ class _Training:
             self._before = self._best = self._validation_loss()
             if not math.isfinite(self._best.divergence):
                 raise CalibrationError(
-                    "the pruned model's predictions on the text of --distill are not finite (NaN or Inf); leave it "
-                    "out, or prune less"
+                    "the pruned model's predictions on the text of --distill are not finite (NaN or Inf); leave "
+                    "--distill out, or prune to a milder pattern"
                 )
         while self._seconds < limit:
             started = time.monotonic()

@@ -65,7 +65,7 @@ def layer_losses(
     """
     if task.model.is_decoder and not task.model.is_language_model:
         raise CalibrationError(
-            f"a budget needs an encoder or a language model (...{CAUSAL}), whose loss is known, but {task.model.use}: "
+            f"a budget can be measured only for encoders and language models (...{CAUSAL}), but {task.model.use}: "
             "give a pattern instead, such as --sparsity 6:8"
         )
     losses: Losses = {}

@@ -193,7 +193,7 @@ class LayeredModel:
     def use(self) -> str:
         """The use of the model according to its files, as text."""
         if self.checkpoint.is_embedding_model:
-            return f"{MODULES} makes it an embedding model"
+            return f"{MODULES} marks this as an embedding model"
         return f"config.json names {architecture_of(self.checkpoint.config)}"
 
     @property
@@ -621,9 +621,9 @@ def _architecture_kind(config: Config) -> str:
         if named.endswith(head) and named.removesuffix(head) in (*DECODERS, *ENCODERS):
             return named.removesuffix(head)
     raise CalibrationError(
-        f"calibration runs the layers of {', '.join((*DECODERS, *ENCODERS))} models, and of multimodal ones with a "
-        f"language model of type {', '.join(LANGUAGE_MODELS)}, but config.json names the architecture {named!r}; "
-        "without --calib, --method magnitude can prune it"
+        f"--calib supports {', '.join((*DECODERS, *ENCODERS))} models, and multimodal ones with a language model of "
+        f"type {', '.join(LANGUAGE_MODELS)}, but config.json names the architecture {named!r}; prune it without "
+        "--calib, by --method magnitude"
     )
 
 

@@ -55,9 +55,9 @@ def rotation_obstacle(checkpoint: Checkpoint) -> str | None:
             f"{architecture or 'a model without a named architecture'} is not one of {', '.join(supported)}"
         )
     if checkpoint.is_embedding_model:
-        return f"by {MODULES} its last hidden states are embeddings, which a rotation would change"
+        return f"{MODULES} marks this as an embedding model, whose embeddings rotation would change"
     unknown = next((name for name in checkpoint.tensors if not _TENSOR.fullmatch(name)), None)
-    return f"the purpose of tensor {unknown} is unknown" if unknown else None
+    return f"tensor {unknown} is not one that rotation knows how to transform" if unknown else None
 
 
 def untie_head(checkpoint: Checkpoint) -> Checkpoint:

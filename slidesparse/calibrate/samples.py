@@ -126,12 +126,14 @@ def load_samples(
 def _require_valid(samples: int | None, seqlen: int | None, seed: int, model: LayeredModel) -> None:
     """Raise CalibrationError for a number that is out of range."""
     if samples is not None and samples < 1:
-        raise CalibrationError(f"--samples {samples} is too few; at least 1 is needed, 128 are usual")
+        raise CalibrationError(
+            f"--samples {samples} is too few; it must be at least 1, and the default is 128"
+        )
     if seed < 0:
         raise CalibrationError(f"--seed {seed} is negative; use 0 or more")
     if seqlen is not None and not 2 <= seqlen <= model.longest:
         raise CalibrationError(
-            f"--seqlen {seqlen} must be from 2 to {model.longest}, the most positions of this model"
+            f"--seqlen {seqlen} must be from 2 to {model.longest}, the maximum sequence length of this model"
         )
 
 
@@ -145,7 +147,9 @@ def _random_samples(
             f"{SAMPLES} samples are usual"
         )
     drawn = generator.integers(0, model.vocabulary, (samples, length))
-    note = "random tokens say nothing about the texts to be served; use them only to try things out"
+    note = (
+        "random tokens do not represent the text that the model will serve; use them only to try things out"
+    )
     return Samples(tuple(torch.from_numpy(row) for row in drawn), "random tokens", note)
 
 

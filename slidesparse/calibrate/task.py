@@ -57,7 +57,7 @@ class Calibration:
     def __post_init__(self) -> None:
         if self.sweeps < 0:
             raise CalibrationError(
-                f"--sweeps {self.sweeps} is negative; 0 is plain SparseGPT, {SWEEPS} is usual"
+                f"--sweeps {self.sweeps} is negative; 0 is plain SparseGPT, the default is {SWEEPS}"
             )
         if self.target not in TARGETS:
             raise CalibrationError(
@@ -65,7 +65,9 @@ class Calibration:
                 "own, to fit its own output before pruning"
             )
         if self.epochs < 0:
-            raise CalibrationError(f"--finetune {self.epochs} is negative; 0 is none, {EPOCHS} is usual")
+            raise CalibrationError(
+                f"--finetune {self.epochs} is negative; 0 turns fine-tuning off, the default is {EPOCHS}"
+            )
         if self.epochs and self.target != "dense":
             raise CalibrationError(
                 f"--finetune {self.epochs} trains towards the outputs of the dense model, which --target {self.target} "
@@ -77,10 +79,13 @@ class Calibration:
             )
         if self.minutes is not None and self.distill is None:
             raise CalibrationError(
-                f"--minutes {self.minutes:g} is the time of distillation: add --distill FILE, or leave it out"
+                f"--minutes {self.minutes:g} is the duration of distillation: add --distill FILE, or leave --minutes "
+                "out"
             )
         if not 0 < self.training_minutes < math.inf:
-            raise CalibrationError(f"--minutes {self.minutes} must be more than 0; {MINUTES:g} is usual")
+            raise CalibrationError(
+                f"--minutes {self.minutes} must be more than 0; the default is {MINUTES:g}"
+            )
         if self.device not in DEVICES:
             raise CalibrationError(f"--device {self.device!r} is not known; use one of {', '.join(DEVICES)}")
 

@@ -70,12 +70,12 @@ def _require_widths(checkpoint: Checkpoint, metadata: Metadata) -> None:
         actual = entry.in_features if entry else math.prod(shape[1:])
         if expected is not None and actual != expected:
             subject = (
-                f"metadata of {layer} say"
+                f"the metadata of {layer} declare"
                 if entry
                 else f"tensor {layer + WEIGHT}, which they do not list, has"
             )
             raise CheckpointError(
-                f"{subject} {actual} in-features, the sizes in config.json {expected}; convert the original "
+                f"{subject} {actual} in-features, but the sizes in config.json imply {expected}; convert the original "
                 "checkpoint again"
             )
 
@@ -85,7 +85,7 @@ def require_shape(checkpoint: Checkpoint, metadata: Metadata, layer: str) -> Non
     spec, entry = checkpoint.require(layer + WEIGHT), metadata.layers[layer]
     if metadata.layout != "packed" and checkpoint.tensors[spec.name].parts:
         raise CheckpointError(
-            f"tensor {spec.name} is stored without its zeros, but the metadata say the {metadata.layout} layout; "
+            f"tensor {spec.name} is stored in the packed form, but the metadata declare the {metadata.layout} layout; "
             "convert the original checkpoint again"
         )
     stored = entry.columns(metadata.layout)

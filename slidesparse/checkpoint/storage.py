@@ -243,8 +243,8 @@ def _joined(checkpoint: Checkpoint, reader: Reader) -> dict[str, StoredTensor]:
                 f"{part.spec.name} {part.spec.dtype} {list(part.spec.shape)}" for part in parts
             )
             raise CheckpointError(
-                f"{checkpoint.folder} stores a weight of {n} x {k} as {stored}, which does not fit together; fetch or "
-                "convert it again"
+                f"{checkpoint.folder} stores a weight of {n} x {k} as {stored}, whose shapes or dtypes are "
+                "inconsistent; fetch or convert it again"
             )
         weight = f"{layer}.weight"
         if weight in tensors:
@@ -284,9 +284,7 @@ def _read_object(folder: Path, file: str, description: str) -> dict[str, Any]:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise CheckpointError(
-            f"{path} ({description}) holds half of a surrogate pair: {error.reason}"
-        ) from error
+        raise CheckpointError(f"{path} ({description}) contains a lone surrogate: {error.reason}") from error
     return value
 
 
@@ -380,7 +378,7 @@ def read_header(path: Path) -> list[StoredTensor]:
     try:
         notes = header.pop("__metadata__", {})
         if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
-            raise ValueError(f"__metadata__ must be an object of texts, found {shown(notes)}")
+            raise ValueError(f"__metadata__ must be an object of strings, found {shown(notes)}")
         entries = sorted((_entry(name, entry) for name, entry in header.items()), key=lambda e: e[1:])
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error

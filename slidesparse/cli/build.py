@@ -17,24 +17,25 @@ from slidesparse.errors import EnvironmentFault, SlideSparseError
 
 def build_targets(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help=f"Of {', '.join(TARGETS)}; default all.")
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help=f"What to compile: {', '.join(TARGETS)}. Default: all."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compile the kernels now, instead of at the first start of vLLM.  Needs no GPU.
+    """Compile the kernels ahead of time instead of when vLLM first starts.  Needs no GPU.
 
-    Exit 3 with the reason if one cannot be compiled; the others are compiled nevertheless.
+    If one cannot be compiled, the others still are, and the command prints the reason and exits with 3.
     """
     unknown = [name for name in names or () if name not in TARGETS]
     if unknown:
-        raise SlideSparseError(f"there is no {unknown[0]!r} to build; choose from {', '.join(TARGETS)}")
+        raise SlideSparseError(f"{unknown[0]!r} is not a build target; choose from {', '.join(TARGETS)}")
     results: list[dict[str, Any]] = []
     failed: list[str] = []
     for name in names or TARGETS:
         began = time.monotonic()
         try:
             target = target_path(name)
-            state = "was there" if target.is_file() else "built"
+            state = "up to date" if target.is_file() else "built"
             if state == "built":
                 err.print(f"building the {TARGETS[name].title} ...")
             result = {"state": state, "path": str(build(name))}
@@ -43,8 +44,8 @@ def build_targets(
             result = {"state": "failed", "what": error.what, "remedy": error.remedy}
         results.append({"name": name, **result, "seconds": round(time.monotonic() - began, 1)})
         if not as_json and "path" in result:
-            out.print(escape(f"{name:<12} {state:<9} {results[-1]['seconds']:>6} s  {result['path']}"))
+            out.print(escape(f"{name:<12} {state:<10} {results[-1]['seconds']:>6} s  {result['path']}"))
     if as_json:
         print(json.dumps({"cache": str(cache_folder()), "targets": results}, indent=2))
     if failed:
-        raise EnvironmentFault("cannot be built: " + "\n".join(failed))
+        raise EnvironmentFault("could not compile " + "\n".join(failed))

@@ -27,12 +27,12 @@ LINE_SECONDS = 30.0  # least time between two lines of progress in a log
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Layout = Annotated[
     str,
     typer.Option(
-        help="How weights are stored: dense, with zeros, which stock vLLM serves too; packed, without them; slided, as "
-        "2:4 windows."
+        help="How weights are stored: dense (ordinary weights with zeros, which stock vLLM can also serve), packed "
+        "(zeros removed) or slided (already rewritten as overlapping 2:4 windows)."
     ),
 ]
 

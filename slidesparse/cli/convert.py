@@ -33,22 +33,22 @@ MAX_NAMES = 3  # names listed in a line of the summary
 FRONTIER_ROWS = 8  # rows of the table of losses and savings
 MAX_WORST = 5  # layers with the largest errors to list
 WITHOUT_CALIBRATION = (
-    "pruned by magnitude, without calibration data, which costs much more accuracy than necessary; give texts like "
-    "those that the model will serve: --calib FILE.jsonl"
+    "weights were pruned by magnitude, without calibration data, which loses much more accuracy than pruning with "
+    "calibration; pass text similar to what the model will serve: --calib FILE.jsonl"
 )
 TERNARY = (
-    "all non-zero weights of BitNet have the same magnitude, so the leftmost of each block were pruned; give texts "
-    "like those that the model will serve, to choose better: --calib FILE.jsonl"
+    "all non-zero weights of BitNet have the same magnitude, so without calibration the leftmost ones of each block "
+    "were pruned; for a better choice, pass text similar to what the model will serve: --calib FILE.jsonl"
 )
 
 _DEFAULTS = {
-    methods.DEFAULT_CALIBRATED: "with --calib the default",
-    methods.DEFAULT: "without --calib the default",
+    methods.DEFAULT_CALIBRATED: "the default with --calib",
+    methods.DEFAULT: "the default without --calib",
 }
 # headings of --help
-_BUDGET = "A budget instead of --sparsity: choose a pattern for each layer. Needs --calib"
+_BUDGET = "A pattern for each layer, chosen by a budget (instead of --sparsity; needs --calib)"
 _CALIBRATION = "Pruning"
-_LAYERS = "Some layers differently"
+_LAYERS = "Options for individual layers"
 
 _METHODS = ", ".join(f"{name} ({_DEFAULTS[name]})" if name in _DEFAULTS else name for name in methods.METHODS)
 
@@ -57,24 +57,25 @@ def convert(
     source: Annotated[
         str,
         typer.Argument(
-            help="A Hugging Face folder, or ORG/NAME on the Hub: FP32, FP16, BF16, FP8, W8A8, or BitNet.",
+            help="A Hugging Face checkpoint folder, or ORG/NAME on the Hub, in FP32, FP16, BF16, FP8, W8A8 or BitNet.",
             metavar="SRC",
         ),
     ],
-    target: Annotated[Path, typer.Argument(help="The folder to make.", metavar="OUT")],
+    target: Annotated[Path, typer.Argument(help="The folder to write the checkpoint to.", metavar="OUT")],
     sparsity: Annotated[
         str | None,
         typer.Option(
             "--sparsity",
             "-s",
-            help="The pattern, non-zeros : length: 2:4, 4:6, 6:8 (or 2_8), 8:10 and so on; dense prunes nothing.",
+            help="The sparsity pattern, as non-zeros:block length: 2:4, 4:6, 6:8 (or 2_8), 8:10 and so on; dense "
+            "quantizes without pruning.",
         ),
     ] = None,
     max_loss: Annotated[
         str | None,
         typer.Option(
-            help="The fastest model whose perplexity (for encoders: 1 - cosine of the embeddings) rises by at most "
-            "this much.",
+            help="Make the model as fast as possible while its perplexity (for encoders: 1 - cosine of the embeddings) "
+            "rises by at most this much.",
             metavar="PERCENT",
             rich_help_panel=_BUDGET,
         ),
@@ -82,7 +83,8 @@ def convert(
     min_speedup: Annotated[
         float | None,
         typer.Option(
-            help="The least loss for linear layers X times as fast as vLLM's dense ones, such as 1.15.",
+            help="Make the linear layers X times as fast as stock vLLM's dense ones, such as 1.15, with the smallest "
+            "loss.",
             metavar="X",
             rich_help_panel=_BUDGET,
         ),
@@ -90,14 +92,16 @@ def convert(
     zeros: Annotated[
         str | None,
         typer.Option(
-            help="The least loss with this share of zero weights.", metavar="PERCENT", rich_help_panel=_BUDGET
+            help="Prune this share of the weights, with the smallest loss.",
+            metavar="PERCENT",
+            rich_help_panel=_BUDGET,
         ),
     ] = None,
     tokens: Annotated[
         str | None,
         typer.Option(
-            help=f"Tokens of the steps that the first two make fast; by default "
-            f"{','.join(map(str, DEFAULT_TOKENS))}: decode with {DEFAULT_TOKENS[0]} sequences, and prefill.",
+            help="Tokens per forward pass at which --max-loss and --min-speedup measure speed; by default "
+            f"{','.join(map(str, DEFAULT_TOKENS))}, for decode with batch size {DEFAULT_TOKENS[0]} and for prefill.",
             metavar="N,N",
             rich_help_panel=_BUDGET,
         ),
@@ -105,21 +109,22 @@ def convert(
     gpu: Annotated[
         str | None,
         typer.Option(
-            help="The GPU whose measured layer times are used, h100 or h200; by default this machine's, else "
-            f"{DEFAULT_GPU}.",
+            help="The GPU whose measured layer times are used: h100 or h200; by default this machine's GPU, or "
+            f"{DEFAULT_GPU} if it is neither.",
             rich_help_panel=_BUDGET,
         ),
     ] = None,
     quant: Annotated[
-        str | None, typer.Option(help="int8 or fp8; by default that of a W8A8 source, otherwise int8.")
+        str | None, typer.Option(help="int8 or fp8; by default the type of a W8A8 source, otherwise int8.")
     ] = None,
     layout: Layout = "dense",
     method: Annotated[str | None, typer.Option(help=f"{_METHODS}.", rich_help_panel=_CALIBRATION)] = None,
     calib: Annotated[
         str | None,
         typer.Option(
-            help="Text like that the model will serve: FILE.jsonl (a text per line), FILE.npy (token ids), or random, "
-            f"for trials. For {CALIBRATED_METHODS}.",
+            help="Calibration data, similar to what the model will serve: FILE.jsonl (one text per line), FILE.npy "
+            "(token ids), or the word random, for trying things out. Supported models: "
+            f"{CALIBRATED_METHODS}.",
             metavar="FILE",
             rich_help_panel=_CALIBRATION,
         ),
@@ -133,7 +138,7 @@ def convert(
     seqlen: Annotated[
         int | None,
         typer.Option(
-            help="Sequence length of a sample; by default 2048, or the model's maximum.",
+            help="Tokens per calibration sample; by default 2048, or the model's maximum if that is less.",
             metavar="N",
             rich_help_panel=_CALIBRATION,
         ),
@@ -141,7 +146,7 @@ def convert(
     device: Annotated[
         str | None,
         typer.Option(
-            help="Device to calibrate on: auto (the default: a GPU if available), cpu, cuda.",
+            help="Device to calibrate on: auto (the default: a GPU if available), cpu or cuda.",
             rich_help_panel=_CALIBRATION,
         ),
     ] = None,
@@ -157,15 +162,16 @@ def convert(
         str | None,
         typer.Option(
             "--target",
-            help="What sparsegpt fits: dense (the default), the outputs of the dense model; own, those of the layer "
-            "itself.",
+            help="The outputs that sparsegpt reproduces: dense (the default): those of the dense model's layer; own: "
+            "those of the layer itself on the pruned model's inputs.",
             rich_help_panel=_CALIBRATION,
         ),
     ] = None,
     finetune: Annotated[
         int | None,
         typer.Option(
-            help="Epochs of training each layer's remaining weights after sparsegpt; by default 4.",
+            help="Epochs of fine-tuning the remaining weights of each decoder or encoder layer after sparsegpt; by "
+            "default 4.",
             metavar="EPOCHS",
             rich_help_panel=_CALIBRATION,
         ),
@@ -173,9 +179,10 @@ def convert(
     rotate: Annotated[
         str | None,
         typer.Option(
-            help="Rotate the weights (Llama, Mistral, Qwen2, Qwen3), permute channels (all but BitNet) and, for INT8, "
-            "scale those of MLPs (decoders but BitNet), so that pruning and rounding lose less: auto (the default: "
-            "where possible; rotation and permutation with sparsegpt only), on or off.",
+            help="Transform the weights so that pruning and quantization lose less: rotate them (Llama, Mistral, "
+            "Qwen2, Qwen3), permute channels (all models but BitNet) and, for INT8, scale the channels of MLPs "
+            "(decoders except BitNet). auto (the default) does what the model allows, and rotates and permutes only "
+            "with sparsegpt; on is an error if the model cannot be rotated; off does none of it.",
             metavar="WHEN",
             rich_help_panel=_CALIBRATION,
         ),
@@ -183,8 +190,8 @@ def convert(
     distill: Annotated[
         str | None,
         typer.Option(
-            help="Afterwards train all remaining weights to predict what the dense language model predicts on this "
-            "text: FILE.jsonl or FILE.npy, the more the better.",
+            help="After pruning, train the remaining weights of all layers to match the dense model's next-token "
+            "distributions on this text: FILE.jsonl or FILE.npy; the more text, the better.",
             metavar="FILE",
             rich_help_panel=_CALIBRATION,
         ),
@@ -192,21 +199,24 @@ def convert(
     minutes: Annotated[
         float | None,
         typer.Option(
-            help="Minutes of distillation; by default 10.", metavar="N", rich_help_panel=_CALIBRATION
+            help="Duration of distillation in minutes; by default 10.",
+            metavar="N",
+            rich_help_panel=_CALIBRATION,
         ),
     ] = None,
     resume: Annotated[
         bool,
         typer.Option(
             "--resume",
-            help="Continue from the finished layers of an interrupted run.",
+            help="Continue an interrupted run from the layers it finished.",
             rich_help_panel=_CALIBRATION,
         ),
     ] = False,
     layer: Annotated[
         list[str] | None,
         typer.Option(
-            help="Another pattern for some layers, such as 'down_proj=8:10'; may be repeated, the last match counts.",
+            help="Use another pattern for layers whose name matches, such as 'down_proj=8:10'; may be repeated; the "
+            "last match applies.",
             metavar="REGEX=PATTERN",
             rich_help_panel=_LAYERS,
         ),
@@ -214,7 +224,7 @@ def convert(
     skip: Annotated[
         list[str] | None,
         typer.Option(
-            help="Quantize layers whose name matches, without pruning them; may be repeated.",
+            help="Quantize layers whose name matches but do not prune them; may be repeated.",
             metavar="REGEX",
             rich_help_panel=_LAYERS,
         ),
@@ -222,7 +232,7 @@ def convert(
     ignore: Annotated[
         list[str] | None,
         typer.Option(
-            help=r"Leave layers whose name matches unchanged, such as '\.experts\.'; may be repeated.",
+            help=r"Neither prune nor quantize layers whose name matches, such as '\.experts\.'; may be repeated.",
             metavar="REGEX",
             rich_help_panel=_LAYERS,
         ),
@@ -230,19 +240,22 @@ def convert(
     linear: Annotated[
         str | None,
         typer.Option(
-            help="Names of the linear layers to prune, for architectures that convert does not know.",
+            help="The linear layers to prune, for architectures that convert does not know.",
             metavar="REGEX",
             rich_help_panel=_LAYERS,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed for selecting samples, and for --method random.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Random seed for selecting calibration samples and for --method random.")
+    ] = 0,
     report: Annotated[
-        Path | None, typer.Option(help="Write a report on each layer to this JSON file.", metavar="FILE.json")
+        Path | None,
+        typer.Option(help="Write a report on every layer to this JSON file.", metavar="FILE.json"),
     ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(
-            help="Draw loss against speed, or zeros, to this file.",
+            help="Plot loss against speed (for --zeros: against sparsity) to this file.",
             metavar="FILE.svg",
             rich_help_panel=_BUDGET,
         ),
@@ -250,7 +263,8 @@ def convert(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Check everything, show the plan or a budget's trade-off, and write nothing."
+            "--dry-run",
+            help="Check everything and show what would be done, or a budget's trade-off, but write no checkpoint.",
         ),
     ] = False,
 ) -> None:
@@ -309,14 +323,14 @@ def _parse_goals(
     chosen = [name for name, value in {"--sparsity": sparsity, **goals}.items() if value is not None]
     if len(chosen) != 1:
         raise SlideSparseError(
-            f"found {' and '.join(chosen) or 'neither a pattern nor a budget'}; give one of --sparsity, such as "
-            f"6:8, {', '.join(goals)}"
+            f"found {' and '.join(chosen) or 'neither a pattern nor a budget'}; give exactly one of --sparsity (such "
+            f"as --sparsity 6:8), {', '.join(goals)}"
         )
     idle = [name for name, value in {"--tokens": tokens, "--gpu": gpu}.items() if value is not None]
     if idle and chosen[0] in ("--sparsity", "--zeros"):
         raise SlideSparseError(
-            f"{' and '.join(idle)} would do nothing: {chosen[0]} does not depend on time; leave {idle[0]} out, or "
-            "give --max-loss or --min-speedup"
+            f"{' and '.join(idle)} would have no effect, because {chosen[0]} does not use layer times; leave "
+            f"{idle[0]} out, or give --max-loss or --min-speedup"
         )
     if sparsity is not None:
         return parse_pattern(sparsity), None
@@ -360,9 +374,7 @@ def _calibration(
         return Calibration(calib, **data, **training)
     if data or training:
         flags = " and ".join(f"--{name}" for name in (*data, *training))
-        raise SlideSparseError(
-            f"without --calib nothing is calibrated, so {flags} would do nothing: add --calib FILE"
-        )
+        raise SlideSparseError(f"{flags} would have no effect without calibration data: add --calib FILE")
     return None
 
 
@@ -399,7 +411,7 @@ def _warn(report: Report) -> None:
     if report.budget and not report.budget.within_budget:
         err.print(
             f"[yellow]warning:[/] {escape(report.budget.budget.goal)} is exceeded: {escape(report.budget.summary)}; "
-            "this checkpoint is the closest of several tries. Allow more, or give more text"
+            "this checkpoint came closest of several attempts. Allow a larger loss, or give more calibration text"
         )
 
 
@@ -407,8 +419,12 @@ def _summarize(report: Report, dry_run: bool) -> None:
     if report.budget:
         _show_budget(report.budget)
     if not (report.budget and dry_run):
-        out.print(escape(f"pattern   {report.pattern}; as a flag, SPARSITY={report.pattern.flag}"))
-        out.print(escape(f"layers    {len(report.pruned)} in {report.quant} W8A8, {report.layout} layout"))
+        out.print(escape(f"pattern   {report.pattern}; as a vLLM flag: SPARSITY={report.pattern.flag}"))
+        out.print(
+            escape(
+                f"pruned    {len(report.pruned)} linear layers, {report.quant.upper()} W8A8, {report.layout} layout"
+            )
+        )
         for pattern, count in Counter(
             p.ratio for p in report.patterns.values() if p != report.pattern
         ).items():
@@ -424,30 +440,35 @@ def _summarize(report: Report, dry_run: bool) -> None:
     if report.distillation:
         distilled = report.distilled.summary if report.distilled else report.distillation
         out.print(escape(f"distilled {distilled}"))
-    for verb, names in (("skipped", report.skipped), ("kept", report.kept)):
+    for title, names in (("unpruned", report.skipped), ("unchanged", report.kept)):
         by_reason = defaultdict(list)
         for name, reason in names.items():
             by_reason[reason].append(name)
-        treatment = "quantized, not pruned" if verb == "skipped" else "as in the source"
+        treatment = (
+            "quantized but not pruned" if title == "unpruned" else "neither pruned nor quantized again"
+        )
         for reason, layers in sorted(by_reason.items()):
-            out.print(escape(f"{verb:9} {len(layers)} {treatment} ({reason}): {_join_names(layers)}"))
+            out.print(
+                escape(f"{title:9} {len(layers)} weights {treatment} ({reason}): {_join_names(layers)}")
+            )
     if report.left_out:
         files = [name if name.isprintable() else repr(name) for name in report.left_out]
         out.print(
             escape(
-                f"left out  {len(files)} files that are no tokenizers, configurations or licences: {_join_names(files)}"
+                f"skipped   {len(files)} files were not copied, as they are not tokenizer, configuration or license "
+                f"files: {_join_names(files)}"
             )
         )
     size = f"{report.bytes_in / 1e6:.1f} MB -> {report.bytes_out / 1e6:.1f} MB"
     if dry_run and report.budget:
-        out.print("dry run   nothing was pruned; the measurements are cached for the next run")
+        out.print("dry run   no checkpoint was written; the measured losses are cached for the next run")
         return
     if dry_run:
-        out.print(f"bytes     {size}")
+        out.print(f"size      {size}")
         out.print("dry run   nothing was written")
         return
     _show_errors(report)
-    out.print(f"bytes     {size} in {report.seconds:.1f} s, {report.rate:.0f} MB/s of input")
+    out.print(f"size      {size} in {report.seconds:.1f} s, {report.rate:.0f} MB/s of input")
     out.print(escape(f"serve     vllm serve {shlex.quote(str(report.out))}"))
 
 
@@ -456,14 +477,14 @@ def _join_names(names: Sequence[str]) -> str:
 
 
 def _show_budget(outcome: Outcome) -> None:
-    """Show the frontier of loss and saving, the uniform patterns and the choice."""
+    """Show the trade-off between loss and speed or zeros, the uniform patterns and the choice."""
     problem, timed = outcome.problem, not outcome.problem.by_zeros
     frontier = problem.frontier()
     last = len(frontier) - 1
     table = Table(box=None, padding=(0, 2, 0, 0))
     loss = "perplexity" if outcome.in_nats else "1 - cosine"
-    for column in (loss, *(["speed"] if timed else []), "zeros", "matrices"):
-        table.add_column(column, justify="left" if column == "matrices" else "right")
+    for column in (loss, *(["speed"] if timed else []), "zeros", "layers per pattern"):
+        table.add_column(column, justify="left" if column == "layers per pattern" else "right")
 
     def add(name: str, choice: Choice, style: str = "") -> None:
         cells = [f"{100 * outcome.loss(choice):+.2f}%" if outcome.in_nats else f"{outcome.loss(choice):.4f}"]
@@ -481,7 +502,8 @@ def _show_budget(outcome: Outcome) -> None:
         steps = ", ".join(map(str, outcome.budget.tokens))
         out.print(
             escape(
-                f"speed     of linear layers relative to vLLM's dense ones, {steps} tokens, {outcome.budget.gpu}"
+                f"speed     of the linear layers relative to stock vLLM's dense ones at {steps} tokens per forward "
+                f"pass, {outcome.budget.gpu}"
             )
         )
     out.print(escape(f"budget    {outcome.budget.goal}"))
@@ -495,7 +517,7 @@ def _show_errors(report: Report) -> None:
     ranked = report.sensitivity[:MAX_WORST]
     for name in ranked:
         row = errors[name]
-        text = f"{row['error_pruned']:.4f} pruned, {row['error_quantized']:.4f} quantized"
+        text = f"{row['error_pruned']:.4f} after pruning, {row['error_quantized']:.4f} after quantization"
         if row["error_finetuned"] is not None:
-            text += f", {row['error_finetuned']:.4f} fine-tuned"
-        out.print(escape(f"error     {text}: {name}{'  (the largest)' if name == ranked[0] else ''}"))
+            text += f", {row['error_finetuned']:.4f} after fine-tuning"
+        out.print(escape(f"error     {name}: {text}{'  (the largest)' if name == ranked[0] else ''}"))

@@ -56,11 +56,13 @@ def _show(report: Report) -> None:
         f"{count} dense" if pattern == DENSE_WEIGHT else f"{count} at {pattern}"
         for pattern, count in report.patterns.items()
     )
-    sparse = f"{report.count(OURS)} for SlideSparse{f' ({patterns})' if patterns else ''}"
-    quants = " and ".join(sorted({layer.quant.upper() for layer in report.layers if layer.quant})) or "floats"
+    sparse = f"{report.count(OURS)} served by SlideSparse{f' ({patterns})' if patterns else ''}"
+    quants = (
+        " and ".join(sorted({layer.quant.upper() for layer in report.layers if layer.quant})) or "unquantized"
+    )
     memory = gib(report.weight_bytes)
     if report.machine.free is not None:
-        memory += f", {gib(report.machine.free)} of the GPU's memory are free"
+        memory += f"; {gib(report.machine.free)} of GPU memory free"
     rows = [
         (
             "model",
@@ -68,9 +70,12 @@ def _show(report: Report) -> None:
         ),
         (
             "layers",
-            f"{sparse}, {report.count(STOCK)} quantized dense, {report.count(UNQUANTIZED)} left in floats",
+            f"{sparse}, {report.count(STOCK)} by vLLM's own W8A8 kernels, {report.count(UNQUANTIZED)} unquantized",
         ),
-        *(("experts", f"{n} matrices in {dtype}, by vLLM's own") for dtype, n in report.experts.items()),
+        *(
+            ("experts", f"{n} weights in {dtype}, served by vLLM's own kernels")
+            for dtype, n in report.experts.items()
+        ),
         ("GPU", report.machine.gpu or "none"),
         ("vLLM", report.vllm),
         ("backend", f"{report.backend}: {report.backend_reason}" if report.backend else "vLLM's own kernels"),
@@ -89,16 +94,19 @@ def _show_layers(report: Report) -> None:
     from slidesparse.convert.times import DEFAULT_TOKENS
 
     table = Table("layer", box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("number", "N x K", "pattern", "table"):
+    for name in ("count", "N x K", "pattern", "tuned"):
         table.add_column(name, justify="right", no_wrap=True)
     for tokens in DEFAULT_TOKENS if report.times else ():
-        table.add_column(f"{tokens} tokens: us, stock us, ratio", justify="right", no_wrap=True)
+        table.add_column(f"{tokens} tokens: us, vLLM us, speed-up", justify="right", no_wrap=True)
     for layer in report.layers:
         table.add_row(*map(escape, _cells(layer)))
     out.print()
     Console(highlight=False, width=Console(width=1000).measure(table).maximum).print(table)
     if report.times:
-        out.print(f"  times     of {report.times}" + ("" if report.machine.gpu else ": there is no GPU here"))
+        out.print(
+            f"  times     measured on {report.times}"
+            + ("" if report.machine.gpu else ", as this machine has no GPU")
+        )
 
 
 def _cells(layer: Layer) -> list[str]:

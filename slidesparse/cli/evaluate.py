@@ -21,32 +21,36 @@ if TYPE_CHECKING:
 
 Folder = Annotated[Path, typer.Argument(help="The checkpoint to evaluate.", metavar="DIR")]
 Against = Annotated[
-    Path | None, typer.Option(help="A checkpoint to compare with, such as the original.", metavar="DIR")
+    Path | None, typer.Option(help="A checkpoint to compare with, such as the original model.", metavar="DIR")
 ]
 Samples = Annotated[int | None, typer.Option(help="Use only the first N samples.", metavar="N")]
 Options = Annotated[
     list[str] | None,
     typer.Option(
         "--option",
-        help="An option of vLLM's LLM, such as dtype=float32; may be repeated.",
+        help="An argument of vllm.LLM, such as dtype=float32; may be repeated.",
         metavar="NAME=VALUE",
     ),
 ]
 Log = Annotated[Path | None, typer.Option(help="Append what vLLM prints to this file.", metavar="FILE")]
 
 
-app = application("Evaluate a checkpoint as vLLM serves it.")
+app = application("Measure the accuracy of a checkpoint as vLLM serves it.")
 
 
 @app.command()
 def perplexity(
     model: Folder,
-    data: Annotated[str, typer.Option(help="Text: FILE.txt, FILE.jsonl, or ids: FILE.npy.", metavar="FILE")],
+    data: Annotated[
+        str,
+        typer.Option(help="Evaluation text: FILE.txt, FILE.jsonl, or token ids in FILE.npy.", metavar="FILE"),
+    ],
     against: Against = None,
     seqlen: Annotated[
         int | None,
         typer.Option(
-            help="Tokens of a window; default 2048, or one less than the model's positions if these are fewer.",
+            help="Tokens per window; default 2048, or one less than the model's maximum sequence length if that is "
+            "shorter.",
             metavar="N",
         ),
     ] = None,
@@ -54,14 +58,16 @@ def perplexity(
     top: Annotated[
         int,
         typer.Option(
-            help="Most likely tokens to compare for KL; -1 for all, if they fit into memory.", metavar="N"
+            help="Number of most likely tokens that the KL divergence covers; -1 for the whole vocabulary, if memory "
+            "allows.",
+            metavar="N",
         ),
     ] = 20,
     option: Options = None,
     log: Log = None,
     as_json: Json = False,
 ) -> None:
-    """Measure a decoder's perplexity, and compare it with another checkpoint: difference, top-1 agreement, KL."""
+    """Measure the perplexity of a decoder; with --against, also top-1 agreement and KL divergence."""
     from slidesparse.evaluate.perplexity import measure
     from slidesparse.evaluate.texts import config_of, window_of, windows
 
@@ -79,16 +85,22 @@ def perplexity(
 def embedding(
     model: Folder,
     data: Annotated[
-        str, typer.Option(help='FILE.jsonl of {"text"}, or of pairs {"query", "text"}.', metavar="FILE")
+        str,
+        typer.Option(
+            help='FILE.jsonl with lines {"text": ...}, or {"query": ..., "text": ...} for retrieval.',
+            metavar="FILE",
+        ),
     ],
     against: Against = None,
     samples: Samples = None,
-    longest: Annotated[int, typer.Option(help="Maximum tokens of a text.", metavar="N")] = 256,
+    longest: Annotated[
+        int, typer.Option(help="Maximum tokens per text; longer texts are truncated.", metavar="N")
+    ] = 256,
     option: Options = None,
     log: Log = None,
     as_json: Json = False,
 ) -> None:
-    """Compare an encoder's embeddings with another checkpoint's: cosine, and with pairs also retrieval."""
+    """Measure an encoder: cosine to the embeddings of --against, and for query-text pairs also retrieval."""
     from slidesparse.evaluate.embedding import measure
     from slidesparse.evaluate.texts import config_of, texts_or_pairs
 
@@ -106,7 +118,7 @@ def _engine(options: list[str] | None, log: Path | None) -> Engine:
     for text in options or []:
         name, separator, value = text.partition("=")
         if not separator or not name.isidentifier():
-            raise SlideSparseError(f"--option {text!r} is not NAME=VALUE, such as dtype=float32")
+            raise SlideSparseError(f"--option {text!r} is not of the form NAME=VALUE, such as dtype=float32")
         try:
             arguments[name] = json.loads(value)
         except ValueError:
@@ -122,39 +134,39 @@ def _warn(result: Perplexity | Embedding) -> None:
     for folder, served in ((result.model, result.served_by), (result.against, result.against_served_by)):
         if folder and not served and KEY in (config_of(Path(folder)).get("quantization_config") or {}):
             err.print(
-                f"[yellow]warning:[/] {escape(folder)} was served by vLLM itself, without the plugin; install "
-                "slidesparse where vLLM is, unset DISABLE_SLIDESPARSE, and put slidesparse on VLLM_PLUGINS if that is "
-                "set"
+                f"[yellow]warning:[/] {escape(folder)} was served by stock vLLM, without the plugin; install "
+                "slidesparse in vLLM's environment, unset DISABLE_SLIDESPARSE, and add slidesparse to VLLM_PLUGINS if "
+                "that is set"
             )
 
 
 def _show(name: str, interval: Interval | None, digits: int = 4, unit: str = "") -> None:
     if interval is not None:
         low, high = (f"{value:.{digits}f}{unit}" for value in (interval.low, interval.high))
-        out.print(escape(f"{name:17} {interval.value:.{digits}f}{unit}  (95%: {low} to {high})"))
+        out.print(escape(f"{name:22} {interval.value:.{digits}f}{unit}  (95%: {low} to {high})"))
 
 
 def _show_perplexity(result: Perplexity) -> None:
-    out.print(escape(f"{'model':17} {result.model}: {result.served_by or 'vLLM itself'}"))
-    out.print(f"{'data':17} {result.windows} windows, {result.tokens} tokens scored")
+    out.print(escape(f"{'model':22} {result.model}: {result.served_by or 'stock vLLM'}"))
+    out.print(f"{'data':22} {result.windows} windows, {result.tokens} tokens scored")
     _show("perplexity", result.perplexity)
     if result.comparison is None:
         return
-    out.print(escape(f"{'against':17} {result.against}: {result.against_served_by or 'vLLM itself'}"))
-    _show("its perplexity", result.comparison.perplexity)
-    _show("difference", result.comparison.delta_pct, 3, "%")
-    _show("same top token", result.comparison.top1)
-    _show("KL" if result.comparison.exact else "KL, at least", result.comparison.kl, 5)
+    out.print(escape(f"{'against':22} {result.against}: {result.against_served_by or 'stock vLLM'}"))
+    _show("against: perplexity", result.comparison.perplexity)
+    _show("increase", result.comparison.delta_pct, 3, "%")
+    _show("top-1 agreement", result.comparison.top1)
+    _show("KL divergence" if result.comparison.exact else "KL divergence >=", result.comparison.kl, 5)
 
 
 def _show_embedding(result: Embedding) -> None:
-    out.print(escape(f"{'model':17} {result.model}: {result.served_by or 'vLLM itself'}"))
+    out.print(escape(f"{'model':22} {result.model}: {result.served_by or 'stock vLLM'}"))
     if result.against:
-        out.print(escape(f"{'against':17} {result.against}: {result.against_served_by or 'vLLM itself'}"))
-    out.print(f"{'data':17} {result.texts} texts")
-    _show("cosine, mean", result.cosine_mean)
-    _show("cosine, 1%", result.cosine_p1)
-    _show("same nearest 10", result.top10)
+        out.print(escape(f"{'against':22} {result.against}: {result.against_served_by or 'stock vLLM'}"))
+    out.print(f"{'data':22} {result.texts} texts")
+    _show("mean cosine", result.cosine_mean)
+    _show("cosine, 1st percentile", result.cosine_p1)
+    _show("top-10 overlap", result.top10)
     _show("MRR", result.mrr)
-    _show("its MRR", result.mrr_against)
-    _show("MRR lost", result.mrr_loss)
+    _show("against: MRR", result.mrr_against)
+    _show("MRR loss", result.mrr_loss)

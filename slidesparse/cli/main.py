@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 MAX_COLUMNS = 1000  # characters of a table's line
 
 app = application(
-    "Prune models to patterns such as 6:8, which vLLM then serves on 2:4 sparse tensor cores.  Begin with doctor and "
-    "convert; vLLM needs no flag.",
+    "Prune language models to N:M patterns such as 6:8 and serve them with vLLM on 2:4 sparse tensor cores.  Start "
+    "with doctor, then convert, then vllm serve, which needs no extra flag.",
     name="slidesparse",
 )
 
@@ -54,7 +54,7 @@ def inspect(
     ],
     as_json: Json = False,
 ) -> None:
-    """Show each layer's shape, pattern and bytes, and whether it obeys its pattern.  Exit 1 if one does not."""
+    """Show the shape, pattern and size of each layer; exit 1 if a layer violates its pattern."""
     from slidesparse.checkpoint.hub import local_folder
     from slidesparse.checkpoint.inspection import inspect as run
 
@@ -67,10 +67,10 @@ def inspect(
 
 
 def _show_layers(report: CheckpointReport) -> None:
-    claimed = f"{report.pattern or 'none claimed'}{f' ({report.layout} layout)' if report.layout else ''}"
+    claimed = f"{report.pattern or 'none declared'}{f' ({report.layout} layout)' if report.layout else ''}"
     out.print(escape(f"{report.folder}: pattern {claimed}"))
     table = Table("layer", box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("N x K", "dtype", "pattern", "obeys", "violations", "bytes", "expansion"):
+    for name in ("N x K", "dtype", "pattern", "satisfies", "violations", "bytes", "expansion"):
         table.add_column(name, justify="right", no_wrap=True)
     for layer in report.layers:
         table.add_row(*_cells(layer))
@@ -79,7 +79,7 @@ def _show_layers(report: CheckpointReport) -> None:
         for layer in report.layers:
             name, shape, dtype, pattern, obeys, broken, size, expansion = _cells(layer)
             out.print(escape(name))
-            out.print(f"  {shape} {dtype}, pattern {pattern}, obeys {obeys}, violations {broken}")
+            out.print(f"  {shape} {dtype}, pattern {pattern}, satisfies {obeys}, violations {broken}")
             out.print(f"  {size} bytes, expansion {expansion}")
     else:
         Console(highlight=False, width=natural).print(table)
@@ -87,9 +87,11 @@ def _show_layers(report: CheckpointReport) -> None:
         if layer.first_violation:
             out.print(escape(layer.first_violation), style="red")
     for dtype, count in report.experts.items():
-        out.print(f"{count} matrices of routed experts in {dtype}, which are not pruned")
+        out.print(f"{count} weights of routed experts in {dtype}, which are not pruned")
     if report.fits:
-        out.print(f"{report.fits[0].zeros:.1%} of the ternary weights are zero. For a pattern:")
+        out.print(
+            f"{report.fits[0].zeros:.1%} of the ternary weights are zero. What each pattern would prune:"
+        )
     for fit in report.fits:
         out.print(
             f"  {fit.pattern:6} {fit.share_over:6.2%} of the blocks have too many non-zeros, "
@@ -114,10 +116,10 @@ def _cells(layer: LayerReport) -> tuple[str, ...]:
 
 def verify(
     first: Annotated[str, typer.Argument(help="Any checkpoint folder, or ORG/NAME on the Hub.", metavar="A")],
-    second: Annotated[str, typer.Argument(help="The one to compare it with.", metavar="B")],
+    second: Annotated[str, typer.Argument(help="The checkpoint to compare it with.", metavar="B")],
     as_json: Json = False,
 ) -> None:
-    """Compare two checkpoints bit for bit; layouts and shards may differ.  Exit 0 if equal, 1 if not."""
+    """Check that two checkpoints hold the same weights bit for bit, in any layout or sharding; exit 1 if not."""
     from slidesparse.checkpoint.hub import local_folder
     from slidesparse.checkpoint.inspection import verify as run
 
@@ -128,9 +130,7 @@ def verify(
         out.print(escape(f"different: {comparison.difference}"))
     else:
         out.print(
-            escape(
-                f"equal: {comparison.tensors} tensors, {comparison.slided} of them compared through the slided layout"
-            )
+            escape(f"equal: {comparison.tensors} tensors, {comparison.slided} of them in the slided layout")
         )
     raise typer.Exit(0 if comparison.equal else FAILED)
 

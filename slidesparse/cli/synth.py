@@ -25,25 +25,27 @@ def synth(
             metavar="CONFIG",
         ),
     ],
-    target: Annotated[Path, typer.Argument(help="The folder to make.", metavar="OUT")],
+    target: Annotated[Path, typer.Argument(help="The folder to write the checkpoint to.", metavar="OUT")],
     quant: Annotated[
         str,
-        typer.Option(help="int8 or fp8 for W8A8; or bf16, without --sparsity, for a float model to convert."),
+        typer.Option(
+            help="int8 or fp8 for W8A8; or bf16, without --sparsity, for an unquantized model to convert."
+        ),
     ] = "int8",
     sparsity: Annotated[
         str | None,
-        typer.Option("--sparsity", "-s", help="The pattern to prune to, such as 6:8; by default none."),
+        typer.Option("--sparsity", "-s", help="The sparsity pattern, such as 6:8; by default not pruned."),
     ] = None,
     layout: Layout = "dense",
-    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the weights.")] = 0,
     layers: Annotated[
         int | None, typer.Option(help="Write only the first N layers of the model.", metavar="N")
     ] = None,
     shard_size: Annotated[
-        str, typer.Option(help="Maximum size of a file's tensors, such as 500MB or 4GB.")
+        str, typer.Option(help="Maximum size of the tensors in a file, such as 500MB or 4GB.")
     ] = "4GB",
 ) -> None:
-    """Write a checkpoint of random weights in a model's shapes, for measuring speed."""
+    """Write a checkpoint with random weights and the shapes of a real model, for benchmarks."""
     pattern = None if sparsity is None else parse_pattern(sparsity)
     from slidesparse.convert.synth import parse_size
     from slidesparse.convert.synth import synth as run
@@ -66,15 +68,15 @@ def synth(
 def _summarize(report: SynthReport) -> None:
     pruned = f"pruned to {report.pattern}, {report.layout} layout" if report.pattern else "not pruned"
     if report.replaced:
-        out.print(escape(f"config    its own quantization_config ({report.replaced}) is replaced"))
+        out.print(escape(f"config    replaced the quantization_config ({report.replaced})"))
     form = report.quant if report.quant == "bf16" else f"{report.quant} W8A8"
     out.print(f"model     {report.architecture}, {report.layers} layers in {form}, {escape(pruned)}")
-    out.print(f"weights   random, seed {report.seed}: for measuring speed, not for answers")
+    out.print(f"weights   random, seed {report.seed}: for measuring speed only, the output is meaningless")
     files = f"{report.files} file{'s' if report.files > 1 else ''}"
     size = f"{report.bytes_out / 1e6:.1f} MB in {files}, {report.seconds:.1f} s, {report.rate:.0f} MB/s"
-    out.print(f"bytes     {size}")
+    out.print(f"size      {size}")
     folder = shlex.quote(str(report.out))
-    out.print("tokens    one word each, t0 t1 t2 ...: the tokenizer is a placeholder for the model's own")
+    out.print("tokenizer a placeholder whose tokens are the words t0, t1, t2, ...")
     if report.quant == "bf16":
         out.print(escape(f"convert   slidesparse convert {folder} PRUNED --sparsity 6:8 --calib random"))
     out.print(escape(f"serve     vllm serve {folder} --tokenizer {folder}/tokenizer"))

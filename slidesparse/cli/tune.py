@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from slidesparse.tune.session import Session
     from slidesparse.tune.shapes import Layer
 
-Shapes = Annotated[str | None, typer.Option(help="Instead of a model: weights as NxK,NxK.")]
+Shapes = Annotated[str | None, typer.Option(help="Weight shapes instead of a model, as NxK,NxK.")]
 Tokens = Annotated[
-    str | None, typer.Option("--m", help="Token counts, comma-separated; default 64 to 16384.")
+    str | None, typer.Option("--m", help="Numbers of tokens, comma-separated; default 64 to 16384.")
 ]
 Limit = Annotated[
-    float | None, typer.Option("--time-limit", help="Stop after this many seconds; run again to continue.")
+    float | None,
+    typer.Option("--time-limit", help="Stop after this many seconds; repeat the command to continue."),
 ]
 
 TRITON = "triton"  # in --library, beside backends: the kernels of `slidesparse.kernels`
@@ -39,37 +40,36 @@ def tune(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A converted model, a folder with a config.json, or a name such as Qwen2.5-7B; default all names."
+            help="A converted model, a folder with a config.json, or a name such as Qwen2.5-7B; default: every name."
         ),
     ] = None,
     shapes: Shapes = None,
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Operand types, comma-separated; default those of a converted MODEL, else int8,fp8."
+            help="Operand types, comma-separated; default: those of a converted MODEL, otherwise int8,fp8."
         ),
     ] = None,
     pattern: Annotated[
         str | None,
         typer.Option(
-            help="Patterns, comma-separated, such as 2:4,6:8; default those of a converted MODEL and dense, else all."
+            help="Patterns, comma-separated, such as 2:4,6:8; default: dense and those of a converted MODEL, otherwise "
+            "all."
         ),
     ] = None,
     m: Tokens = None,
     library: Annotated[
         str | None,
         typer.Option(
-            help="Backends, comma-separated, and triton for the kernels that quantize and scale; default those that "
-            "serve sparse layers here."
+            help="Backends to tune, comma-separated; triton stands for the Triton kernels that quantize and scale. "
+            "Default: those that serve sparse layers on this GPU."
         ),
     ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Search again for problems that are already in the tables.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Tune again what is already in the tables.")] = False,
     time_limit: Limit = None,
     as_json: Json = False,
 ) -> None:
-    """Search for the fastest kernel configurations on this GPU, and save them for serving."""
+    """Find the fastest kernel configurations on this GPU and save them for serving."""
     began = time.monotonic()
     from slidesparse import gemm
     from slidesparse.gemm.tuned import tables_folder
@@ -165,7 +165,7 @@ def parse_models(names: str | None, shapes: str | None) -> list[tuple[str, tuple
     from slidesparse.tune.shapes import MODELS, ShapeError, find_model, parse_shapes, split_list
 
     if names and shapes:
-        raise ShapeError("a model and --shapes exclude each other: give one of them")
+        raise ShapeError("give either a model or --shapes, not both")
     if shapes:
         return [("shapes", parse_shapes(shapes))]
     return [find_model(name) for name in (split_list(names) if names else MODELS)]

@@ -76,7 +76,7 @@ class Outcome:
         metric = "perplexity" if self.in_nats else "1 - cosine"
         sign = "+" if self.in_nats else ""
         return (
-            f"{metric} {sign}{percent(self.shown(self.measured_loss))} above the dense model with the same "
+            f"{metric} {sign}{percent(self.shown(self.measured_loss))} relative to the unpruned model with the same "
             "quantization"
         )
 
@@ -158,16 +158,16 @@ def _choose(outcome: Outcome, limit: float) -> Choice:
     budget, problem = outcome.budget, outcome.problem
     if len(problem.frontier()) == 1:
         raise CalibrationError(
-            f"{budget.goal}: by the layer times on {budget.gpu}, no pattern makes a layer of this model faster in "
-            f"steps of {', '.join(map(str, budget.tokens))} tokens; give --zeros, or other --tokens"
+            f"{budget.goal}: by the layer times on {budget.gpu}, no pattern makes any layer of this model faster at "
+            f"{', '.join(map(str, budget.tokens))} tokens per forward pass; use --zeros, or other --tokens"
         )
     if budget.max_loss is not None:
         choice = problem.fastest(limit)
         if not any(choice.patterns.values()):
             first = outcome.loss(problem.frontier()[1])
             raise CalibrationError(
-                f"{budget.goal} is too little to prune any layer: the cheapest has an estimated loss of "
-                f"{percent(first)}; allow more"
+                f"{budget.goal} is too small to prune any layer: the smallest estimated loss is "
+                f"{percent(first)}; allow a larger loss"
             )
         return choice
     saved = budget.zeros if budget.min_speedup is None else 1 - 1 / budget.min_speedup
@@ -176,12 +176,13 @@ def _choose(outcome: Outcome, limit: float) -> Choice:
         most = problem.frontier()[-1]
         reached = percent(most.zeros) if problem.by_zeros else f"{most.speedup:.3f}"
         raise CalibrationError(
-            f"{budget.goal} cannot be reached: the most is {reached}, with {most.mix}; ask for less"
+            f"{budget.goal} cannot be reached: the maximum is {reached}, with {most.mix}; choose a smaller value"
         )
     if not any(best.patterns.values()):
         raise CalibrationError(
-            f"{budget.goal} is reached without pruning: our dense kernels are {best.speedup:.3f} times as fast as "
-            "stock vLLM's here. Ask for more, or serve an unpruned W8A8 model with USE_CUSPARSELT=1 SPARSITY=dense"
+            f"{budget.goal} is reached without pruning: SlideSparse's dense kernels are {best.speedup:.3f} times as "
+            "fast as stock vLLM's. Choose a larger value, or serve an unpruned W8A8 model with USE_CUSPARSELT=1 "
+            "SPARSITY=dense"
         )
     return best
 

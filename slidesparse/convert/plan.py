@@ -60,12 +60,16 @@ from slidesparse.pattern import MixedPattern, Pattern, SlidePattern
 _TABLE = re.compile(r"(^|\.)(embed_(tokens|positions|in)\w*|\w*(embed|embeddings?)|wte|wpe)$")
 
 # Reasons for leaving a two-dimensional weight unchanged
-BY_IGNORE, BY_SOURCE, NOT_LINEAR = "--ignore", "not quantized in the source", "not a linear layer of a block"
+BY_IGNORE, BY_SOURCE, NOT_LINEAR = (
+    "--ignore",
+    "not quantized in the source",
+    "not a linear layer of a transformer block",
+)
 JOINED = "routed experts in one tensor, which vLLM serves unquantized"
 # Reasons for quantizing a linear layer without pruning it
 BY_SKIP, BY_BUDGET = "--skip", "by the budget"
-ROUTED = "routed experts, which vLLM serves"
-QUANTIZED = "quantized in the source, not a linear layer of a block"
+ROUTED = "routed experts, which vLLM serves dense"
+QUANTIZED = "quantized in the source, but not a linear layer of a transformer block"
 
 _BLOCK = re.compile(r"\blayers?\.(\d+)\.")
 _HEAD = re.compile(r"(^|\.)lm_head$")
@@ -269,7 +273,7 @@ def _converted(block: dict[str, Any] | None, options: ConvertOptions) -> Metadat
         return None  # an ordinary W8A8 checkpoint, of which nothing is pruned yet
     if options.budget:
         raise CheckpointError(
-            f"the source is already pruned to {metadata.pattern}, so {options.budget.goal} has nothing to choose; "
+            f"the source is already pruned to {metadata.pattern}, so {options.budget.goal} cannot choose patterns; "
             "start from the original checkpoint"
         )
     if metadata.pattern != options.pattern:
@@ -310,13 +314,13 @@ def _require_fitting(
         }
         for option in (option for option, is_given in conflicts.items() if is_given):
             raise CheckpointError(
-                f"{option} does not go with a source that is already pruned, as only its layout changes; "
+                f"{option} cannot be used with a source that is already pruned, as only its layout changes; "
                 "start from the original checkpoint"
             )
     if source and options.calibration and not is_bitnet(checkpoint.config):
         raise CalibrationError(
             f"calibration updates float weights, but the source holds {source.quant} ones; start from the original "
-            "checkpoint, or prune its codes: --method magnitude without --calib"
+            "checkpoint, or prune its quantized weights: --method magnitude without --calib"
         )
 
 
@@ -404,8 +408,8 @@ def _require_complete(
     """Raise CheckpointError if linear layers are missing."""
     if missing := family.missing(layers):
         raise CheckpointError(
-            f"{missing[0]} is not there, but layers that vLLM fuses with it are ({len(missing)} such); the checkpoint "
-            "is incomplete: fetch it again"
+            f"{missing[0]} is missing, but layers that vLLM fuses with it are present ({len(missing)} such); the "
+            "checkpoint is incomplete: fetch it again"
         )
     blocks = {match[1] for match in map(_BLOCK.search, layers) if match}
     expected: Any = architectures.text_config(checkpoint.config).get("num_hidden_layers")
@@ -570,17 +574,19 @@ def _rewriting(schemes: Iterable[Scheme | None], heads: Iterable[str], zero_poin
             rows, columns = scheme.block
             counts[f"dequantized from blocks of {rows} x {columns} and quantized again per channel"] += 1
         elif scheme and scheme.activations == "static":
-            counts["static activation scales dropped, activations now quantized per token"] += 1
+            counts[
+                "static activation scales removed, as activations are now quantized dynamically per token"
+            ] += 1
         elif scheme and scheme.activations == "dynamic":
-            counts["activations now quantized per token, not per tensor"] += 1
+            counts["activations are now quantized per token instead of per tensor"] += 1
         elif scheme and scheme.strategy == "tensor":
-            counts["per-tensor scales written per channel, as experts need them"] += 1
+            counts["per-tensor scales expanded to per-channel, which experts need"] += 1
     yield from (f"{count} layers: {words}" for words, count in counts.items())
     yield from (
-        f"{name} in floats, as vLLM loads a quantized one only where a target names it" for name in heads
+        f"{name} dequantized, as vLLM loads a quantized one only if a target names it" for name in heads
     )
     if zero_points:
-        yield f"{zero_points} zero points dropped, as weights are symmetric"
+        yield f"{zero_points} zero points removed, as the weights are symmetric"
 
 
 def _block(

@@ -76,7 +76,7 @@ from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import FP8, dequantize_blocks, dequantize_rows, quantize_rows
 from slidesparse.slide import slide
 
-ROTATED = "the residual stream and the values of each head, in the weights"
+ROTATED = "the residual stream and the values of each attention head, folded into the weights"
 _CODE = (".py", ".pkl", ".bin", ".pt", ".pth", ".so", ".sh")  # never copied, whatever the name
 
 
@@ -184,8 +184,8 @@ def _rotation(checkpoint: Checkpoint, options: ConvertOptions) -> str:
     if not why_not:
         return ROTATED
     if options.calibration.rotate == "on":
-        raise CalibrationError(f"--rotate on: {why_not}; leave it out")
-    return f"none: {why_not}"
+        raise CalibrationError(f"--rotate on: {why_not}; leave --rotate out")
+    return f"not rotated: {why_not}"
 
 
 def _sparse(checkpoint: Checkpoint, options: ConvertOptions) -> str | None:
@@ -197,7 +197,7 @@ def _sparse(checkpoint: Checkpoint, options: ConvertOptions) -> str | None:
             if length is None or spec.columns < length or spec.dtype not in FLOATS or not spec.rows:
                 continue
             if obeys(reader.rows(spec.name, next(spec.chunks())), options.pattern):
-                return f"{spec.name} already obeys {options.pattern.ratio}, and would not after rotation"
+                return f"{spec.name} already satisfies {options.pattern.ratio}, which rotation would undo"
     return None
 
 
@@ -256,7 +256,7 @@ def _transformed(
     if rotate:
         learned = find_rotation(task, reader, work, progress)
         if learned.before:
-            gain = f"; pruning costs {1 - learned.after / learned.before:.0%} less by an estimate"
+            gain = f"; estimated pruning loss reduced by {1 - learned.after / learned.before:.0%}"
         reader = RotatedReader(reader, task.model, task.device, learned.rotation)
     if not task.smooths:
         return reader, gain, ""

@@ -200,12 +200,12 @@ def _plan(
         raise CheckpointError(f"--quant {quant!r} is not known; use one of {', '.join(QUANTS)}")
     if quant == BF16 and (pattern is not None or layout != "dense"):
         raise CheckpointError(
-            "--quant bf16 writes float weights, which carry no pattern and no layout; leave --sparsity and --layout "
-            "out, and prune what it made: slidesparse convert OUT PRUNED --sparsity 6:8"
+            "--quant bf16 writes unquantized weights, which are not pruned; leave --sparsity and --layout "
+            "out, and prune the result: slidesparse convert OUT PRUNED --sparsity 6:8"
         )
     if quant == "fp8" and is_bitnet(model):
         raise CheckpointError(
-            "--quant fp8: BitNet was trained for INT8 activations; use int8, or bf16 for masters"
+            "--quant fp8: BitNet was trained for INT8 activations; use int8, or bf16 for master weights"
         )
     if pattern is None and layout in ("slided", "packed"):
         raise CheckpointError(f"--layout {layout} needs a pattern: give --sparsity, such as 6:8")

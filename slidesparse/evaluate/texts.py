@@ -63,12 +63,12 @@ def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) ->
     _require_samples(samples)
     if seqlen < 2:
         raise SlideSparseError(
-            f"--seqlen {seqlen} is too short; a token is scored by those before it, so 2 at least"
+            f"--seqlen {seqlen} must be at least 2, as the first token of a window is not scored"
         )
     if path.suffix == ".npy":
         ids = read_ids(path)
         if ids.ndim == 2 and (len(ids) == 0 or ids.shape[1] < 2):
-            raise SlideSparseError(f"{path} holds {list(ids.shape)} ids; a window has 2 tokens at least")
+            raise SlideSparseError(f"{path} holds {list(ids.shape)} token ids, but a window needs at least 2")
         if ids.ndim == 2:
             return [[int(token) for token in row[:seqlen]] for row in ids[:samples]]
         stream = [int(token) for token in ids]
@@ -83,7 +83,7 @@ def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) ->
     count = len(stream) // seqlen
     if count == 0:
         raise SlideSparseError(
-            f"{path} has {len(stream)} tokens, not one window of {seqlen}; give more text or a smaller --seqlen"
+            f"{path} has {len(stream)} tokens, fewer than one window of {seqlen}; give more text or a smaller --seqlen"
         )
     count = count if samples is None else min(count, samples)
     return [stream[i * seqlen : (i + 1) * seqlen] for i in range(count)]
@@ -102,7 +102,7 @@ def texts_or_pairs(data: str | Path, folder: Path, samples: int | None, longest:
     path = _data_file(data, (".jsonl",))
     _require_samples(samples)
     if longest < 2:
-        raise SlideSparseError(f"--longest {longest} leaves nothing of a text; it must be 2 at least")
+        raise SlideSparseError(f"--longest {longest} is too small; it must be at least 2")
     encode = tokenizer_of(folder)
     paired = _first_has_query(path)
     lines = read_records(path, ("query", "text") if paired else ("text",))[:samples]

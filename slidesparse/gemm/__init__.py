@@ -80,5 +80,5 @@ def choose(path: str, device: torch.device, capability: tuple[int, int] | None =
 
 def _describe_device(device: torch.device, capability: tuple[int, int] | None) -> str:
     if device.type != "cuda":
-        return "no CUDA device here"
+        return "this machine has no CUDA device"
     return "CUDA device" + (f" of compute capability {capability[0]}.{capability[1]}" if capability else "")

@@ -292,7 +292,7 @@ class CudaBackend(TwoStep, ABC):
             major, minor = gpu_capability
             return (
                 f"this GPU has compute capability {major}.{minor}, without 2:4 sparse tensor cores, "
-                "which 8.0 (Ampere) and later have: DISABLE_SLIDESPARSE=1 serves by vLLM's own kernels"
+                "which 8.0 (Ampere) and later have: set DISABLE_SLIDESPARSE=1 to serve with vLLM's own kernels"
             )
         if not find_spec("triton"):
             return "Triton is not installed; install a CUDA build of torch, which brings it"

@@ -84,5 +84,5 @@ def usable_libraries(gpu: Gpu) -> tuple[list[Tunable], list[str]]:
         if reason is None:
             usable.append(library)
         else:
-            reasons.append(f"{name} is left out: {reason}")
+            reasons.append(f"{name} is skipped: {reason}")
     return usable, reasons

@@ -91,8 +91,8 @@ def search(
     )
     if not finalists:
         raise LibraryError(
-            f"{library.name}: of {len(names)} algorithms for {problem} {len(names) - len(candidates)} were refused "
-            f"and {wrong} gave another result than its first"
+            f"{library.name}: none of the {len(names)} algorithms for {problem} can be used: "
+            f"{len(names) - len(candidates)} cannot run here and {wrong} give wrong results"
         )
     return time_finalists(clock, finalists, operands.copies, len(names), len(names) - len(candidates), wrong)
 

@@ -191,7 +191,7 @@ def test_tables_of_whole_models(tmp_path: Path) -> None:
     assert efficiency.efficiency().round(3).loc[64].to_dict() == {"2:4": 1.0, "6:8": 0.827}
     assert tables(text, "tiny, unfused, prefill, INT8")[1][2] == ["128", "0.60"]
     assert tables(text, "tiny, decode, INT8")[0][1] == ["64", "10.00", "12.50"]
-    counts = {(row[0], row[1]): row[2:6] for row in tables(text, "Beside stock vLLM")[0][1:]}
+    counts = {(row[0], row[1]): row[2:6] for row in tables(text, "Compared with stock vLLM")[0][1:]}
     assert counts == {
         ("prefill", "2:4"): ["1", "1", "0", "0"],
         ("prefill", "6:8"): ["3", "0", "0", "3"],

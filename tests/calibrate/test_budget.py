@@ -423,7 +423,9 @@ def test_unwritable_loss_cache_is_an_error(
 
 def test_budget_refuses_decoders_that_predict_no_tokens(model: Path, tmp_path: Path, ids: str) -> None:
     (model / "modules.json").write_text("[]")
-    with pytest.raises(CalibrationError, match="modules.json makes it an embedding model: give a pattern"):
+    with pytest.raises(
+        CalibrationError, match="modules.json marks this as an embedding model: give a pattern"
+    ):
         calibrated(model, tmp_path / "out", ids, budget=Budget(zeros=0.2), finetune=0)
     (model / "modules.json").unlink()
     config = {**config_of(model), "architectures": ["LlamaModel"]}
@@ -474,9 +476,9 @@ def test_killed_budget_search_resumes(
 @pytest.mark.parametrize(
     ("budget", "message"),
     [
-        (Budget(min_speedup=1.9, tokens=(16,)), "cannot be reached: the most is 1."),
+        (Budget(min_speedup=1.9, tokens=(16,)), "cannot be reached: the maximum is 1."),
         (Budget(min_speedup=1.01, tokens=(16,)), "is reached without pruning: .* SPARSITY=dense"),
-        (Budget(max_loss=1e-9, tokens=(16,)), "allow more"),
+        (Budget(max_loss=1e-9, tokens=(16,)), "allow a larger loss"),
     ],
 )
 def test_unreachable_budget_is_refused(

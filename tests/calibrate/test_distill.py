@@ -268,7 +268,7 @@ def test_convert_prints_and_reports_distillation(source: Path, tmp_path: Path, i
     process = Done(*command, "--report", report)
     assert process.code == 0, process.err
     line = next(line for line in process.out.splitlines() if line.startswith("distilled"))
-    assert line.endswith("above the dense model's on held-out text; 6 steps in 0.1 minutes")
+    assert line.endswith("; 6 steps in 0.1 minutes")
     distilled = json.loads(report.read_text())["distilled"]
     assert distilled["steps"] == 6
     assert distilled["after"]["divergence"] < distilled["before"]["divergence"]
@@ -293,7 +293,7 @@ def test_distill_refuses_invalid_options(source: Path, tmp_path: Path, ids: str,
     refuses("one.npy gives one sample, but two are needed", distill=str(single))
     strange_ids = "--distill .*strange.npy holds token ids from 40 to 40, but the vocabulary"
     refuses(strange_ids, error=SlideSparseError, distill=str(odd))
-    refuses("--minutes 3 is the time of distillation", distill=None, minutes=3.0)
+    refuses("--minutes 3 is the duration of distillation", distill=None, minutes=3.0)
     for minutes in (0.0, -1.0, float("nan"), float("inf")):
         refuses("--minutes .* must be more than 0", minutes=minutes)
     encoder = bert(tmp_path / "bert")
@@ -301,7 +301,9 @@ def test_distill_refuses_invalid_options(source: Path, tmp_path: Path, ids: str,
     refuses("--distill is for .* names LlamaModel", _headless(tmp_path), calib="random", seqlen=8)
     embedding = llama(tmp_path / "embedding")
     (embedding / "modules.json").write_text("[]")
-    refuses("--distill is for .* modules.json makes it an embedding", embedding, calib="random", seqlen=8)
+    refuses(
+        "--distill is for .* modules.json marks this as an embedding", embedding, calib="random", seqlen=8
+    )
 
 
 def _headless(folder: Path) -> Path:

@@ -190,7 +190,7 @@ def test_texts_and_pairs_of_jsonl_files(folder: Path) -> None:
     ("name", "text", "fact"),
     [
         ("none.txt", None, "none.txt"),
-        ("a.txt", "a b", "has 2 tokens"),
+        ("a.txt", "a b", "has 2 tokens, fewer than"),
         ("a.md", "a b", ".txt, .jsonl, .npy"),
         ("a.jsonl", '{"body": "a"}', "line 1: KeyError: 'text'"),
         ("a.jsonl", "{", "line 1: JSONDecodeError"),
@@ -348,11 +348,11 @@ def test_eval_perplexity(folder: Path, without_engine: list[Any]) -> None:
     process = Done(*command, "--against", folder / "other", "--option", "dtype=float32", "--option", "seed=3")
     assert process.code == 0, process.err
     assert without_engine[0] == ({"dtype": "float32", "seed": 3}, folder.name, "perplexity", 2)
-    shown = {line[:17].strip(): line[17:].split()[:1] for line in process.out.splitlines()[1:]}
-    figures = {"data": "3", "perplexity": "7.3891", "its perplexity": "8.1662", "difference": "-9.516%"}
+    shown = {line[:22].strip(): line[22:].split()[:1] for line in process.out.splitlines()[1:]}
+    figures = {"data": "3", "perplexity": "7.3891", "against: perplexity": "8.1662", "increase": "-9.516%"}
     assert {name: shown[name] for name in figures} == {name: [value] for name, value in figures.items()}
-    assert shown["same top token"] == ["1.0000"]
-    assert "KL, at least" in shown
+    assert shown["top-1 agreement"] == ["1.0000"]
+    assert "KL divergence >=" in shown
     result = json.loads(Done(*command, "--json").out)
     assert result["perplexity"]["value"] == pytest.approx(math.exp(2), rel=1e-6)
     assert "delta_pct" not in result
@@ -367,8 +367,15 @@ def test_eval_embedding(folder: Path, without_engine: list[Any]) -> None:
     result = json.loads(Done(*command, "--json").out)
     assert result["cosine_mean"]["value"] == pytest.approx(math.cos(0.1))
     assert result["mrr"]["value"] == 1.0
-    names = [line[:17].strip() for line in process.out.splitlines()]
-    assert names[3:] == ["cosine, mean", "cosine, 1%", "same nearest 10", "MRR", "its MRR", "MRR lost"]
+    names = [line[:22].strip() for line in process.out.splitlines()]
+    assert names[3:] == [
+        "mean cosine",
+        "cosine, 1st percentile",
+        "top-10 overlap",
+        "MRR",
+        "against: MRR",
+        "MRR loss",
+    ]
 
 
 def test_served_by_is_reported(folder: Path, without_engine: list[Any]) -> None:
@@ -381,12 +388,12 @@ def test_served_by_is_reported(folder: Path, without_engine: list[Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     process = Done(*command)
     assert process.code == 0
-    assert f"warning: {folder} was served by vLLM itself, without the plugin" in process.err
+    assert f"warning: {folder} was served by stock vLLM, without the plugin" in process.err
     assert f"{folder / 'other'} was" not in process.err
     (folder / "a.jsonl").write_text('"a b"\n')
     short = ("eval", "embedding", folder, "--data", folder / "a.jsonl", "--json")
     assert json.loads(Done(*short).out)["served_by"].startswith("6:8")
-    assert "--longest 1 leaves nothing" in Done(*short, "--longest", 1).err
+    assert "--longest 1 is too small" in Done(*short, "--longest", 1).err
 
 
 @pytest.mark.parametrize(

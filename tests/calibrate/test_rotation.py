@@ -282,7 +282,7 @@ def test_sparse_model_is_not_rotated(tmp_path: Path) -> None:
         {n: prune(t, pattern) if n == f"{DOWN}.weight" else t for n, t in tensors.items()},
     )
     options: dict[str, Any] = {"samples": 2, "seqlen": 8, "dry_run": True}
-    with pytest.raises(CalibrationError, match=f"--rotate on: {DOWN}.weight already obeys 6:8"):
+    with pytest.raises(CalibrationError, match=f"--rotate on: {DOWN}.weight already satisfies 6:8"):
         calibrated(source, tmp_path / "out", "random", rotate="on", **options)
     assert calibrated(source, tmp_path / "out", "random", rotate="on", pattern="2:4", **options).rotation
 

@@ -132,7 +132,7 @@ def test_smoothed_conversion_reduces_errors_and_resumes(
             calibrated(tmp_path / "source", tmp_path / "out", ids, **how)
     monkeypatch.setattr(smoothing, "choose_factors", die)  # not again
     report = calibrated(tmp_path / "source", tmp_path / "out", ids, resume=True, **how)
-    assert report.smoothing.startswith("inputs of 2 of 2 down layers")
+    assert report.smoothing.startswith("channels scaled before 2 of 2 down_proj layers")
     monkeypatch.undo()
     calibrated(tmp_path / "source", tmp_path / "whole", ids, **how)
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")

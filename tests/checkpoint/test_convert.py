@@ -232,7 +232,7 @@ def test_convert_bert_copies_other_files(tmp_path: Path) -> None:
     kept = {name: reason for name, reason in report.kept.items() if "attention" not in name}
     assert kept == {
         "encoder.layer.1.intermediate.dense": "--ignore",
-        "pooler.dense": "not a linear layer of a block",
+        "pooler.dense": "not a linear layer of a transformer block",
     }
     names = {"1_Pooling/config.json", "2_Dense/config.json", f"2_Dense/{MODEL}", "tokenizer.json"}
     names |= {"modules.json", "checkpoint-500/config.json", "vocab.txt", "LICENSE", "chat_template.jinja"}
@@ -347,7 +347,7 @@ def test_linear_option_selects_layers_of_unknown_architecture(tmp_path: Path) ->
     source = write(tmp_path / "source", {"architectures": ["NewModel"]}, tensors)
     report = convert(source, tmp_path / "out", linear=r"\.fc\d$")
     assert report.pruned == ("blocks.0.fc1",)
-    assert report.kept == {"head": "not a linear layer of a block"}
+    assert report.kept == {"head": "not a linear layer of a transformer block"}
     assert config_of(tmp_path / "out")["quantization_config"]["ignore"] == ["lm_head", "head"]
     second_report = convert(tmp_path / "out", tmp_path / "slided", layout="slided")
     assert second_report.pruned == report.pruned

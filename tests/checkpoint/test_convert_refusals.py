@@ -59,7 +59,7 @@ def test_convert_refuses_nonfinite_weights(tmp_path: Path, dtype: torch.dtype, v
 def test_convert_refuses_missing_part_of_a_fused_layer(tmp_path: Path) -> None:
     """Otherwise vLLM would serve uninitialized memory in its place."""
     source = llama(tmp_path / "source", **{WEIGHT: None})
-    refused(source, f"{Q} is not there", "checkpoint is incomplete: fetch it again")
+    refused(source, f"{Q} is missing", "checkpoint is incomplete: fetch it again")
 
 
 @pytest.mark.parametrize("out", ["closed/out", "closed/new/out"])
@@ -557,4 +557,6 @@ def test_commands_refuse_missing_or_invalid_tensors(
 
 def test_commands_refuse_sizes_that_contradict_config(converted: Path) -> None:
     edit_json(converted / "config.json", intermediate_size=80)
-    commands_refuse(converted, f"metadata of {DOWN} say 88 in-features, the sizes in config.json 80")
+    commands_refuse(
+        converted, f"metadata of {DOWN} declare 88 in-features, but the sizes in config.json imply 80"
+    )

@@ -143,12 +143,15 @@ def test_commands_report_number_of_experts(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     result = Done("convert", source, tmp_path / "out", "-s", "6:8", "--report", report)
     assert result.code == 0, result.err
-    assert "skipped   24 quantized, not pruned (routed experts, which vLLM serves): " in result.out
+    assert (
+        "unpruned  24 weights quantized but not pruned (routed experts, which vLLM serves dense): "
+        in result.out
+    )
     assert json.loads(report.read_text())["experts"] == {"w8a8": 24, "kept": 0}
     result = Done("convert", source, tmp_path / "kept", "-s", "6:8", "--ignore", *KEEP)
-    assert "kept      24 as in the source (--ignore): " in result.out
+    assert "unchanged 24 weights neither pruned nor quantized again (--ignore): " in result.out
     for folder, dtype in (("out", "I8"), ("kept", "BF16")):
         assert inspect(tmp_path / folder).experts == {dtype: 24}
         result = Done("inspect", tmp_path / folder)
         assert "8 layers" in result.out
-        assert f"24 matrices of routed experts in {dtype}" in result.out
+        assert f"24 weights of routed experts in {dtype}" in result.out

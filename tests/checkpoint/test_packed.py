@@ -140,14 +140,14 @@ def test_packed_weight_that_violates_its_pattern_is_found(tmp_path: Path) -> Non
         ({"shape": torch.tensor([64, 63])}, "has shape [64, 63]; 64 in-features"),
         ({"shape": torch.tensor([64, 65])}, "stores a weight of 64 x 65 as"),
         ({"shape": torch.tensor([63, 64])}, "stores a weight of 63 x 64 as"),
-        ({"shape": torch.tensor([-1, 64])}, "does not fit together"),
+        ({"shape": torch.tensor([-1, 64])}, "shapes or dtypes are inconsistent"),
         ({"shape": torch.tensor([64, 64], dtype=torch.int32)}, f"{Q}.shape I32 [2]"),
         ({"weight": torch.zeros(64, 64, dtype=torch.int8)}, f"holds both {Q}.weight and {Q}.compressed"),
         ({"compressed": torch.ones(64, 47, dtype=torch.int8)}, "bits set for 470 values, 47 in each row"),
-        ({"compressed": torch.ones(63, 48, dtype=torch.int8)}, "does not fit together"),
+        ({"compressed": torch.ones(63, 48, dtype=torch.int8)}, "shapes or dtypes are inconsistent"),
         (
             {"compressed": torch.ones(64 * 48, dtype=torch.int8)},
-            "does not fit together",
+            "shapes or dtypes are inconsistent",
         ),  # flat, without offsets
     ],
 )
@@ -228,7 +228,7 @@ def test_packed_2_4_layout_equals_sparse_24_bitmask(tmp_path: Path) -> None:
         ("row_offsets", lambda t: t.flip(0), "row_offsets does not ascend from 0 to"),
         ("row_offsets", lambda t: t + 1, "bits set for"),
         ("row_offsets", lambda t: t - 1, "row_offsets does not ascend"),
-        ("row_offsets", lambda t: t[1:], "does not fit together"),
+        ("row_offsets", lambda t: t[1:], "shapes or dtypes are inconsistent"),
         ("compressed", lambda t: t[:-1], "bits set for"),
     ],
 )

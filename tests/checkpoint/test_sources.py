@@ -113,7 +113,7 @@ def test_zero_points_of_symmetric_weights_are_dropped_or_refused(tmp_path: Path,
     (source / MODEL).unlink()
     write(source, config_of(source), before | zeros, shards=3)
     report = convert(source, tmp_path / "out")
-    assert report.rewritten == "13 zero points dropped, as weights are symmetric"
+    assert report.rewritten == "13 zero points removed, as the weights are symmetric"
     assert set(tensors_of(tmp_path / "out")) == set(before)
     assert set(json.loads((tmp_path / "out" / INDEX).read_text())["weight_map"]) == set(before)
     zeros[f"{Q}.weight_zero_point"][5] = 1
@@ -137,7 +137,8 @@ def test_static_activations_become_dynamic(tmp_path: Path, make: Callable[[list[
         check_codes(before, after, layer)
     check_block(tmp_path / "out", report.quant, {"lm_head"})
     assert (
-        report.rewritten == "14 layers: static activation scales dropped, activations now quantized per token"
+        report.rewritten
+        == "14 layers: static activation scales removed, as activations are now quantized dynamically per token"
     )
     result = Done("convert", source, tmp_path / "again", "-s", "6:8")
     assert result.out.count(f"source    {report.rewritten}\n") == 1
@@ -178,7 +179,7 @@ def test_quantized_lm_head_is_dequantized(tmp_path: Path, preset: str) -> None:
         compressed(tmp_path / "source", {"group_0": by_class}, []), tmp_path / "slided", layout="slided"
     )
     assert report.rewritten.endswith(
-        "lm_head in floats, as vLLM loads a quantized one only where a target names it"
+        "lm_head dequantized, as vLLM loads a quantized one only if a target names it"
     )
     assert "lm_head" not in {**report.kept, **report.skipped}
     convert(tmp_path / "slided", tmp_path / "out")
@@ -360,7 +361,7 @@ def test_fp8_per_tensor_scales_keep_codes(tmp_path: Path, static: bool, layout: 
     assert not any("input_scale" in name for name in after)
     for layer in LINEARS:
         check_codes(before, after, layer)
-    message = "static activation scales" if static else "activations now quantized per token"
+    message = "static activation scales" if static else "activations are now quantized per token"
     assert message in report.rewritten
     refused(source, "--quant int8 contradicts the source", out="x", quant="int8")
     check_block(tmp_path / "dense", "fp8", {"lm_head"})
@@ -396,7 +397,9 @@ def test_fp8_layers_outside_blocks_are_rewritten_unpruned(
         quantization_config={**config_of(source)["quantization_config"], "ignored_layers": listed},
     )
     report = convert(source, tmp_path / "out")
-    assert report.skipped == {"mtp.in": "quantized in the source, not a linear layer of a block"}
+    assert report.skipped == {
+        "mtp.in": "quantized in the source, but not a linear layer of a transformer block"
+    }
     assert report.kept == {DOWN: "not quantized in the source"}
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
     assert after["mtp.in.weight"].dtype == FP8
@@ -445,7 +448,7 @@ def test_per_tensor_scales_of_experts_become_per_channel(tmp_path: Path) -> None
     block["ignore"] = ["re:.*gate", "lm_head"]
     edit_json(source / "config.json", quantization_config=block)
     report = convert(source, tmp_path / "out")
-    assert report.rewritten == "32 layers: per-tensor scales written per channel, as experts need them"
+    assert report.rewritten == "32 layers: per-tensor scales expanded to per-channel, which experts need"
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
     for layer in layers:
         check_codes(before, after, layer, layer in model.linears())

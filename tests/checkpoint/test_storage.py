@@ -258,7 +258,10 @@ SINGLE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "shape a text": (lambda source: edit_header(source / MODEL, **{ENTRY: {"shape": "64"}}), "at most 8"),
     "shape of yes": (lambda source: edit_header(source / MODEL, **{ENTRY: {"shape": [True, 64]}}), "True"),
     "notes a text": (lambda source: edit_header(source / MODEL, '{"__metadata__": "x"}'), "__metadata__"),
-    "a note a number": (lambda source: edit_header(source / MODEL, '{"__metadata__": {"a": 1}}'), "of texts"),
+    "a note a number": (
+        lambda source: edit_header(source / MODEL, '{"__metadata__": {"a": 1}}'),
+        "of strings",
+    ),
     "entry no object": (lambda source: edit_header(source / MODEL, '{"a": 3}'), MODEL),
     "unknown dtype": (lambda source: edit_header(source / MODEL, **{ENTRY: {"dtype": "F4"}}), "'F4'"),
     "too few bytes": (lambda source: edit_header(source / MODEL, **{ENTRY: {"shape": [3, 3]}}), "18 bytes"),

@@ -46,7 +46,7 @@ def test_build_reports_each_target_and_exit_code(root: Path) -> None:
     ]
     second = CliRunner().invoke(app, ["build", "good"])
     assert (second.exit_code, second.stderr) == (0, "")
-    assert "was there" in second.stdout
+    assert "up to date" in second.stdout
 
 
 def test_build_json_output(root: Path) -> None:

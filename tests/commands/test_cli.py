@@ -79,12 +79,15 @@ def test_convert_summarizes_on_stdout(source: Path, tmp_path: Path, sparsity: st
         "convert", source, out, "--sparsity", sparsity, "--ignore", "0.*down", "--ignore", "self_attn"
     )
     assert result.code == 0
-    assert result.err.startswith("warning: pruned by magnitude, without calibration data")
+    assert result.err.startswith("warning: weights were pruned by magnitude, without calibration data")
     assert len(result.err.splitlines()) == 1
     lines = result.out.splitlines()
     before, after = (sum(t.nbytes for t in tensors_of(folder).values()) / 1e6 for folder in (source, out))
-    facts = ("SPARSITY=2_8", "5 in int8 W8A8, dense layout", f"9 as in the source (--ignore): {DOWN},")
-    facts += ("(not a linear layer of a block): lm_head", f"{before:.1f} MB -> {after:.1f} MB in ")
+    facts = ("SPARSITY=2_8", "5 linear layers, INT8 W8A8, dense layout", f"again (--ignore): {DOWN},")
+    facts += (
+        "(not a linear layer of a transformer block): lm_head",
+        f"{before:.1f} MB -> {after:.1f} MB in ",
+    )
     assert all(fact in line for fact, line in zip(facts, lines, strict=False)), lines
     assert lines[5:] == [f"serve     vllm serve '{out}'"]
 
@@ -99,16 +102,16 @@ def test_sparsegpt_is_the_default_with_calibration(
     assert result.err == "note: ids.npy gives 6 samples of at most 24 tokens, 128 were requested\n"
     lines = result.out.splitlines()
     facts = (
-        "13 in int8 W8A8",
+        "13 linear layers, INT8 W8A8",
         "2 of them at 8:10",
         "sparsegpt, calibrated with ids.npy, 6 samples, 144 tokens",
     )
     assert [fact for fact in (*facts, "model.layers.1.self_attn.o_proj") if fact not in result.out] == []
     labels = [line.split()[0] for line in lines]
-    assert labels[-8:] == ["kept", *["error"] * 5, "bytes", "serve"]
+    assert labels[-8:] == ["unchanged", *["error"] * 5, "size", "serve"]
     assert "smoothing" in labels
     content = json.loads(report.read_text())
-    assert lines[-7].endswith(f"{content['sensitivity'][0]}  (the largest)")
+    assert lines[-7].startswith(f"error     {content['sensitivity'][0]}: ")
     assert (content["method"], content["violations"], content["dead_columns"]) == ("sparsegpt", 0, 0)
     assert (content["pattern"], content["quant"], content["layout"]) == ("6:8", "int8", "dense")
     assert content["skipped"] == {"model.layers.1.self_attn.o_proj": "--skip"}
@@ -128,7 +131,7 @@ def test_sparsegpt_is_the_default_with_calibration(
 def test_report_without_calibration(source: Path, tmp_path: Path) -> None:
     result = Done(*convert_command(source, tmp_path / "out", "--report", tmp_path / "report.json"))
     assert result.code == 0
-    assert result.err.startswith("warning: pruned by magnitude")
+    assert result.err.startswith("warning: weights were pruned by magnitude")
     report = json.loads((tmp_path / "report.json").read_text())
     assert [row["error_pruned"] for row in report["layers"]] == [None] * len(LLAMA.linears())
     assert report["sensitivity"] == []
@@ -176,16 +179,16 @@ def test_every_option_reaches_the_conversion(
     [
         (("-s", "nonsense"), "'nonsense'"),
         (("-s", ""), "''"),
-        (("--resume",), "without --calib nothing is calibrated, so --resume"),
+        (("--resume",), "--resume would have no effect without calibration data"),
         (("--samples", "9", "--finetune", "2"), "--samples and --finetune"),
         (("--calib", "random", "--method", "wanda", "--sweeps", "9"), "wanda does not use --sweeps"),
         (("--calib", "missing.jsonl"), "'missing.jsonl'"),
         (("--calib", "random", "--samples", "9" * 12), "more than the limit of 268435456 tokens"),
-        (("--rotate", "on"), "so --rotate would do nothing"),
+        (("--rotate", "on"), "--rotate would have no effect"),
         (("--calib", "random", "--rotate", "yes"), "--rotate 'yes' is not known"),
         (("--zeros", "25%"), "found --sparsity and --zeros"),
         (("--plot", "plot.svg"), "--plot needs a budget"),
-        (("--tokens", "16"), "--tokens would do nothing: --sparsity"),
+        (("--tokens", "16"), "--tokens would have no effect, because --sparsity"),
         (("--report", "/proc/report.json"), "--report /proc/report.json"),
         (("--report", "missing/report.json"), "--report missing/report.json"),
     ],
@@ -287,7 +290,7 @@ def test_budget_prints_and_plots_losses(
     assert len(svg.find(f"{SVG}polyline").get("points").split()) > 2
     assert {"8:10", "6:8", "4:6", "2:4", "--zeros 30%"} <= {text.text for text in svg.iter(f"{SVG}text")}
     lines = dry.out.splitlines()
-    assert lines[0].split() == ["perplexity", "zeros", "matrices"]
+    assert lines[0].split() == ["perplexity", "zeros", "layers", "per", "pattern"]
     losses = [
         float(line.split("%")[0]) for line in lines[1:] if "uniform" not in line and line.startswith(" ")
     ]
@@ -295,14 +298,15 @@ def test_budget_prints_and_plots_losses(
     assert losses[-2] == max(losses)
     assert sum("uniform" in line for line in lines) == 4
     assert any("chosen: " in line for line in lines)
-    assert lines[-1] == "dry run   nothing was pruned; the measurements are cached for the next run"
+    assert lines[-1] == "dry run   no checkpoint was written; the measured losses are cached for the next run"
     result = Done(
         "convert", source, tmp_path / "out", "--max-loss", "50%", "--tokens", 16, *calib, "--finetune", 0
     )
     assert result.code == 0, result.err
     assert "budget    --max-loss 50%" in result.out
     assert re.search(
-        r"loss      perplexity [+-][\d.e-]+% above the dense model with the same quantization", result.out
+        r"loss      perplexity [+-][\d.e-]+% relative to the unpruned model with the same quantization",
+        result.out,
     )
     assert re.search(r"chosen: ", result.out)
 
@@ -315,7 +319,7 @@ def test_budget_prints_and_plots_losses(
         (("--max-loss", "1%"), "--max-loss 1% needs calibration data"),
         (("--max-loss", "1%", "--min-speedup", "1.2"), "found --max-loss and --min-speedup"),
         (("--max-loss", "1%", "--tokens", "many"), "--tokens 'many'"),
-        (("--zeros", "25%", "--gpu", "h100"), "--gpu would do nothing: --zeros"),
+        (("--zeros", "25%", "--gpu", "h100"), "--gpu would have no effect, because --zeros"),
         (("--max-loss", "1%", "--tokens", "9" * 5000), "99...99"),
         # before calibration, which takes hours
         (("--max-loss", "1%", "--gpu", "k80"), "--gpu 'k80': times of layers were measured on"),

@@ -186,7 +186,7 @@ def test_libraries_and_compiled_targets_are_reported(
     assert "cuSPARSELt 0.7.1 was found" in text
     assert re.search(r"remedy: pip install .*cusparselt", text)
     assert "cuBLASLt             0.7.1 (a wheel) lib.so" in text
-    assert re.search("cuBLASLt extension +not compiled yet: `slidesparse build`", text)
+    assert re.search("cuBLASLt extension +not compiled yet: run `slidesparse build`", text)
     assert re.search(f"Hopper kernels +{tmp_path}/hopper", text)
 
 
@@ -343,8 +343,11 @@ class TestCheckpoints:
             assert document["speedups"][i] == pytest.approx(sums[0] / sums[1])
         result = Done("doctor", tmp_path / "out")
         assert result.code == 0
-        assert "8 for SlideSparse (2 at 4:6, 4 at 6:8, 2 dense), 0 quantized dense, 0 left" in result.out
-        assert "of nvidia-h200: there is no GPU here" in result.out
+        assert (
+            "8 served by SlideSparse (2 at 4:6, 4 at 6:8, 2 dense), 0 by vLLM's own W8A8 kernels, 0 unq"
+            in result.out
+        )
+        assert "measured on nvidia-h200, as this machine has no GPU" in result.out
         assert result.out.splitlines()[-1].startswith(
             "yes: the backend reference serves 8 of 8 linear layers"
         )
@@ -402,7 +405,7 @@ class TestCheckpoints:
         edit_json(tmp_path / "out" / "config.json", quantization_config=block)
         result = Done("doctor", tmp_path / "out")
         assert (result.code, result.out) == (2, "")
-        assert f"is stored without its zeros, but the metadata say the {claimed} layout" in result.err
+        assert f"is stored in the packed form, but the metadata declare the {claimed} layout" in result.err
 
     def test_doctor_refuses_missing_quantization_config(self, tmp_path: Path) -> None:
         """The config.json is the original model's, but the weights were converted."""
@@ -463,7 +466,7 @@ class TestCheckpoints:
         result = Done("doctor", source)
         assert result.code == 1
         assert f"remedy: slidesparse convert {source} OUT --sparsity" in result.out
-        assert "0 for SlideSparse, 0 quantized dense, 8 left in floats" in result.out
+        assert "0 served by SlideSparse, 0 by vLLM's own W8A8 kernels, 8 unquantized" in result.out
         report = preflight.examine("b", bitnets.write_master(tmp_path / "bitnet"))
         assert (report.code, report.backend) == (1, None)
         assert "slidesparse convert b OUT" in report.missing[0]["remedy"]
@@ -534,7 +537,7 @@ class TestCheckpoints:
         pretend_machine(preflight.Machine("cuda", (9, 0), "NVIDIA H200", free=1 << 20))
         report = preflight.examine("out", tmp_path / "out")
         assert report.code == 3
-        assert "0.00 GiB of the GPU are free" in report.verdict
+        assert "0.00 GiB of GPU memory are free" in report.verdict
         pretend_machine(preflight.Machine("cuda", (8, 0), "NVIDIA A100", free=1 << 30))
         assert "below 8.9" in preflight.examine("small", tmp_path / "small").verdict
         assert preflight.examine("out", tmp_path / "out").times is None
@@ -544,7 +547,7 @@ class TestCheckpoints:
         pretend_machine(H200, hopper="nvcc was not found")
         report = preflight.examine("out", tmp_path / "out")
         assert (report.code, report.backend, report.times) == (0, "cusparselt", None)
-        assert "hopper, which is preferred, cannot run: nvcc was not found" in report.missing[0]["what"]
+        assert "the preferred backend hopper cannot run: nvcc was not found" in report.missing[0]["what"]
         pretend_machine(H200, hopper="no nvcc", cusparselt="no library")
         report = preflight.examine("out", tmp_path / "out")
         assert report.code == 3
@@ -572,11 +575,11 @@ class TestCheckpoints:
         assert messages == (
             []
             if pattern == "8:10"
-            else [f"no times of {pattern} layers by our kernels on nvidia-h200 are known"]
+            else [f"the times of {pattern} layers have not been measured on nvidia-h200"]
         )
         monkeypatch.setattr(
             LayerTimes, "_us", lambda self, dtype, name, shape, tokens: 1.0 if name == STOCK else 2.0
         )
         report = preflight.examine("out", tmp_path / "out")
-        assert f"{pattern} makes no layers faster in steps of 16 or 8192" in report.missing[0]["what"]
+        assert f"{pattern} speeds up no layer at 16 or 8192" in report.missing[0]["what"]
         assert report.speedups == [0.5, 0.5]

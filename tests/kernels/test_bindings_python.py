@@ -66,7 +66,7 @@ def test_library_versions_are_checked(libraries: dict[str, FakedLibrary]) -> Non
     sparse, dense = libraries.values()
     for minor in (7, 11):
         sparse.set(version1=minor)
-        with pytest.raises(LibraryError, match=f"0.{minor}.0 was found, 0.8 to 0.10 is supported"):
+        with pytest.raises(LibraryError, match=f"0.{minor}.0 was found, but only 0.8 to 0.10 is supported"):
             sparse.backend.version()
     sparse.set(version1=10)
     assert sparse.backend.version() == "0.10.0"

@@ -19,13 +19,15 @@ def test_backend_flag_parsing() -> None:
         assert Flags.from_environment({"SLIDESPARSE_BACKEND": value}).backend is None
     with pytest.raises(FlagError, match="SLIDESPARSE_BACKEND='cutlass': use auto, hopper or cusparselt"):
         Flags.from_environment({"SLIDESPARSE_BACKEND": "cutlass"})
-    with pytest.raises(FlagError, match="USE_CUBLASLT asks for the dense path, SLIDESPARSE_BACKEND=hopper"):
+    with pytest.raises(
+        FlagError, match="USE_CUBLASLT selects the dense path, but SLIDESPARSE_BACKEND=hopper"
+    ):
         Flags.from_environment({"SLIDESPARSE_BACKEND": "hopper", "USE_CUBLASLT": "1"})
 
 
 def test_choose_takes_the_preferred_usable_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     for path in (gemm.SPARSE, gemm.DENSE):
-        assert gemm.choose(path, CPU) == ("reference", "no CUDA device here")
+        assert gemm.choose(path, CPU) == ("reference", "this machine has no CUDA device")
     with_gpu(monkeypatch)
     assert gemm.choose(gemm.SPARSE, CUDA, (9, 0)) == ("hopper", "CUDA device of compute capability 9.0")
     assert gemm.choose(gemm.DENSE, CUDA, (9, 0))[0] == "cublaslt"

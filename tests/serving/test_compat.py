@@ -86,7 +86,7 @@ def test_vllm_built_without_git_tags_only_warns(
     """The version of a fork whose clone has no tags does not name a release, which must not stop vLLM."""
     (message,) = warned(monkeypatch, caplog, version)
     for fragment in (
-        f"the version of this one, {version.partition('+')[0]}, does not say which release it is",
+        f"its version {version.partition('+')[0]} does not identify a release",
         "built without git tags",
         "VLLM_VERSION_OVERRIDE or SETUPTOOLS_SCM_PRETEND_VERSION",
     ):

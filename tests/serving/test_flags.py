@@ -205,7 +205,9 @@ def test_sparsity_dense_needs_a_backend_for_dense_blocks(monkeypatch: pytest.Mon
     for on_cuda, backend in ((True, "hopper"), (False, "reference")):
         resolution = resolve(config, flags, on_cuda)
         assert (resolution.pattern, resolution.backend, resolution.path) == ("dense", backend, "sparse")
-    with pytest.raises(ResolveError, match="SPARSITY=dense needs a backend .* here cusparselt is chosen"):
+    with pytest.raises(
+        ResolveError, match="SPARSITY=dense needs the backend .* here cusparselt was selected"
+    ):
         resolve(config, replace(flags, backend="cusparselt"), True)
     half = Flags.from_environment({"USE_CUSPARSELT": "1", "SPARSITY": "2:4@50%"})
     with pytest.raises(ResolveError, match=r"2:4@50% cannot be requested: .* set SPARSITY=dense"):

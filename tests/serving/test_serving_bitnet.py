@@ -81,7 +81,7 @@ def test_int8_logprobs_match_bitlinear_of_transformers(
 def test_int8_tokens_equal_stock(engines: Engines, checkpoints: dict[str, Path], pattern: str) -> None:
     stock = ask(engines, checkpoints[pattern], quantization="compressed-tensors")
     sparse = ask(engines, checkpoints[pattern])
-    layers = "in blocks, dense or 2:4 as they are" if pattern == "dense" else "sparse"
+    layers = "in blocks, each dense or 2:4 by its zeros" if pattern == "dense" else "sparse"
     assert f"8 layers {layers}, 1 dense (1 lm_head)" in sparse.summary
     assert sparse.tokens == stock.tokens
     assert len({token for row in sparse.tokens for token in row}) > 10

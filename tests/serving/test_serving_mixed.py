@@ -77,7 +77,9 @@ def test_quantization_groups_of_compressed_tensors(engines: Engines, tmp_path: P
     assert (report.patterns, report.count(preflight.UNQUANTIZED)) == ({"6:8": 7}, 1)
 
 
-@pytest.mark.parametrize(("targets", "fragment"), [(["Linear"], "in floats"), (["Linear", "lm_head"], "")])
+@pytest.mark.parametrize(
+    ("targets", "fragment"), [(["Linear"], "lm_head dequantized"), (["Linear", "lm_head"], "")]
+)
 def test_quantized_lm_head_tokens_equal_stock(
     engines: Engines, tmp_path: Path, targets: list[str], fragment: str
 ) -> None:

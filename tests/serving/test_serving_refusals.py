@@ -166,7 +166,7 @@ def test_sharded_state_load_format_is_refused(engines: Engines, pruned: Path) ->
 
 
 def test_flags_that_contradict_quantization_option_are_refused(engines: Engines, pruned: Path) -> None:
-    fragments = ("--quantization compressed-tensors", "drop one")
+    fragments = ("--quantization compressed-tensors", "remove one of the two")
     refused(engines, str(pruned), SPARSE_FLAGS, *fragments, quantization="compressed-tensors")
     stock = engines.ask(Request(str(pruned), options={"quantization": "compressed-tensors"}))
     assert not stock.error
@@ -211,7 +211,7 @@ def test_fused_layer_of_differently_pruned_parts_is_refused(
     del block["layers"]["model.layers.0.self_attn.k_proj"]
     model = edited(pruned, tmp_path / "partly", {}, {"slidesparse": block})
     fragments = (
-        "self_attn.qkv_proj joins q_proj, k_proj, v_proj",
+        "vLLM fuses q_proj, k_proj, v_proj into ",
         "k_proj unpruned",
         "convert again with the same pattern",
     )

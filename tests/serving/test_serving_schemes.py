@@ -74,9 +74,9 @@ def test_flag_is_refused_where_vllm_uses_another_scheme(
     with pytest.raises(ResolveError) as caught:
         scheme(config(layout))
     for fragment in (
-        f"{LAYER}: vLLM runs W8A8 layers of this checkpoint by its own CompressedTensorsW8A16Fp8",
-        "compute capability below 8.9, while a SlideSparse flag is set",
-        "--quant int8; for vLLM's own kernels unset the flag",
+        f"{LAYER}: vLLM runs W8A8 layers of this checkpoint with its own CompressedTensorsW8A16Fp8",
+        "compute capability below 8.9, but a SlideSparse flag is set",
+        "--quant int8; to use vLLM's own kernels: unset the flag",
     ):
         assert fragment in str(caught.value)
 
@@ -88,7 +88,7 @@ def test_stamp_remembers_that_a_flag_was_set(monkeypatch: pytest.MonkeyPatch) ->
 
     stamped = config("dense")
     stamp(resolve(stamped, Flags("sparse"), on_cuda=False), [stamped])
-    with pytest.raises(ResolveError, match="while a SlideSparse flag is set"):
+    with pytest.raises(ResolveError, match="but a SlideSparse flag is set"):
         scheme(stamped)
 
 
@@ -115,7 +115,7 @@ def test_dense_layout_is_left_to_vllm_with_one_warning(
             assert scheme(config("dense"), name) == "CompressedTensorsW8A16Fp8"
     (message,) = (record.getMessage() for record in caplog.records if record.name == compat.logger.name)
     assert message.startswith(
-        "SlideSparse leaves them dense: vLLM runs W8A8 layers of this checkpoint by its own CompressedTensorsW8A16Fp8"
+        "SlideSparse leaves them dense: vLLM runs W8A8 layers of this checkpoint with its own CompressedTensorsW8A16Fp8"
     )
     assert "slidesparse convert SRC OUT --sparsity 6:8 --quant int8" in message
 

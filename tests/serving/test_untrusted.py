@@ -125,7 +125,10 @@ def test_slided_checkpoint_without_metadata_is_refused(
         ),
         ({"targets": "Linear"}, "targets of 'group_0' is 'Linear', it must be a list of texts"),
         ({"kv_cache_scheme": [1]}, "kv_cache_scheme is [1], it must be an object or null"),
-        ({"format": "zipped"}, "qkv_proj: vLLM serves no layer quantized as quantization_config says"),
+        (
+            {"format": "zipped"},
+            "qkv_proj: vLLM does not support the quantization that quantization_config declares",
+        ),
     ],
 )
 def test_malformed_quantization_config_is_refused(

@@ -92,7 +92,7 @@ class Hopper(CudaBackend):
         """See `CudaBackend.unusable_library`: compute capability 9.0, the kernels or nvcc, and a driver for them."""
         if capability != HOPPER_CAPABILITY:
             return (
-                "its kernels are for compute capability 9.0 (Hopper) alone, this GPU has "
+                "its kernels need compute capability 9.0 (Hopper), but this GPU has "
                 f"{capability[0]}.{capability[1]}"
             )
         return super().unusable_library(capability, loads)
