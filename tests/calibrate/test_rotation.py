@@ -293,7 +293,7 @@ def test_encoders_are_not_rotated(tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match="--rotate on: BertModel is not one of LlamaForCausalLM, "):
         calibrated(source, tmp_path / "out", "random", rotate="on", **options)
     report = calibrated(source, tmp_path / "out", "random", rotate="auto", **options)
-    assert report.rotation.startswith("none: BertModel is not one of LlamaForCausalLM, ")
+    assert report.rotation.startswith("not rotated: BertModel is not one of LlamaForCausalLM, ")
 
 
 @pytest.mark.parametrize(

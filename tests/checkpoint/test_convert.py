@@ -331,7 +331,9 @@ def test_multimodal_model_is_converted_like_its_language_model(tmp_path: Path) -
     wrapper = {"architectures": ["LlavaForConditionalGeneration"], "text_config": config_of(text)}
     source = write(tmp_path / "source", wrapper, tensors | {f"{vision}.weight": torch.ones(8, 8)})
     report = convert(source, tmp_path / "out", layout="packed")
-    assert report.kept == dict.fromkeys(("language_model.lm_head", vision), "not a linear layer of a block")
+    assert report.kept == dict.fromkeys(
+        ("language_model.lm_head", vision), "not a linear layer of a transformer block"
+    )
     convert(text, tmp_path / "expected", layout="packed")
     out = tensors_of(tmp_path / "out")
     assert bool(out.pop(f"{vision}.weight").eq(1).all())

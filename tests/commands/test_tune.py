@@ -97,8 +97,8 @@ def test_unsplit_strips_the_split_k_suffix() -> None:
 @pytest.mark.parametrize(
     ("times", "message"),
     [
-        ({"refused": 1.0, "wrong": 1.0}, "of 2 algorithms .* 1 were refused and 1 gave another result"),
-        ({}, "of 0 algorithms"),
+        ({"refused": 1.0, "wrong": 1.0}, "of the 2 algorithms .* 1 cannot run here and 1 give wrong results"),
+        ({}, "of the 0 algorithms"),
     ],
 )
 def test_search_fails_without_a_usable_algorithm(times: dict[str, float], message: str) -> None:
@@ -219,7 +219,7 @@ def test_tune_reports_refused_problems() -> None:
     library = FakeLibrary(times={"refused": 1.0})
     summary = tune(session(library), gemm_jobs([library], LAYERS[:1], ["fp8"], ["2:4"], [16]))
     assert (summary.tuned, summary.finished, len(summary.skipped)) == (0, True, 1)
-    assert "1 were refused" in summary.skipped[0]
+    assert "1 cannot run here" in summary.skipped[0]
 
 
 # --- the command
