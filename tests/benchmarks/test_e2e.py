@@ -102,7 +102,7 @@ def test_log_identifies_the_system(tmp_path: Path) -> None:
     sparse = (
         "SlideSparse 6:8 (2 of every 8 pruned): 8 layers sparse, 1 dense (1 lm_head); dense layout; backend x"
     )
-    dense = "SlideSparse dense: 8 layers on the cuBLASLt path, not slid, 1 dense (1 lm_head); dense layout; backend x"
+    dense = "SlideSparse dense: 8 layers on the cuBLASLt path (dense), 1 dense (1 lm_head); dense layout; backend x"
     names = iter("abcdefgh")
     by = {s: one_run(tmp_path / next(names), system=s) for s in ("stock", "off", "cublaslt", "sparse")}
     assert check_log(by["sparse"], f"INFO {sparse}\nmore").startswith(

@@ -38,7 +38,7 @@ if system in behave.get("fail", ()):
     print("\\n".join(f"line {{i}}" for i in range(30)))
     sys.exit(7)
 time.sleep(behave.get("sleep", 0))
-kind = {{"sparse": "sparse", "cublaslt": "on the cuBLASLt path, not slid"}}.get(system)
+kind = {{"sparse": "sparse", "cublaslt": "on the cuBLASLt path (dense)"}}.get(system)
 if kind:
     print(f"SlideSparse {{pattern}} (2 of every few pruned): 8 layers {{kind}}, 1 dense (1 lm_head); dense layout")
 prompts = int(option("--num-prompts"))
