@@ -105,7 +105,7 @@ def test_find_nvcc_search_order(
         *(
             "SLIDESPARSE_NVCC (not set)",
             "CUDA_HOME (not set)",
-            "/nowhere/bin/nvcc (of CUDA_PATH)",
+            "/nowhere/bin/nvcc (from CUDA_PATH)",
             "the PATH",
         ),
         *(f"{root}/usual/bin/nvcc", "nvidia-cuda-nvcc 13.0.88 (no nvcc in it)", "nvcc-cu12 (not installed)"),

@@ -180,7 +180,9 @@ def test_unusable_gives_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda", 0)
     assert "needs an NVIDIA GPU" in (BACKEND.unusable(CPU) or "")
     for capability in ((8, 0), (10, 0)):
-        assert "9.0 (Hopper) alone" in (BACKEND.unusable_library(capability, loads=True) or "")
+        assert "need compute capability 9.0 (Hopper)" in (
+            BACKEND.unusable_library(capability, loads=True) or ""
+        )
 
     def missing(name: str) -> Path:
         raise ToolchainError("nvcc was not found", "install it")
