@@ -279,7 +279,7 @@ def main() -> None:
     token_counts = [len(lzma.decompress(part)) // 2 for part in parts]
     summary = {
         **counts,
-        "training documents": len(training),
+        "documents that are not held out": len(training),
         "held-out documents": len(held_out),
         "training tokens gathered": len(trained),
         "training tokens in parts": token_counts,

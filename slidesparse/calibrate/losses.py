@@ -22,7 +22,7 @@ from torch import Tensor
 
 from slidesparse.calibrate.finetune import InputRounder
 from slidesparse.calibrate.inputs import gather_statistics, host_memory
-from slidesparse.calibrate.models import CAUSAL, Block, fast_products
+from slidesparse.calibrate.models import CAUSAL, MULTIMODAL, Block, fast_products
 from slidesparse.calibrate.pipeline import Position, block_counter, quantize_skipped, restore_block, walk
 from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.calibrate.task import Progress, Task
@@ -65,7 +65,7 @@ def layer_losses(
     """
     if task.model.is_decoder and not task.model.is_language_model:
         raise CalibrationError(
-            f"a budget can be measured only for encoders and language models (...{CAUSAL}), but {task.model.use}: "
+            f"a budget can be measured only for encoders and language models (...{CAUSAL} or ...{MULTIMODAL}), but {task.model.use}: "
             "give a pattern instead, such as --sparsity 6:8"
         )
     losses: Losses = {}

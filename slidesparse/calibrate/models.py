@@ -33,8 +33,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
-from slidesparse.checkpoint.architectures import ROOT, SCALE, WEIGHT, architecture_of, size_of, text_config
-from slidesparse.checkpoint.storage import DTYPES, MODULES, Checkpoint, CheckpointError, Reader
+from slidesparse.checkpoint.architectures import ROOT, SCALE, WEIGHT, architecture_of, size_of
+from slidesparse.checkpoint.storage import (
+    DTYPES,
+    MODULES,
+    Checkpoint,
+    CheckpointError,
+    Reader,
+    text_config,
+)
 from slidesparse.errors import CalibrationError, shown
 
 Config = Mapping[str, Any]
@@ -255,8 +262,8 @@ class LayeredModel:
         """Return a function from a decoder's last hidden state [..., tokens, hidden] to its logits in float32."""
         config, sizes = text_config(self.checkpoint.config), self.sizes[-1]
         norm = f"{self.root}norm.weight"
-        tied = is_tied(self.checkpoint)
-        head = f"{self.root}embed_tokens.weight" if tied else str(_stored_head(self.checkpoint))
+        stored = None if is_tied(self.checkpoint) else _stored_head(self.checkpoint)
+        head = stored or f"{self.root}embed_tokens.weight"
         spec = self.checkpoint.require(head)
         table = torch.cat([reader.rows(head, rows).to(device).float() for rows in spec.chunks()])
         self.checkpoint.require(norm)

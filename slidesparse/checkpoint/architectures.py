@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slidesparse.checkpoint.storage import MAX_DIMENSION_SIZE, TEXT_CONFIG, CheckpointError
+from slidesparse.checkpoint.storage import MAX_DIMENSION_SIZE, CheckpointError, text_config
 from slidesparse.errors import shown
 
 # Output heads, embeddings and routers are never pruned, even if a user's regex matches them
@@ -236,12 +236,6 @@ def architecture_of(config: Mapping[str, Any]) -> str | None:
     """Return the first of config.json's ``architectures``, or None if there is none."""
     names = config.get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
-
-
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the language model, which in a multimodal model's is a part."""
-    text = config.get(TEXT_CONFIG)
-    return text if isinstance(text, dict) else config
 
 
 def size_of(config: Mapping[str, Any], key: str, default: int | None = None) -> int:

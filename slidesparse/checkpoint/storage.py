@@ -194,8 +194,7 @@ class Checkpoint:
         The name of its method is spelled as vLLM spells it.  Of a tool that keeps its configuration in a file of its
         own only the name is returned, as ``quant_method``: no such checkpoint can be read.
         """
-        text = self.config.get(TEXT_CONFIG)
-        configs = [self.config, *([text] if isinstance(text, dict) else [])]
+        configs = (self.config, text_config(self.config))
         block = next((config[key] for config in configs for key in QUANTIZATION if config.get(key)), None)
         if block is None:
             tools = (tool for file, tool in _QUANTIZED_BY.items() if (self.folder / file).is_file())
@@ -220,6 +219,12 @@ class Checkpoint:
     def reader(self) -> Reader:
         """Return a context manager for reading tensors; `Reader.rows` may be called from several threads."""
         return Reader(self)
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of the language model, which in a multimodal model's config is a part."""
+    text = config.get(TEXT_CONFIG)
+    return text if isinstance(text, dict) else config
 
 
 def _joined(checkpoint: Checkpoint, reader: Reader) -> dict[str, StoredTensor]:

@@ -38,6 +38,7 @@ from slidesparse.checkpoint.storage import (
     TensorSpec,
     Writer,
     plan_file,
+    text_config,
 )
 from slidesparse.checkpoint.w8a8 import (
     FP8_METHOD,
@@ -412,7 +413,7 @@ def _require_complete(
             "checkpoint is incomplete: fetch it again"
         )
     blocks = {match[1] for match in map(_BLOCK.search, layers) if match}
-    expected: Any = architectures.text_config(checkpoint.config).get("num_hidden_layers")
+    expected: Any = text_config(checkpoint.config).get("num_hidden_layers")
     if type(expected) is not int or len(blocks) == expected:
         return
     if len(blocks) < expected or not routed:  # some mixtures of experts have more, to predict further

@@ -73,6 +73,35 @@ MULTIMODAL: dict[str, tuple[str, str, dict[str, Any]]] = {
             "vision_config": {**VISION, "model_type": "pixtral"},
         },
     ),
+    "llava next": (
+        "LlavaNextForConditionalGeneration",
+        "LlavaNextConfig",
+        {
+            "text_config": {**DECODER, "model_type": "qwen2"},
+            "vision_config": {**VISION, "model_type": "siglip_vision_model"},
+        },
+    ),
+    "idefics3": (
+        "Idefics3ForConditionalGeneration",
+        "Idefics3Config",
+        {"text_config": {**DECODER, "model_type": "llama"}, "vision_config": VISION, "pad_token_id": 0},
+    ),
+    "internvl": (
+        "InternVLForConditionalGeneration",
+        "InternVLConfig",
+        {
+            "text_config": {**DECODER, "model_type": "qwen3", "head_dim": 24},
+            "vision_config": {**VISION, "image_size": [28, 28], "patch_size": [14, 14]},
+        },
+    ),
+    "qwen2 vl": (
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2VLConfig",
+        {
+            "text_config": {**DECODER, "rope_parameters": MROPE},
+            "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
+        },
+    ),
     "qwen2.5 vl": (
         "Qwen2_5_VLForConditionalGeneration",
         "Qwen2_5_VLConfig",
@@ -242,12 +271,15 @@ def test_configs_of_older_transformers_are_equivalent(name: str, tmp_path: Path)
 def test_missing_keys_have_the_defaults_of_transformers(kind: str, tmp_path: Path) -> None:
     source = llama(tmp_path / "source")
     explicit = {**DECODER, "num_hidden_layers": 12, "architectures": [f"{kind}ForCausalLM"]}
+    explicit = {key: value for key, value in explicit.items() if key not in DECODERS[kind].defaults}
     config_class = getattr(transformers, f"{kind}{'Text' * (kind == 'Gemma3')}Config")
     opened = []
     for config in explicit, json.loads(config_class(**explicit).to_json_string(use_diff=False)):
         (source / "config.json").write_text(json.dumps(config))
         opened.append(open_model(Checkpoint.open(source)))
     same_sizes(*opened)
+    assert opened[0].longest == opened[1].longest
+    assert opened[0].vocabulary == opened[1].vocabulary
 
 
 def same_sizes(actual: LayeredModel, expected: LayeredModel) -> None:
