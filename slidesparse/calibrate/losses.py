@@ -65,8 +65,8 @@ def layer_losses(
     """
     if task.model.is_decoder and not task.model.is_language_model:
         raise CalibrationError(
-            f"a budget can be measured only for encoders and language models (...{CAUSAL} or ...{MULTIMODAL}), but {task.model.use}: "
-            "give a pattern instead, such as --sparsity 6:8"
+            f"a budget can be measured only for encoders and language models (...{CAUSAL} or ...{MULTIMODAL}), but "
+            f"{task.model.use}: give a pattern instead, such as --sparsity 6:8"
         )
     losses: Losses = {}
     with suppress(ValueError, TypeError):  # a damaged file is measured again
