@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from benchmarks import e2e_profile
 from benchmarks.e2e import DECODE, Run, Size, command, environment
@@ -114,7 +114,7 @@ class Worker:
 
     def __init__(self, arguments: Sequence[str], env: dict[str, str], log: Path) -> None:
         self.log = log
-        self.joules: float | None = None  # energy of the last run
+        self.answer: dict[str, Any] = {}  # to the last run: its energy and steps
         self._sink: IO[str] = log.open("w", encoding="utf-8")
         self._process = subprocess.Popen(
             WORKER,
@@ -145,7 +145,7 @@ class Worker:
         line = self._process.stdout.readline()
         if not line:
             raise RunError(f"the engine's process ended; its log is {self.log}")
-        self.joules = json.loads(line)
+        self.answer = json.loads(line) or {}
         return True
 
     def text(self) -> str:
@@ -234,7 +234,7 @@ class ResidentBench(E2eBench):
         text = worker.text()
         line = check_log(run, text)
         check_room(run, text)
-        figures = read_figures(run, json.loads(result.read_text(encoding="utf-8")), worker.joules)
+        figures = read_figures(run, json.loads(result.read_text(encoding="utf-8")), worker.answer)
         if self.profile and run.round == 1 and self.profile.has(run):
             try:
                 self._record(run, engine, worker)

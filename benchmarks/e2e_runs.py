@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
@@ -103,10 +105,11 @@ class Figures:
 
     tokens_per_s: float
     tokens_per_joule: float | str = ""  # "": not measured
+    step_ms: float | str = ""
 
 
-def read_figures(run: Run, document: Mapping[str, Any], joules: float | None = None) -> Figures:
-    """Return a run's figures, from the JSON of ``vllm bench throughput --output-json`` and the energy that it used.
+def read_figures(run: Run, document: Mapping[str, Any], answer: Mapping[str, Any] | None = None) -> Figures:
+    """Return a run's figures, from the JSON of ``vllm bench throughput --output-json`` and a resident engine's answer.
 
     prefill: ``total_num_tokens / elapsed_time``, prompt tokens as vLLM counted them and one output token a prompt.
     decode:  ``num_requests * output length / elapsed_time``, output tokens only.  Their number is exact, as the
@@ -127,7 +130,8 @@ def read_figures(run: Run, document: Mapping[str, Any], joules: float | None = N
             f"vLLM's JSON tells of {requests} requests in {elapsed} s; {size.prompts} were asked for"
         )
     tokens = requests * size.output if run.stage == DECODE else total
-    figures = Figures(tokens / elapsed, tokens / joules if joules else "")
+    joules, steps = (answer.get("joules"), answer["steps"]) if answer else (None, [])
+    figures = Figures(tokens / elapsed, tokens / joules if joules else "", _step_ms(steps, run.m))
     if run.stage == DECODE:
         return figures
     prompts = total - requests * size.output
@@ -137,6 +141,15 @@ def read_figures(run: Run, document: Mapping[str, Any], joules: float | None = N
             "the tokenizer does not keep the lengths of random prompts"
         )
     return figures
+
+
+def _step_ms(steps: Sequence[tuple[int, float]], m: int) -> float | str:
+    """Return the median milliseconds of the steps of ``m`` tokens that follow another one; "" if there is none.
+
+    In the median, steps that waited for a busy CPU do not count, as long as most did not.
+    """
+    times = [seconds for (before, _), (tokens, seconds) in pairwise(steps) if before == tokens == m]
+    return 1000 * median(times) if times else ""
 
 
 def check_log(run: Run, text: str) -> str:

@@ -46,8 +46,9 @@ KERNEL = Format("kernel", _KERNEL, (*TIMES, "algorithm"))  # K is that of the de
 LINEAR = Format("linear", ("model", "layer", "dtype", "pattern", "M", "provider"), TIMES)
 BANDWIDTH = Format("bandwidth", ("kernel", "dtype", "M", "K"), ("us", "GBps", "copy_GBps", "fraction"))
 LAYOUT = Format("layout", _LAYOUT, ("taken", "heuristic_us", "p50_us", "algorithm", "reason"))
-# tokens_per_joule is from the GPU's energy counter, for resident engines on a GPU only; otherwise it is empty.
-E2E = Format("e2e", (*_CELL, "round"), ("tokens_per_s", "tokens_per_joule"))
+# tokens_per_joule is from the GPU's energy counter.  step_ms is the median time of a step of M tokens.  Both are of
+# resident engines, on a GPU and anywhere; otherwise they are empty.
+E2E = Format("e2e", (*_CELL, "round"), ("tokens_per_s", "tokens_per_joule", "step_ms"))
 # `sparsity` is "2:4" or "dense"; `offsets` are each out-feature's "own" or those of a "strip" of 32, "-" when dense.
 _SPMM = ("dtype", "sparsity", "offsets", "M", "N", "K", "provider")
 SPMM = Format("spmm", ("mode", "model", "layer", *_SPMM), (*TIMES, "error"))

@@ -36,6 +36,7 @@ NUMBERS = (
     "heuristic_us",
     "tokens_per_s",
     "tokens_per_joule",
+    "step_ms",
     "error",
     *COUNTERS,
 )
@@ -76,7 +77,8 @@ class Table:
 def read(folder: Path, form: Format, name: str = "") -> Table:
     """Read NAME.csv (by default the format's) and NAME.json of a folder.
 
-    Rows without a figure are ignored; of rows with the same key the last counts.  Raises RecordsError.
+    Rows without a figure are ignored; of rows with the same key the last counts.  Those of whole models get a column
+    `rate` (`_rates`).  Raises RecordsError.
     """
     path = folder / f"{name or form.name}.csv"
     rows, torn = read_rows(path, form.columns)
@@ -106,7 +108,18 @@ def read(folder: Path, form: Format, name: str = "") -> Table:
         (len(complete) - len(last), "were repeated: the last ones count"),
     ):
         notes += [f"{count} lines of `{path.name}` {problem}."] if count else []
+    if form is E2E:
+        last["rate"] = _rates(last)
     return Table(last, read_conditions(path.with_suffix(".json")), tuple(notes))
+
+
+def _rates(rows: pd.DataFrame) -> pd.Series:
+    """Return tokens per second: those of the median step where all systems of a round have it, else vLLM's figures.
+
+    vLLM's are of the whole run, which includes its begin and end, and the steps that waited for a busy CPU.
+    """
+    steps = rows["step_ms"].isna().groupby([rows[name] for name in ("model", "dtype", "stage", "M", "round")])
+    return rows["tokens_per_s"].where(steps.transform("any"), 1000 * rows["M"] / rows["step_ms"])
 
 
 def pattern_order(name: str) -> float:
@@ -281,7 +294,7 @@ def _token_us(rows: pd.DataFrame) -> pd.DataFrame:
     The speed of a machine varies from round to round, for all systems.  Without a round that has both, the system's
     own median is used.
     """
-    rate, key = "tokens_per_s", ["title", "dtype", "provider", "pattern", "M"]
+    rate, key = "rate", ["title", "dtype", "provider", "pattern", "M"]
     stock = rows[rows["provider"] == STOCK][["M", "round", rate]]
     joined = rows.merge(stock, on=["M", "round"], how="left", suffixes=("", "_stock"))
     medians = (
@@ -295,7 +308,7 @@ def _token_us(rows: pd.DataFrame) -> pd.DataFrame:
 
 def rounds(e2e: Table) -> pd.DataFrame:
     """Return by cell: median tokens per second over the rounds, (largest - smallest) / median, number of rounds."""
-    rates = e2e.rows.groupby(list(E2E.key[:-1]), sort=False)["tokens_per_s"]
+    rates = e2e.rows.groupby(list(E2E.key[:-1]), sort=False)["rate"]
     medians = pd.DataFrame({"rate": rates.median(), "count": rates.size()})
     return medians.assign(spread=(rates.max() - rates.min()) / medians["rate"]).reset_index()
 

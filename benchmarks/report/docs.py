@@ -97,7 +97,7 @@ def _few_tokens_speedups(base: str) -> pd.DataFrame:
     name = rates["pattern"].where(rates["pattern"] != DENSE, rates["system"])
     name = name.where(rates["system"] != CUSPARSELT, CUSPARSELT + " " + rates["pattern"])
     key = ["model", "dtype", "stage", "M", "round"]
-    rates = rates.assign(name=name).pivot(index=key, columns="name", values="tokens_per_s")
+    rates = rates.assign(name=name).pivot(index=key, columns="name", values="rate")
     return rates.div(rates[base], axis=0).dropna(how="all")
 
 
@@ -187,7 +187,7 @@ def llama() -> str:
 def fusion() -> str:
     """The gain by fused norms and activations at 6:8, round by round."""
     rows = data.read(H200, E2E, "e2e_unfused").rows
-    rates = rows.pivot(index=["stage", "M", "dtype", "round"], columns="system", values="tokens_per_s")
+    rates = rows.pivot(index=["stage", "M", "dtype", "round"], columns="system", values="rate")
     ratios = (rates["sparse"] / rates["unfused"]).dropna()
     lines = []
     for (stage, m), part in sorted(

@@ -87,8 +87,12 @@ def test_find_model_reads_names_and_patterns_of_folders(tmp_path: Path) -> None:
 def test_figures_of_another_run_are_refused(tmp_path: Path) -> None:
     run = one_run(tmp_path)  # 128 steps of 16 prompts of 8 tokens, at most 128 tokens each
     valid = {"elapsed_time": 2.0, "num_requests": 2048, "total_num_tokens": 2048 * 9}
-    assert read_figures(run, valid) == Figures(2048 * 9 / 2, "")
-    assert read_figures(run, valid, 64.0).tokens_per_joule == 2048 * 9 / 64
+    assert read_figures(run, valid) == Figures(2048 * 9 / 2, "", "")
+    steps = [(128, 0.9), (128, 0.25), (128, 0.5), (128, 0.125), (64, 0.0625), (128, 0.75)]
+    assert read_figures(run, valid, {"joules": 64.0, "steps": steps}) == Figures(
+        2048 * 9 / 2, 2048 * 9 / 64, 250
+    )
+    assert read_figures(run, valid, {"joules": None, "steps": steps[4:]}) == Figures(2048 * 9 / 2, "", "")
     for change in ({"num_requests": 2047}, {"elapsed_time": 0.0}, {"elapsed_time": "soon"}):
         with pytest.raises(RunError):
             read_figures(run, valid | change)

@@ -188,6 +188,7 @@ def test_every_engine_starts_once_and_measures_all(fake: Fake, monkeypatch: pyte
     for row in fake.rows:  # joules per second
         power = float(row["tokens_per_s"]) / float(row["tokens_per_joule"])
         assert power == pytest.approx(4.0, rel=1e-3)
+        assert float(row["step_ms"]) == (250 if row["system"] == "sparse" else 500)
     conditions = json.loads((fake.out / "e2e.json").read_text())
     assert conditions["workload"]["engines"] == "resident, side by side"
     assert measure(fake, monkeypatch)[1] == []  # the table is complete: no engine starts
@@ -220,7 +221,7 @@ def test_kernels_of_requested_cells_are_recorded_once(
     assert sorted((run.stage, run.m, run.pattern) for run in recorded) == sorted(expected)
 
 
-def test_the_scheduler_keeps_steps_below_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scheduler_limits_and_records_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class AsyncScheduler:
         def __init__(self, max_tokens: int) -> None:
             self.max_num_scheduled_tokens = max_tokens
@@ -228,19 +229,40 @@ def test_the_scheduler_keeps_steps_below_the_limit(tmp_path: Path, monkeypatch: 
         def schedule(self) -> int:
             return self.max_num_scheduled_tokens
 
+        def update_from_output(self, scheduled: Any, output: str) -> str:
+            return output
+
     stub = types.ModuleType("vllm.v1.core.sched.async_scheduler")
     stub.AsyncScheduler = AsyncScheduler  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm.v1.core.sched.async_scheduler", stub)
     for parent in ("vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.core.sched"):
         monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
-    path = tmp_path / "limit"
-    path.write_bytes(bytes(8))
-    monkeypatch.setenv(e2e_worker.LIMIT_FILE, str(path))
+    path = tmp_path / "steps"
+    path.touch()
+    monkeypatch.setenv(e2e_worker.STEP_FILE, str(path))
+    monkeypatch.setattr(e2e_worker, "MOST_STEPS", 3)
+    file = e2e_worker.StepFile(str(path))  # the other process's
     scheduler = e2e_worker.StepScheduler(2048)
     assert scheduler.schedule() == 2048
-    for limit, steps in ((64, 64), (4096, 2048), (0, 2048)):
-        path.write_bytes(limit.to_bytes(8, "little"))
-        assert scheduler.schedule() == steps
+    for limit, tokens in ((64, 64), (4096, 2048), (0, 2048)):
+        file.limit = limit
+        assert scheduler.schedule() == tokens
+    assert file.steps() == []
+    for now, tokens in (
+        (1.0, 64),
+        (1.5, 64),
+        (1.75, 0),
+        (4.0, 32),
+        (5.0, 8),
+    ):  # a step without tokens, one too many
+        monkeypatch.setattr(time, "perf_counter", lambda now=now: now)
+        assert (
+            scheduler.update_from_output(types.SimpleNamespace(total_num_scheduled_tokens=tokens), "x") == "x"
+        )
+    assert file.steps() == [(64, 0.5), (32, 2.5)]
+    file.limit = 128
+    file.clear()
+    assert (file.steps(), file.limit) == ([], 128)
 
 
 # --- the real vLLM

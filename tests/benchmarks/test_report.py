@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.records import E2E, KERNEL, LINEAR, RecordsError
 from benchmarks.report import plots, render
+from benchmarks.report.data import read
 from benchmarks.report.pages import Results
 
 FOUR = ("qkv", "o", "gate_up", "down")
@@ -152,7 +153,7 @@ def test_layers_are_summed_only_when_all_four_are_there(tmp_path: Path) -> None:
 def rate(
     system: str, value: float, pattern: str = "dense", m: int = 64, number: int = 1, stage: str = "prefill"
 ) -> str:
-    return f"tiny,int8,{stage},{m},{pattern},{system},{number},{value},"
+    return f"tiny,int8,{stage},{m},{pattern},{system},{number},{value},,"
 
 
 RATES = [
@@ -199,6 +200,13 @@ def test_tables_of_whole_models(tmp_path: Path) -> None:
     }
     assert "differ by 2.0% in the median" in text
     assert "1 lines of `e2e.csv` were repeated" in (tmp_path / "README.md").read_text()
+
+
+def test_rates_are_those_of_the_median_step_where_a_round_has_it(tmp_path: Path) -> None:
+    lines = [rate("stock", 500), rate("sparse", 400, "6:8"), rate("stock", 600, number=2)]
+    lines = [line + step for line, step in zip(lines, ("0.5", "0.25", ""), strict=True)]
+    csv(tmp_path, "e2e.csv", E2E.columns, [*lines, rate("sparse", 900, "6:8", number=2) + "0.25"])
+    assert read(tmp_path, E2E).rows["rate"].tolist() == [128_000, 256_000, 600, 900]
 
 
 # --- torn or invalid files

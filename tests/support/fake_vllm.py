@@ -118,5 +118,7 @@ for line in sys.stdin:
     with open(option("--output-json"), "w") as file:
         json.dump({{"elapsed_time": {{"stock": 2.0, "sparse": 1.0}}[system], "num_requests": prompts,
                    "total_num_tokens": total}}, file)
-    print({{"stock": 8.0, "sparse": 4.0}}[system], flush=True)
+    joules, step = {{"stock": (8.0, 0.5), "sparse": (4.0, 0.25)}}[system]
+    m = limit or prompts
+    print(json.dumps({{"joules": joules, "steps": [[m, 9.0], [m, step], [m, step], [m, 1.0]]}}), flush=True)
 """
