@@ -44,6 +44,7 @@ FEW_TOKENS_COLUMNS = {
 PATTERNS = ("2:4", "4:6", "6:8", "8:10")
 QWEN, LLAMA = "Qwen2.5-7B", "Llama3.2-1B"
 NAMES = {LLAMA: "Llama-3.2-1B", "Llama3.2-3B": "Llama-3.2-3B"}  # as the text spells them
+MIN_LONG_STEP = 8192  # tokens of a step from which a small model does not wait for the CPU
 LONG_STEPS = (2048, 4096, 8192, 16384, 32768, 65536)  # tokens of a step of prefill that the GPU bounds
 SHAPES = "shapes.csv"  # like linear.csv, of layers that are named by their N x K
 MAX_FEW_TOKENS = 256  # tokens up to which a layer is bound by reading its weights
@@ -113,18 +114,26 @@ def few_14b() -> str:
     )
 
 
+def few_3b() -> str:
+    """Llama-3.2-3B in the steps of prefill that the GPU bounds."""
+    names = (BLOCKS, "8:10", "6:8", "4:6", "2:4@50%", "2:4")
+    columns = {name: FEW_TOKENS_COLUMNS.get(name, name) for name in names}
+    return _few_tokens_table("Llama3.2-3B", STOCK, columns, MIN_LONG_STEP)
+
+
 def few_bitnet() -> str:
     """BitNet b1.58 2B in steps of few tokens, over its own unpruned codes by the same kernels."""
     return _few_tokens_table("BitNet-2B", BLOCKS, {name: name for name in ("6:8", "2:4")})
 
 
-def _few_tokens_table(model: str, base: str, columns: Mapping[str, str]) -> str:
+def _few_tokens_table(model: str, base: str, columns: Mapping[str, str], min_m: int = 1) -> str:
     """Return a table of dtypes and steps: medians over the rounds of ratios to ``base``, and the most rounds."""
     ratios, rows = _few_tokens_speedups(base).loc[model], []
     dtypes = [dtype for dtype in ("int8", "fp8") if dtype in ratios.index]
     for dtype in dtypes:
         cells = sorted(
-            {cell[:2] for cell in ratios.loc[dtype].index}, key=lambda cell: (cell[0] == "prefill", cell[1])
+            {(stage, m) for stage, m, _ in ratios.loc[dtype].index if m >= min_m},
+            key=lambda cell: (cell[0] == "prefill", cell[1]),
         )
         for number, (stage, m) in enumerate(cells):
             cell_ratios = ratios.loc[dtype, stage, m].reindex(columns=[*columns])
@@ -455,7 +464,7 @@ def budgets() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    **{make.__name__: make for make in (gains, few, few_14b, few_bitnet, qwen)},
+    **{make.__name__: make for make in (gains, few, few_14b, few_3b, few_bitnet, qwen)},
     **{make.__name__: make for make in (llama, fusion, step)},
     **{make.__name__: make for make in (layers, ranges, verdicts, gemms, hopper_gemms)},
     **{make.__name__: make for make in (heuristics, bandwidth)},
