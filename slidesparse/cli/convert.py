@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from slidesparse import methods
-from slidesparse.cli.console import Layout, byte_progress, err, out, show
+from slidesparse.cli.console import Layout, byte_progress, out, show, warn
 from slidesparse.convert.times import DEFAULT_GPU, DEFAULT_TOKENS
 from slidesparse.errors import SlideSparseError
 from slidesparse.pattern import Pattern, parse_pattern
@@ -369,14 +368,13 @@ def _require_writable(option: str, report: Path | None, target: Path) -> None:
 def _warn(report: Report) -> None:
     pruned = any(pattern.density < 1 for pattern in report.patterns.values())
     if report.method == "magnitude" and not report.samples and report.newly_pruned and pruned:
-        warning = TERNARY if report.ternary else WITHOUT_CALIBRATION
-        err.print(f"[yellow]warning:[/] {escape(warning)}")
+        warn(TERNARY if report.ternary else WITHOUT_CALIBRATION)
     if report.note:
-        err.print(f"[yellow]note:[/] {escape(report.note)}")
+        warn(report.note, "note")
     if report.budget and not report.budget.within_budget:
-        err.print(
-            f"[yellow]warning:[/] {escape(report.budget.budget.goal)} is exceeded: {escape(report.budget.summary)}; "
-            "this checkpoint came closest of several attempts. Allow a larger loss, or give more calibration text"
+        warn(
+            f"{report.budget.budget.goal} is exceeded: {report.budget.summary}; this checkpoint came closest of "
+            "several attempts. Allow a larger loss, or give more calibration text"
         )
 
 
