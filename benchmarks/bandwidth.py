@@ -97,11 +97,7 @@ class BandwidthBench:
     def __init__(self, session: Session, folder: Path) -> None:
         self._session, self._cells = session, cells(session.gpu.device)
         self.records = Records(folder, BANDWIDTH)
-
-    @property
-    def count(self) -> int:
-        """The number of cells, those that are measured already included."""
-        return len(self._cells)
+        self.count = len(self._cells)
 
     def run(self) -> bool:
         """Measure what is not in the table; return False if the time limit was reached first."""

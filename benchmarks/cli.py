@@ -83,10 +83,7 @@ class Bench(Protocol):
     """A benchmark that fills one table."""
 
     records: Records
-
-    @property
-    def count(self) -> int:
-        """The number of cells, those that are measured already included."""
+    count: int  # of cells, those that are measured already included
 
     def run(self) -> bool:
         """Measure what is not in the table; return False if the time limit was reached first."""
@@ -163,10 +160,11 @@ def kernel(
 ) -> None:
     """Time single GEMMs of cuBLASLt, the sparse libraries at each pattern, and vLLM; writes OUT/kernel.csv."""
     began = time.monotonic()
-    from benchmarks.kernel import DTYPES, KernelBench, model_groups, square_groups
+    from benchmarks.kernel import KernelBench, model_groups, square_groups
+    from slidesparse.gemm.problem import OPERANDS
     from slidesparse.tune.shapes import parse_choice
 
-    dtypes = parse_choice("--dtype", dtype, DTYPES)
+    dtypes = parse_choice("--dtype", dtype, OPERANDS)
     patterns, tokens = _parse_patterns(pattern), parse_token_counts(m)
     if parse_choice("--mode", mode, ("square", "model")) == ("square",):
         groups = square_groups(dtypes, tokens)
@@ -239,13 +237,13 @@ def layout(
     """Time cuSPARSELt and cuBLASLt at 6:8 in the eight memory layouts; writes OUT/layout.csv."""
     began = time.monotonic()
     from benchmarks.conditions import gpu_conditions
-    from benchmarks.kernel import DTYPES
     from benchmarks.layout import PATTERN, LayoutBench, output_types, products
     from benchmarks.records import write_conditions
+    from slidesparse.gemm.problem import OPERANDS
     from slidesparse.tune import machine
     from slidesparse.tune.shapes import parse_choice, parse_tokens
 
-    dtypes, tokens = parse_choice("--dtype", dtype, DTYPES), parse_tokens(m)
+    dtypes, tokens = parse_choice("--dtype", dtype, OPERANDS), parse_tokens(m)
     layers = [
         layer for _, model_layers in parse_models(None if shapes else model, shapes) for layer in model_layers
     ]

@@ -15,18 +15,17 @@ from torch import Tensor
 
 from benchmarks.records import KERNEL, Records
 from benchmarks.stock import Stock
-from benchmarks.timing import label_algorithm, rest, time_exactly
+from benchmarks.timing import label_algorithm, percentiles, rest, time_exactly
 from slidesparse.gemm.backend import LayerSpec, Tunable
-from slidesparse.gemm.problem import DTYPES as TORCH
-from slidesparse.gemm.problem import LibraryError, Problem
+from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
 from slidesparse.pattern import round_up
+from slidesparse.tune.inputs import clones
 from slidesparse.tune.machine import SERVED_DTYPES
 from slidesparse.tune.measure import Timing
 from slidesparse.tune.search import search
 from slidesparse.tune.session import Session
 from slidesparse.tune.shapes import Layer, slided_columns
 
-DTYPES = ("int8", "fp8", "fp16", "bf16")
 DENSE = "dense"
 SQUARE = "square"
 STOCK_ALIGNMENT = 16  # of N and K in vLLM's CUTLASS kernels
@@ -137,11 +136,7 @@ class KernelBench:
         self._cells = {group: cells(group.layer, group.dtype, patterns, libraries, stock) for group in groups}
         self._stock = stock
         self.records = Records(folder, KERNEL)
-
-    @property
-    def count(self) -> int:
-        """The number of cells, those that are measured already included."""
-        return sum(len(self._cells[group]) * len(group.tokens) for group in self._groups)
+        self.count = sum(len(self._cells[group]) * len(group.tokens) for group in groups)
 
     def run(self) -> bool:
         """Measure what is not in the table.  False when the time was up before the end."""
@@ -173,9 +168,8 @@ class KernelBench:
         except LibraryError as error:
             self._session.skipped.append(f"{cell.provider}: {error}")
             return
-        figures = {"p20_us": timing.p20, "p50_us": timing.p50, "p80_us": timing.p80}
         for row in missing:
-            self.records.add(row | figures | {"algorithm": algorithm})
+            self.records.add(row | percentiles(timing) | {"algorithm": algorithm})
 
     def _time(self, cell: Cell, problem: Problem, weights: list[Tensor]) -> tuple[Timing, str]:
         if cell.library and cell.dense_in_blocks:  # not saved: serving uses the winner for 2:4
@@ -220,9 +214,9 @@ class _Weights:
             return inputs.packed(cell.library, problem, copies)
         weight = inputs.weight(problem.dtype, problem.n, problem.k, sparse=False)
         if cell.library:
-            spec = LayerSpec(problem.n, problem.k, None, 0, TORCH[problem.dtype], TORCH[problem.out])
+            spec = LayerSpec(problem.n, problem.k, None, 0, DTYPES[problem.dtype], DTYPES[problem.out])
             weight = cell.library.pack(spec, weight)
-        return [weight, *(weight.clone() for _ in range(copies - 1))]
+        return clones(weight, copies)
 
 
 def _row(group: Group, cell: Cell, pattern: str, m: int) -> dict[str, object]:

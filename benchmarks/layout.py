@@ -18,7 +18,7 @@ from benchmarks.timing import label_algorithm, time_exactly
 from slidesparse.gemm.backend import Tunable
 from slidesparse.gemm.problem import LAYOUTS, Layout, LibraryError, Plan, Problem
 from slidesparse.pattern import round_up
-from slidesparse.tune.inputs import Operands
+from slidesparse.tune.inputs import Operands, clones
 from slidesparse.tune.search import outputs_agree, search
 from slidesparse.tune.session import Session
 from slidesparse.tune.shapes import Layer, slided_columns
@@ -68,11 +68,7 @@ class LayoutBench:
     ) -> None:
         self._session, self._products, self._tokens = session, chosen, tokens
         self.records = Records(folder, LAYOUT)
-
-    @property
-    def count(self) -> int:
-        """The number of cells, those that are measured already included."""
-        return len(self._products) * len(self._tokens) * len(LAYOUTS)
+        self.count = len(chosen) * len(tokens) * len(LAYOUTS)
 
     def run(self) -> bool:
         """Measure what is not in the table; return False if the time limit was reached first."""
@@ -135,9 +131,8 @@ class _Weights:
     def packed(self, layout: Layout) -> list[Tensor]:
         """Return packed copies, enough for the smallest number of tokens.  Raises LibraryError."""
         if layout not in self._packed:
-            first = self._product.library.operand(self.plain, layout)
             copies = self._session.inputs.copies(self._product.problem(self._least))
-            self._packed[layout] = [first, *(first.clone() for _ in range(copies - 1))]
+            self._packed[layout] = clones(self._product.library.operand(self.plain, layout), copies)
         return self._packed[layout]
 
 

@@ -18,12 +18,12 @@ from torch import Tensor
 from benchmarks.kernel import DENSE, STOCK_ALIGNMENT, Group
 from benchmarks.records import LINEAR, TIMES, Records
 from benchmarks.stock import Stock
-from benchmarks.timing import rest, time_exactly
+from benchmarks.timing import percentiles, rest, time_exactly
 from slidesparse import ops
 from slidesparse.gemm.backend import TWO_FOUR, LayerSpec, Tunable
 from slidesparse.gemm.problem import DTYPES
 from slidesparse.pattern import SlidePattern, parse_pattern
-from slidesparse.tune.inputs import with_sparse_blocks
+from slidesparse.tune.inputs import clones, with_sparse_blocks
 from slidesparse.tune.measure import Launch
 from slidesparse.tune.session import Session
 from slidesparse.tune.shapes import Layer
@@ -113,11 +113,7 @@ class LinearBench:
             group: providers(group.layer, group.dtype, patterns, libraries, stock) for group in groups
         }
         self.records = Records(folder, LINEAR)
-
-    @property
-    def count(self) -> int:
-        """The number of cells, those that are measured already included."""
-        return sum(len(self._providers[group]) * len(group.tokens) for group in self._groups)
+        self.count = sum(len(self._providers[group]) * len(group.tokens) for group in groups)
 
     def run(self) -> bool:
         """Measure what is not in the table, then add sums.  False when the time was up before the end."""
@@ -150,9 +146,8 @@ class LinearBench:
 
     def _weights(self, group: Group, provider: Provider) -> list[Tensor]:
         weight = self._session.inputs.weight(group.dtype, group.layer.n, provider.columns, provider.sparse)
-        first = provider.pack(weight)
         copies = self._copies(group, min(group.tokens))  # fewer tokens need more copies
-        return [first, *(first.clone() for _ in range(copies - 1))]
+        return clones(provider.pack(weight), copies)
 
     def _measure(
         self,
@@ -176,8 +171,7 @@ class LinearBench:
         if not timing.graphed:
             words = f"{group.layer.name} {group.dtype} M={m} was timed without a CUDA graph"
             self._session.skipped.append(f"{subject}: {words}")
-        times = (timing.p20, timing.p50, timing.p80)
-        self.records.add(row | dict(zip(TIMES, times, strict=True)))
+        self.records.add(row | percentiles(timing))
 
 
 def _row(group: Group, provider: Provider, m: int) -> dict[str, object]:

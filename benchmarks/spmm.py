@@ -19,11 +19,12 @@ from torch import Tensor
 
 from benchmarks.kernel import DENSE, SQUARE
 from benchmarks.layout import exact_product
-from benchmarks.records import SPMM, TIMES, Records
-from benchmarks.timing import time_exactly
+from benchmarks.records import SPMM, Records
+from benchmarks.timing import percentiles, time_exactly
 from slidesparse.gemm.backend import TWO_FOUR, Tunable
 from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
 from slidesparse.spmm import MAX_GROUP, STRIP, Compressed, compress, decompress, prune, sequential, spmm
+from slidesparse.tune.inputs import clones
 from slidesparse.tune.measure import Launch, Timing
 from slidesparse.tune.session import Session
 from slidesparse.tune.shapes import Layer, ShapeError, slided_columns, split_list
@@ -146,11 +147,7 @@ class SpmmBench:
     def __init__(self, session: Session, folder: Path, todo: Sequence[Job]) -> None:
         self._session, self._jobs = session, todo
         self.records = Records(folder, SPMM)
-
-    @property
-    def count(self) -> int:
-        """The number of cells, those that are measured already included."""
-        return sum(len(job.providers) for job in self._jobs)
+        self.count = sum(len(job.providers) for job in todo)
 
     def run(self) -> bool:
         """Measure what is not in the table; return False if the time limit was reached first."""
@@ -181,8 +178,7 @@ class SpmmBench:
             return
         if not timing.graphed:
             self._session.skipped.append(f"{subject} was timed without a CUDA graph")
-        times = dict(zip(TIMES, (timing.p20, timing.p50, timing.p80), strict=True))
-        self.records.add(job.row(provider) | times | {"error": f"{error:.1e}"})
+        self.records.add(job.row(provider) | percentiles(timing) | {"error": f"{error:.1e}"})
 
     def _measure(self, job: Job, missing: Sequence[str]) -> Iterator[tuple[str, Timing, float, float]]:
         """Yield (provider, timing, error, allowed error) of each missing provider."""
@@ -254,8 +250,7 @@ class SpmmBench:
         columns = slided_columns(layer.k, TWO_FOUR.ratio, library.alignment)
         problem = Problem(dtype, out, layer.n, columns, job.shape.m, library.epilogue(dtype, out))
         weight = session.inputs.weight(dtype, layer.n, columns, sparse=True)
-        first = library.operand(weight)
-        packed = [first, *(first.clone() for _ in range(session.inputs.copies(problem) - 1))]
+        packed = clones(library.operand(weight), session.inputs.copies(problem))
         result = session.search(library, problem, packed)
         operands = session.inputs.operands(problem, packed)
         operands.launch(library.plan(problem, session.gpu.device, result.algorithm))(0)

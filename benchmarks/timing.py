@@ -7,6 +7,7 @@ import time
 
 from torch import Tensor
 
+from benchmarks.records import TIMES
 from slidesparse.tune.measure import EXACT_US, QUICK_US, SAMPLES, Clock, Launch, Timing
 from slidesparse.tune.session import Session
 
@@ -26,6 +27,11 @@ def time_exactly(clock: Clock, launch: Launch, copies: int) -> Timing:
     about = min(clock.prepare(launch, copies, clock.time_once(launch), QUICK_US).samples(2))
     replay = clock.prepare(launch, copies, about, EXACT_US)
     return Timing.of(replay.samples(SAMPLES), replay.graphed)
+
+
+def percentiles(timing: Timing) -> dict[str, float]:
+    """Return the columns TIMES of a table."""
+    return dict(zip(TIMES, (timing.p20, timing.p50, timing.p80), strict=True))
 
 
 def label_algorithm(algorithm: str, timing: Timing) -> str:

@@ -67,9 +67,8 @@ class Flags:
     fuse: bool | None = None  # None: as the plugin does by default
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Flags:
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Flags:
         """Read the flags.  Raises FlagError naming the variable, what was found and what is allowed."""
-        environ = os.environ if environ is None else environ
         require_known(environ)
         _switch(environ, DISABLE)  # `disabled` treats an unknown value as no
         sparse, dense = _switch(environ, USE_CUSPARSELT), _switch(environ, USE_CUBLASLT)
@@ -98,31 +97,30 @@ class Flags:
         )
 
 
-def disabled(environ: Mapping[str, str] | None = None) -> bool:
+def disabled(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether DISABLE_SLIDESPARSE is set; never raises."""
     return _is_true(environ, DISABLE)
 
 
-def path_flag(environ: Mapping[str, str] | None = None) -> str | None:
+def path_flag(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the flag that requests a SlideSparse path, such as ``USE_CUSPARSELT``, or None; never raises."""
     return next((name for name in (USE_CUSPARSELT, USE_CUBLASLT) if _is_true(environ, name)), None)
 
 
-def active_names(environ: Mapping[str, str] | None = None) -> list[str]:
+def active_names(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the names of the flags that are set; never raises."""
-    environ = os.environ if environ is None else environ
     names = (USE_CUSPARSELT, USE_CUBLASLT, SPARSITY, BACKEND, FUSE, PROFILE)
     return [name for name in names if environ.get(name, "").strip().lower() not in _FALSE]
 
 
-def require_known(environ: Mapping[str, str] | None = None) -> None:
+def require_known(environ: Mapping[str, str] = os.environ) -> None:
     """Raise FlagError for an unknown variable that is named like a flag."""
-    for name, value in (os.environ if environ is None else environ).items():
+    for name, value in environ.items():
         _require_known(name, value)
 
 
-def _is_true(environ: Mapping[str, str] | None, name: str) -> bool:
-    return (os.environ if environ is None else environ).get(name, "").strip().lower() in _TRUE
+def _is_true(environ: Mapping[str, str], name: str) -> bool:
+    return environ.get(name, "").strip().lower() in _TRUE
 
 
 def _require_known(name: str, value: str) -> None:

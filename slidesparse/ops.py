@@ -7,11 +7,6 @@ A linear layer is one call, [M, K] -> [M, N], which may begin with the norm or t
     y, total = torch.ops.slidesparse.add_rms_norm_linear(x, residual, norm, eps, weight, ...)
     y: Tensor = torch.ops.slidesparse.silu_mul_linear(x, weight, ...)
 
-Its two steps are also operators::
-
-    q, s_x = torch.ops.slidesparse.quant_slide(x, length, phase, dtype, columns)
-    y: Tensor = torch.ops.slidesparse.scaled_matmul(q, s_x, weight, s_w, bias, out_dtype, backend)
-
 The compiler pass `slidesparse.vllm_patch.fusion` inserts the fused operators into graphs.
 On a GPU, layers of the backend hopper are called from C++ (`slidesparse.gemm.hopper`).
 The operators are opaque to torch.compile; their fakes are symbolic in M, so one graph serves any number of tokens.
@@ -26,62 +21,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slidesparse import gemm, profiling
-from slidesparse.gemm.backend import layer_spec, quantize
+from slidesparse import gemm
+from slidesparse.gemm.backend import layer_spec
 from slidesparse.gemm.hopper import operators as hopper_operators
 from slidesparse.kernels import Producer, RmsNorm, SiluMul
-from slidesparse.pattern import SlideLayout
 
 ABI = 7  # version of operators and packed weights; part of vLLM's compile-cache key
 
 NAMESPACE = hopper_operators.NAMESPACE
-# Parts of schemas: the quantization of a row, and a layer that begins with it.
-WINDOWS = "SymInt length, SymInt phase, ScalarType dtype, SymInt columns"
-LAYER = f"Tensor weight, Tensor scale_w, Tensor? bias, {WINDOWS}, ScalarType out_dtype, str backend"
+# The part that all schemas end with
+LAYER = (
+    "Tensor weight, Tensor scale_w, Tensor? bias, SymInt length, SymInt phase, ScalarType dtype, SymInt columns, "
+    "ScalarType out_dtype, str backend"
+)
 if "_library" not in globals():  # kept across reloads: operators disappear with their library object
     _library = torch.library.Library(NAMESPACE, "FRAGMENT")
-
-
-def quant_slide(
-    x: Tensor, length: int, phase: int, dtype: torch.dtype, columns: int
-) -> tuple[Tensor, Tensor]:
-    """Quantize each token and lift it into the windows of blocks of ``length`` after ``phase`` zero columns.
-
-    x [M, K] float -> q [M, columns] of ``dtype`` (torch.int8 or torch.float8_e4m3fn), scale [M, 1] float32.
-    ``columns`` is K' rounded up to the backend's alignment; zeros fill the rest.
-    A length of 4 at phase 0 lifts nothing: the dense path.
-    Rounds as stock vLLM does on x's device (`slidesparse.quantize`).
-    """
-    return quantize(x, SlideLayout(x.shape[1], phase, length), dtype, columns)
-
-
-def _quant_slide_fake(
-    x: Tensor, length: int, phase: int, dtype: torch.dtype, columns: int
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape[0], columns, dtype=dtype), x.new_empty(x.shape[0], 1, dtype=torch.float32)
-
-
-def scaled_matmul(
-    q: Tensor,
-    scale_x: Tensor,
-    weight: Tensor,
-    scale_w: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    backend: str,
-) -> Tensor:
-    """Return (q @ weight.T) * scale_w * scale_x + bias, computed by ``backend`` (see `slidesparse.gemm`).
-
-    q [M, K'] INT8 or FP8, scale_x [M, 1], weight as the backend packed it, scale_w [N, 1] float32, bias [N] or
-    None -> [M, N] of ``out_dtype``.
-    """
-    profiling.layer(weight, scale_w.shape[0], q)
-    return gemm.get(backend).scaled_matmul(q, scale_x, weight, scale_w, bias, out_dtype)
-
-
-def _scaled_matmul_fake(q: Tensor, scale_x: Tensor, weight: Tensor, scale_w: Tensor, *rest: Any) -> Tensor:
-    _bias, out_dtype, _backend = rest
-    return q.new_empty(q.shape[0], scale_w.shape[0], dtype=out_dtype)
 
 
 def _layer(
@@ -149,28 +103,17 @@ def _register(name: str, schema: str, implementation: Callable[..., Any], fake: 
     """Define an operator once per process, however often the plugin is loaded."""
     if hasattr(getattr(torch.ops, NAMESPACE), name):
         return
-    replaceable = name in hopper_operators.OPERATORS
-    names = [name, name + hopper_operators.PYTHON_SUFFIX] if replaceable else [name]
-    for operator in names:
+    by_python = name + hopper_operators.PYTHON_SUFFIX
+    for operator in (name, by_python):
         _library.define(operator + schema, tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.register_fake(f"{NAMESPACE}::{operator}", fake, lib=_library)
         _library.impl(operator, implementation, "CPU")
-    if replaceable:
-        hopper_operators.implement(name, implementation)
-        implementation = hopper_operators.record_errors(implementation)
-    _library.impl(names[-1], implementation, "CUDA")
+    hopper_operators.implement(name, implementation)
+    _library.impl(by_python, hopper_operators.record_errors(implementation), "CUDA")
 
 
 _NORM, _ADD_NORM = "Tensor x, Tensor norm, float eps", "Tensor x, Tensor residual, Tensor norm, float eps"
 
-_register("quant_slide", f"(Tensor x, {WINDOWS}) -> (Tensor, Tensor)", quant_slide, _quant_slide_fake)
-_register(
-    "scaled_matmul",
-    "(Tensor q, Tensor scale_x, Tensor weight, Tensor scale_w, Tensor? bias, ScalarType out_dtype, str backend)"
-    " -> Tensor",
-    scaled_matmul,
-    _scaled_matmul_fake,
-)
 _register("linear", f"(Tensor x, {LAYER}) -> Tensor", _linear, _linear_fake)
 _register("rms_norm_linear", f"({_NORM}, {LAYER}) -> Tensor", _rms_norm_linear, _rms_norm_linear_fake)
 _register(

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from slidesparse import doctor, flags, gemm
-from slidesparse.checkpoint.architectures import FAMILIES, UNKNOWN, WEIGHT, ZERO_POINT, architecture_of
+from slidesparse.checkpoint.architectures import (
+    FAMILIES,
+    UNKNOWN,
+    WEIGHT,
+    ZERO_POINT,
+    architecture_of,
+    known_family,
+)
 from slidesparse.checkpoint.bitnet import METHOD as BITNET
 from slidesparse.checkpoint.bitnet import BitNetCheckpoint
 from slidesparse.checkpoint.converted import DamagedError, open_checkpoint, restore
@@ -270,7 +277,7 @@ def _layers(
 ) -> Iterable[Layer]:
     """Yield the linear layers as vLLM fuses them.  Raises ResolveError for a layer that is not served."""
     names = linear_layers(checkpoint, metadata)
-    family = FAMILIES.get(architecture_of(checkpoint.config) or "", UNKNOWN)
+    family = known_family(checkpoint.config) or UNKNOWN
     order = [part for group in family.fused for part in group]
     groups = {group[0]: group for group in family.groups(names)}
     fused = {name for group in groups.values() for name in group[1:]}

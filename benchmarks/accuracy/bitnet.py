@@ -128,11 +128,7 @@ def served_weights(folder: Path, shape: Shape, device: str) -> lm.Weights:
     stored = load_file(folder / "model.safetensors")
     for name in [name for name in stored if name.endswith(".weight_scale")]:
         stored[name.removesuffix("_scale")] = stored[name.removesuffix("_scale")] * stored[name]
-    weights = {"embedding": stored[lm.EMBEDDING], "last_norm": stored[lm.LAST_NORM]}
-    for i in range(shape.layers):
-        for key, names in NAMES.items():
-            weights[f"{i}.{key}"] = torch.cat([stored[f"model.layers.{i}.{name}.weight"] for name in names])
-    return {name: t.to(device, torch.float32) for name, t in weights.items()}
+    return lm.from_stored(stored, shape, NAMES, device)
 
 
 # The measurement

@@ -220,12 +220,19 @@ def load(folder: Path, device: str) -> tuple[Shape, Weights]:
         config["num_attention_heads"],
         config["max_position_embeddings"] // 2,
     )
-    stored = load_file(folder / "model.safetensors")
+    weights = from_stored(load_file(folder / "model.safetensors"), shape, NAMES, device)
+    return shape, {name: t.requires_grad_() for name, t in weights.items()}
+
+
+def from_stored(
+    stored: Mapping[str, Tensor], shape: Shape, layer_names: Mapping[str, Sequence[str]], device: str
+) -> Weights:
+    """Return the weights, as float32, from the tensors of a checkpoint."""
     weights = {"embedding": stored[EMBEDDING], "last_norm": stored[LAST_NORM]}
     for i in range(shape.layers):
-        for key, names in NAMES.items():
+        for key, names in layer_names.items():
             weights[f"{i}.{key}"] = torch.cat([stored[f"model.layers.{i}.{name}.weight"] for name in names])
-    return shape, {name: t.to(device, torch.float32).requires_grad_() for name, t in weights.items()}
+    return {name: t.to(device, torch.float32) for name, t in weights.items()}
 
 
 def read_stream(part: Path, device: str) -> Tensor:

@@ -47,7 +47,7 @@ KINDS = {  # classes of kernels in e2e_profile.csv, as pages show them
     "idle": "idle",
 }
 SERVED = ("K", "K", "N")  # the contiguous dimensions of weight, activations and output in serving
-REFERENCE = ("results", "model", "dtype", "pattern", "M", "speedup")
+REFERENCE_COLUMNS = ("results", "model", "dtype", "pattern", "M", "speedup")
 RESULTS = {  # kinds of figures in docs/benchmarks/reference.csv
     "square": "square GEMMs",
     "operands": "GEMMs of layers",
@@ -443,8 +443,8 @@ def compare_reference(results: Results, reference: Path) -> pd.DataFrame:
     ``who`` is our sparse provider and the dense one that it is compared with.  Figures of theirs without any of ours
     appear once, with NaN.  Raises RecordsError.
     """
-    rows, _ = read_rows(reference, REFERENCE)
-    theirs = pd.DataFrame(rows, columns=list(REFERENCE)).astype({"M": int, "speedup": float})
+    rows, _ = read_rows(reference, REFERENCE_COLUMNS)
+    theirs = pd.DataFrame(rows, columns=list(REFERENCE_COLUMNS)).astype({"M": int, "speedup": float})
     key = ["results", "model", "dtype", "pattern", "M"]
     gemms = (*results.models.sections, *results.hopper.sections)
     sections = {

@@ -82,7 +82,7 @@ class Distilled:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def distill(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None = None) -> Distilled:
+def distill(task: Task, reader: Reader, work: WorkFolder, progress: Progress) -> Distilled:
     """Train the finished blocks in ``work``, and save the best codes and scales there, in the file DISTILLED.
 
     An interrupted run continues from its last save.
@@ -242,7 +242,7 @@ class _Training:
         self._pruned.append(pruned)
         self._weights.append(weights)
 
-    def run(self, progress: Progress | None) -> Distilled:
+    def run(self, progress: Progress) -> Distilled:
         """Train until the time is up."""
         task, saved = self._task, time.monotonic()
         assert task.texts
@@ -264,8 +264,7 @@ class _Training:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             self._seconds += time.monotonic() - started
-            if progress:
-                progress("distilling", int(total * min(1.0, self._seconds / limit)), total)
+            progress("distilling", int(total * min(1.0, self._seconds / limit)), total)
             if self._seconds >= limit or time.monotonic() - saved > pause:
                 started = time.monotonic()
                 self._save(self._seconds >= limit)

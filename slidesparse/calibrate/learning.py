@@ -59,9 +59,7 @@ class LearnedRotation:
     after: float
 
 
-def find_rotation(
-    task: Task, reader: Reader, work: WorkFolder, progress: Progress | None = None
-) -> LearnedRotation:
+def find_rotation(task: Task, reader: Reader, work: WorkFolder, progress: Progress) -> LearnedRotation:
     """Return the rotation saved in ``work``, or learn one by `learn_rotation` and save it there."""
     saved, gain = work.read_tensors(ROTATION), work.read_json(GAIN)
     if saved is not None:
@@ -74,9 +72,7 @@ def find_rotation(
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def learn_rotation(
-    task: Task, reader: Reader, folder: Path, progress: Progress | None = None
-) -> LearnedRotation:
+def learn_rotation(task: Task, reader: Reader, folder: Path, progress: Progress) -> LearnedRotation:
     """Learn the rotation for the layers and patterns of ``task``; hidden states may be spilled to ``folder``.
 
     The result is deterministic on the same machine.
@@ -124,10 +120,8 @@ def hadamard(size: int) -> Tensor:
     return matrix * signs
 
 
-def _report_third(number: int, progress: Progress | None) -> Progress | None:
+def _report_third(number: int, progress: Progress) -> Progress:
     """Return a progress that reports the ``number``-th of three parts of learning: forward, backward, descent."""
-    if progress is None:
-        return None
     return lambda phase, done, total: progress(phase, number * total + done, 3 * total)
 
 
@@ -206,7 +200,7 @@ def _writer_cost(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
 # The statistics that costs are computed from
 
 
-def _layer_costs(task: Task, reader: Reader, folder: Path, progress: Progress | None) -> list[list[Cost]]:
+def _layer_costs(task: Task, reader: Reader, folder: Path, progress: Progress) -> list[list[Cost]]:
     """Run the dense model of ``reader`` forward and backward, and return the costs of the layers of each block."""
     report = block_counter(task, ROTATING, _report_third(0, progress))
     inverses: list[dict[int, Tensor]] = []
@@ -268,7 +262,7 @@ def _backward_costs(
     states: HiddenStates,
     ids: Sequence[Tensor],
     inverses: list[dict[int, Tensor]],
-    progress: Progress | None,
+    progress: Progress,
 ) -> list[list[Cost]]:
     """Propagate the gradient of the loss back through the blocks, and return the costs of their layers."""
     report = block_counter(task, ROTATING, _report_third(1, progress))
@@ -389,7 +383,7 @@ def _total_cost(costs: list[list[Cost]], q: Tensor, r: Tensor) -> float:
 
 
 def _minimize_cost(
-    costs: list[list[Cost]], q: Tensor, r: Tensor, progress: Progress | None = None
+    costs: list[list[Cost]], q: Tensor, r: Tensor, progress: Progress
 ) -> tuple[Tensor, Tensor, float]:
     """Minimize the cost in STEPS steps, starting from ``q`` and ``r``; return the best matrices and their cost."""
     adams = _Adam(q, RATE * math.sqrt(512 / len(q))), _Adam(r, 2 * RATE * math.sqrt(512 / len(q)))
@@ -409,8 +403,7 @@ def _minimize_cost(
         for adam, x in zip(adams, floats, strict=True):
             if x.grad is not None:
                 adam.step(x.grad, min(1.0, (step + 1) / WARM_UP) * falling)
-        if progress:
-            progress(ROTATING, step + 1, STEPS)
+        progress(ROTATING, step + 1, STEPS)
     last = _total_cost(costs, adams[0].x, adams[1].x)
     return (adams[0].x, adams[1].x, last) if last < best[2] else best
 

@@ -51,7 +51,7 @@ def layer_losses(
     folder: Path,
     work: WorkFolder,
     name: str,
-    progress: Progress | None = None,
+    progress: Progress,
 ) -> Losses:
     """Measure the loss of each unit at each of ``patterns``: prune it alone, and compare the model's outputs.
 
@@ -222,7 +222,7 @@ def _pooling(checkpoint: Checkpoint) -> Callable[[Tensor], Tensor]:
 
 
 @torch.inference_mode()
-def whole_loss(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None = None) -> float:
+def whole_loss(task: Task, reader: Reader, work: WorkFolder, progress: Progress) -> float:
     """Return the loss of the pruned model in ``work`` minus the dense model's, on the validation split.
 
     Both models run as they will be served, with weights and activations quantized.  The loss is cross-entropy in nats

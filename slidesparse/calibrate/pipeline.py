@@ -75,7 +75,7 @@ class Position:
 
 
 @torch.inference_mode()
-def calibrate(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None = None) -> None:
+def calibrate(task: Task, reader: Reader, work: WorkFolder, progress: Progress) -> None:
     """Prune and quantize the layers of ``task``, and save each finished block in ``work``.
 
     Blocks that are already there are run but not pruned again.  The result is deterministic on the same machine.
@@ -157,7 +157,7 @@ def _blocks_to_prune(task: Task) -> list[int]:
     return [n for n in range(model.blocks) if any(name in task.layers for name in model.linears(n))]
 
 
-def block_counter(task: Task, phase: str, progress: Progress | None) -> Callable[[int], None]:
+def block_counter(task: Task, phase: str, progress: Progress) -> Callable[[int], None]:
     """Return a function that reports a block as done; progress counts the bytes of linear layers to prune."""
     sizes = {name: task.model.checkpoint.require(name + WEIGHT).nbytes for name in task.layers}
     done = 0
@@ -165,8 +165,7 @@ def block_counter(task: Task, phase: str, progress: Progress | None) -> Callable
     def finished(number: int) -> None:
         nonlocal done
         done += sum(sizes.get(name, 0) for name in task.model.linears(number))
-        if progress:
-            progress(phase, done, sum(sizes.values()))
+        progress(phase, done, sum(sizes.values()))
 
     return finished
 

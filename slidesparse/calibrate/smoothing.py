@@ -57,9 +57,7 @@ class Smoothing:
         )
 
 
-def find_smoothing(
-    task: Task, reader: Reader, work: WorkFolder, progress: Progress | None = None
-) -> Smoothing:
+def find_smoothing(task: Task, reader: Reader, work: WorkFolder, progress: Progress) -> Smoothing:
     """Return the factors saved in ``work``, or find them on the samples of ``task`` and save them there.
 
     The result is deterministic on the same machine.
@@ -77,7 +75,7 @@ def find_smoothing(
 
 
 @torch.inference_mode()
-def _search(task: Task, reader: Reader, work: WorkFolder, progress: Progress | None) -> dict[str, Tensor]:
+def _search(task: Task, reader: Reader, work: WorkFolder, progress: Progress) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     report = block_counter(task, PHASE, progress)
     with walk(task, reader, work.folder, 1, to_the_end=True) as positions:

@@ -24,6 +24,11 @@ from slidesparse.pattern import Pattern
 
 Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
 
+
+def no_progress(phase: str, done: int, total: int) -> None:
+    """Ignore progress."""
+
+
 DEVICES = ("auto", "cpu", "cuda")
 # A layer's target output: that in the dense model, or its own on the pruned model's inputs
 TARGETS = ("dense", "own")

@@ -249,6 +249,11 @@ def size_of(config: Mapping[str, Any], key: str, default: int | None = None) -> 
     return value
 
 
+def known_family(config: Mapping[str, Any]) -> Family | None:
+    """Return the family of a model by its architecture, or None for an unknown one."""
+    return FAMILIES.get(architecture_of(config) or "")
+
+
 def family_of(config: Mapping[str, Any], tensors: Iterable[str] = (), linear: str | None = None) -> Family:
     """Return the family of a model, or one made from ``linear``, a regex searched in layer names.
 

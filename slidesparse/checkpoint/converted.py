@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slidesparse.blocks import BLOCK, STRIP, dense_blocks, missing
-from slidesparse.checkpoint.architectures import FAMILIES, SCALE, WEIGHT, architecture_of, in_features
+from slidesparse.checkpoint.architectures import SCALE, WEIGHT, in_features, known_family
 from slidesparse.checkpoint.bitnet import as_int8
 from slidesparse.checkpoint.metadata import KEY, Metadata
 from slidesparse.checkpoint.storage import Checkpoint, CheckpointError, Reader
@@ -63,7 +63,7 @@ def open_checkpoint(folder: str | Path) -> tuple[Checkpoint, Metadata | None]:
 
 def _require_widths(checkpoint: Checkpoint, metadata: Metadata) -> None:
     """Raise CheckpointError for a linear layer whose in-features contradict config.json."""
-    family = FAMILIES.get(architecture_of(checkpoint.config) or "")
+    family = known_family(checkpoint.config)
     for layer in family.layers(checkpoint.tensors) if family else ():
         expected, entry = in_features(checkpoint.config, layer), metadata.layers.get(layer)
         shape = checkpoint.tensors[layer + WEIGHT].spec.shape

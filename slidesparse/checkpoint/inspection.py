@@ -12,14 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slidesparse.checkpoint.architectures import (
-    FAMILIES,
-    SCALE,
-    WEIGHT,
-    architecture_of,
-    is_expert,
-    layer_names,
-)
+from slidesparse.checkpoint.architectures import SCALE, WEIGHT, is_expert, known_family, layer_names
 from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.converted import DamagedError, lacking_share, natural, open_checkpoint, restore
 from slidesparse.checkpoint.metadata import Metadata, sparsity_of
@@ -150,8 +143,7 @@ def _added(fit: Fit, values: Tensor) -> Fit:
 
 def linear_layers(checkpoint: Checkpoint, metadata: Metadata | None) -> list[str]:
     """List the layers by metadata and architecture; for an unknown one, all matrices that may be linear layers."""
-    family = FAMILIES.get(architecture_of(checkpoint.config) or "")
-    if family:
+    if family := known_family(checkpoint.config):
         names = family.layers(checkpoint.tensors)
     else:
         names = [

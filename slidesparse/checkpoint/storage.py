@@ -348,10 +348,13 @@ def _indexed_files(folder: Path, index: Mapping[str, Any]) -> list[str]:
     for name, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(SUFFIX):
             raise CheckpointError(
-                f"{path} places tensor {shown(name)} in {shown(file)}, which is not a {SUFFIX} file"
+                f"{path} places tensor {shown(name)} in {shown(file)}, which is not a {SUFFIX} file; fetch the index "
+                "of the safetensors files"
             )
         if not file.isprintable() or len(file.encode()) > 255:
-            raise CheckpointError(f"{path} places tensor {shown(name)} in {shown(file)}, which names no file")
+            raise CheckpointError(
+                f"{path} places tensor {shown(name)} in {shown(file)}, which names no file; fetch it again"
+            )
         if file in (".", "..") or PurePosixPath(file).name != file or PureWindowsPath(file).name != file:
             raise CheckpointError(
                 f"{path} places tensor {shown(name)} in {shown(file)}, outside the folder; only files in it "

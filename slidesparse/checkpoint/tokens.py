@@ -57,7 +57,7 @@ def read_records(path: Path, keys: tuple[str, ...]) -> list[tuple[str, ...]]:
         if all(text.strip() for text in values):
             records.append(values)
     if not records:
-        raise SlideSparseError(f"{path} holds no text")
+        raise SlideSparseError(f"{path} holds no text; give at least one line with a text that is not empty")
     return records
 
 

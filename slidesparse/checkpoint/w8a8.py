@@ -104,16 +104,21 @@ def _names(entry: str, layer: str) -> bool:
     return re.match(entry[3:], layer) is not None if entry.startswith("re:") else entry == layer
 
 
-def require_float(checkpoint: Checkpoint, layer: str) -> TensorSpec:
-    """Return the spec of a layer's weight.  Raises CheckpointError if it looks quantized or is no matrix.
-
-    For a checkpoint without quantization_config.
-    """
+def _require_matrix(checkpoint: Checkpoint, layer: str) -> TensorSpec:
     spec = checkpoint.require(layer + WEIGHT)
     if len(spec.shape) != 2 or 0 in spec.shape:
         raise CheckpointError(
             f"tensor {spec.name} has shape {list(spec.shape)}; a linear layer's is [N, K], not empty"
         )
+    return spec
+
+
+def require_float(checkpoint: Checkpoint, layer: str) -> TensorSpec:
+    """Return the spec of a layer's weight.  Raises CheckpointError if it looks quantized or is no matrix.
+
+    For a checkpoint without quantization_config.
+    """
+    spec = _require_matrix(checkpoint, layer)
     if layer + SCALE in checkpoint.tensors:
         raise CheckpointError(
             f"{checkpoint.folder} has {layer + SCALE} but no quantization_config in config.json; fetch its "
@@ -129,11 +134,7 @@ def require_float(checkpoint: Checkpoint, layer: str) -> TensorSpec:
 
 def require_quantized(checkpoint: Checkpoint, layer: str, source: Quantization) -> TensorSpec:
     """Return the spec of a layer's weight.  Raises CheckpointError if it or its scale contradicts ``source``."""
-    spec = checkpoint.require(layer + WEIGHT)
-    if len(spec.shape) != 2 or 0 in spec.shape:
-        raise CheckpointError(
-            f"tensor {spec.name} has shape {list(spec.shape)}; a linear layer's is [N, K], not empty"
-        )
+    spec = _require_matrix(checkpoint, layer)
     scheme = source.scheme(layer, spec.dtype)
     if scheme is None:
         raise CheckpointError(

@@ -37,6 +37,16 @@ Layout = Annotated[
 ]
 
 
+def show(title: str, text: object) -> None:
+    """Print a line of a summary."""
+    out.print(escape(f"{title:9} {text}"))
+
+
+def warn(text: str, kind: str = "warning") -> None:
+    """Print a warning, or another ``kind`` of remark."""
+    err.print(f"[yellow]{kind}:[/] {escape(text)}")
+
+
 def fail(code: int, message: object) -> NoReturn:
     """Print an error and end the command with exit code ``code``."""
     err.print(f"[bold red]error:[/] {escape(str(message))}")

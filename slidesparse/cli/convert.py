@@ -6,15 +6,15 @@ import json
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from slidesparse import methods
-from slidesparse.cli.console import Layout, byte_progress, err, out
+from slidesparse.cli.console import Layout, byte_progress, out, show, warn
 from slidesparse.convert.times import DEFAULT_GPU, DEFAULT_TOKENS
 from slidesparse.errors import SlideSparseError
 from slidesparse.pattern import Pattern, parse_pattern
@@ -45,10 +45,13 @@ _DEFAULTS = {
     methods.DEFAULT_CALIBRATED: "the default with --calib",
     methods.DEFAULT: "the default without --calib",
 }
-# headings of --help
-_BUDGET = "A pattern for each layer, chosen by a budget (instead of --sparsity; needs --calib)"
-_CALIBRATION = "Pruning"
-_LAYERS = "Options for individual layers"
+# Options under a heading of --help
+_budget_option = partial(
+    typer.Option,
+    rich_help_panel="A pattern for each layer, chosen by a budget (instead of --sparsity; needs --calib)",
+)
+_pruning_option = partial(typer.Option, rich_help_panel="Pruning")
+_layer_option = partial(typer.Option, rich_help_panel="Options for individual layers")
 
 _METHODS = ", ".join(f"{name} ({_DEFAULTS[name]})" if name in _DEFAULTS else name for name in methods.METHODS)
 
@@ -73,176 +76,139 @@ def convert(
     ] = None,
     max_loss: Annotated[
         str | None,
-        typer.Option(
+        _budget_option(
             help="Make the model as fast as possible while its perplexity (for encoders: 1 - cosine of the embeddings) "
             "rises by at most this much.",
             metavar="PERCENT",
-            rich_help_panel=_BUDGET,
         ),
     ] = None,
     min_speedup: Annotated[
         float | None,
-        typer.Option(
+        _budget_option(
             help="Make the linear layers X times as fast as stock vLLM's dense ones, such as 1.15, with the smallest "
             "loss.",
             metavar="X",
-            rich_help_panel=_BUDGET,
         ),
     ] = None,
     zeros: Annotated[
         str | None,
-        typer.Option(
-            help="Prune this share of the weights, with the smallest loss.",
-            metavar="PERCENT",
-            rich_help_panel=_BUDGET,
-        ),
+        _budget_option(help="Prune this share of the weights, with the smallest loss.", metavar="PERCENT"),
     ] = None,
     tokens: Annotated[
         str | None,
-        typer.Option(
+        _budget_option(
             help="Tokens per forward pass at which --max-loss and --min-speedup measure speed; by default "
             f"{','.join(map(str, DEFAULT_TOKENS))}, for decode with batch size {DEFAULT_TOKENS[0]} and for prefill.",
             metavar="N,N",
-            rich_help_panel=_BUDGET,
         ),
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(
+        _budget_option(
             help="The GPU whose measured layer times are used: h100 or h200; by default this machine's GPU, or "
-            f"{DEFAULT_GPU} if it is neither.",
-            rich_help_panel=_BUDGET,
+            f"{DEFAULT_GPU} if it is neither."
         ),
     ] = None,
     quant: Annotated[
         str | None, typer.Option(help="int8 or fp8; by default the type of a W8A8 source, otherwise int8.")
     ] = None,
     layout: Layout = "dense",
-    method: Annotated[str | None, typer.Option(help=f"{_METHODS}.", rich_help_panel=_CALIBRATION)] = None,
+    method: Annotated[str | None, _pruning_option(help=f"{_METHODS}.")] = None,
     calib: Annotated[
         str | None,
-        typer.Option(
+        _pruning_option(
             help="Calibration data, similar to what the model will serve: FILE.jsonl (one text per line), FILE.npy "
             "(token ids), or the word random, for trying things out. Supported models: "
             f"{CALIBRATED_METHODS}.",
             metavar="FILE",
-            rich_help_panel=_CALIBRATION,
         ),
     ] = None,
     samples: Annotated[
         int | None,
-        typer.Option(
-            help="Number of calibration samples; by default 128.", metavar="N", rich_help_panel=_CALIBRATION
-        ),
+        _pruning_option(help="Number of calibration samples; by default 128.", metavar="N"),
     ] = None,
     seqlen: Annotated[
         int | None,
-        typer.Option(
+        _pruning_option(
             help="Tokens per calibration sample; by default 2048, or the model's maximum if that is less.",
             metavar="N",
-            rich_help_panel=_CALIBRATION,
         ),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(
-            help="Device to calibrate on: auto (the default: a GPU if available), cpu or cuda.",
-            rich_help_panel=_CALIBRATION,
-        ),
+        _pruning_option(help="Device to calibrate on: auto (the default: a GPU if available), cpu or cuda."),
     ] = None,
     sweeps: Annotated[
         int | None,
-        typer.Option(
-            help="Refinement passes of sparsegpt over each layer; by default 4.",
-            metavar="N",
-            rich_help_panel=_CALIBRATION,
-        ),
+        _pruning_option(help="Refinement passes of sparsegpt over each layer; by default 4.", metavar="N"),
     ] = None,
     target_of: Annotated[
         str | None,
-        typer.Option(
+        _pruning_option(
             "--target",
             help="The outputs that sparsegpt reproduces: dense (the default): those of the dense model's layer; own: "
             "those of the layer itself on the pruned model's inputs.",
-            rich_help_panel=_CALIBRATION,
         ),
     ] = None,
     finetune: Annotated[
         int | None,
-        typer.Option(
+        _pruning_option(
             help="Epochs of fine-tuning the remaining weights of each decoder or encoder layer after sparsegpt; by "
             "default 4.",
             metavar="EPOCHS",
-            rich_help_panel=_CALIBRATION,
         ),
     ] = None,
     rotate: Annotated[
         str | None,
-        typer.Option(
+        _pruning_option(
             help="Transform the weights so that pruning and quantization lose less: rotate them (Llama, Mistral, "
             "Qwen2, Qwen3), permute channels (all models but BitNet) and, for INT8, scale the channels of MLPs "
             "(decoders except BitNet). auto (the default) does what the model allows, and rotates and permutes only "
             "with sparsegpt; on is an error if the model cannot be rotated; off does none of it.",
             metavar="WHEN",
-            rich_help_panel=_CALIBRATION,
         ),
     ] = None,
     distill: Annotated[
         str | None,
-        typer.Option(
+        _pruning_option(
             help="After pruning, train the remaining weights of all layers to match the dense model's next-token "
             "distributions on this text: FILE.jsonl or FILE.npy; the more text, the better.",
             metavar="FILE",
-            rich_help_panel=_CALIBRATION,
         ),
     ] = None,
     minutes: Annotated[
         float | None,
-        typer.Option(
-            help="Duration of distillation in minutes; by default 10.",
-            metavar="N",
-            rich_help_panel=_CALIBRATION,
-        ),
+        _pruning_option(help="Duration of distillation in minutes; by default 10.", metavar="N"),
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option(
-            "--resume",
-            help="Continue an interrupted run from the layers it finished.",
-            rich_help_panel=_CALIBRATION,
-        ),
+        _pruning_option("--resume", help="Continue an interrupted run from the layers it finished."),
     ] = False,
     layer: Annotated[
         list[str] | None,
-        typer.Option(
+        _layer_option(
             help="Use another pattern for layers whose name matches, such as 'down_proj=8:10'; may be repeated; the "
             "last match applies.",
             metavar="REGEX=PATTERN",
-            rich_help_panel=_LAYERS,
         ),
     ] = None,
     skip: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Quantize layers whose name matches but do not prune them; may be repeated.",
-            metavar="REGEX",
-            rich_help_panel=_LAYERS,
+        _layer_option(
+            help="Quantize layers whose name matches but do not prune them; may be repeated.", metavar="REGEX"
         ),
     ] = None,
     ignore: Annotated[
         list[str] | None,
-        typer.Option(
+        _layer_option(
             help=r"Neither prune nor quantize layers whose name matches, such as '\.experts\.'; may be repeated.",
             metavar="REGEX",
-            rich_help_panel=_LAYERS,
         ),
     ] = None,
     linear: Annotated[
         str | None,
-        typer.Option(
-            help="The linear layers to prune, for architectures that convert does not know.",
-            metavar="REGEX",
-            rich_help_panel=_LAYERS,
+        _layer_option(
+            help="The linear layers to prune, for architectures that convert does not know.", metavar="REGEX"
         ),
     ] = None,
     seed: Annotated[
@@ -254,10 +220,8 @@ def convert(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            help="Plot loss against speed (for --zeros: against sparsity) to this file.",
-            metavar="FILE.svg",
-            rich_help_panel=_BUDGET,
+        _budget_option(
+            help="Plot loss against speed (for --zeros: against sparsity) to this file.", metavar="FILE.svg"
         ),
     ] = None,
     dry_run: Annotated[
@@ -404,14 +368,13 @@ def _require_writable(option: str, report: Path | None, target: Path) -> None:
 def _warn(report: Report) -> None:
     pruned = any(pattern.density < 1 for pattern in report.patterns.values())
     if report.method == "magnitude" and not report.samples and report.newly_pruned and pruned:
-        warning = TERNARY if report.ternary else WITHOUT_CALIBRATION
-        err.print(f"[yellow]warning:[/] {escape(warning)}")
+        warn(TERNARY if report.ternary else WITHOUT_CALIBRATION)
     if report.note:
-        err.print(f"[yellow]note:[/] {escape(report.note)}")
+        warn(report.note, "note")
     if report.budget and not report.budget.within_budget:
-        err.print(
-            f"[yellow]warning:[/] {escape(report.budget.budget.goal)} is exceeded: {escape(report.budget.summary)}; "
-            "this checkpoint came closest of several attempts. Allow a larger loss, or give more calibration text"
+        warn(
+            f"{report.budget.budget.goal} is exceeded: {report.budget.summary}; this checkpoint came closest of "
+            "several attempts. Allow a larger loss, or give more calibration text"
         )
 
 
@@ -419,27 +382,22 @@ def _summarize(report: Report, dry_run: bool) -> None:
     if report.budget:
         _show_budget(report.budget)
     if not (report.budget and dry_run):
-        out.print(escape(f"pattern   {report.pattern}; as a vLLM flag: SPARSITY={report.pattern.flag}"))
-        out.print(
-            escape(
-                f"pruned    {len(report.pruned)} linear layers, {report.quant.upper()} W8A8, {report.layout} layout"
-            )
-        )
-        for pattern, count in Counter(
-            p.ratio for p in report.patterns.values() if p != report.pattern
-        ).items():
-            out.print(escape(f"          {count} of them at {pattern}"))
+        show("pattern", f"{report.pattern}; as a vLLM flag: SPARSITY={report.pattern.flag}")
+        kind = f"{report.quant.upper()} W8A8, {report.layout} layout"
+        show("pruned", f"{len(report.pruned)} linear layers, {kind}")
+        others = Counter(p.ratio for p in report.patterns.values() if p != report.pattern)
+        for pattern, count in others.items():
+            show("", f"{count} of them at {pattern}")
     if report.rewritten:
-        out.print(escape(f"source    {report.rewritten}"))
+        show("source", report.rewritten)
     if report.samples:
-        out.print(escape(f"method    {report.method}, calibrated with {report.samples}"))
+        show("method", f"{report.method}, calibrated with {report.samples}")
     if report.rotation:
-        out.print(escape(f"rotation  {report.rotation}"))
+        show("rotation", report.rotation)
     if report.smoothing:
-        out.print(escape(f"smoothing {report.smoothing}"))
+        show("smoothing", report.smoothing)
     if report.distillation:
-        distilled = report.distilled.summary if report.distilled else report.distillation
-        out.print(escape(f"distilled {distilled}"))
+        show("distilled", report.distilled.summary if report.distilled else report.distillation)
     for title, names in (("unpruned", report.skipped), ("unchanged", report.kept)):
         by_reason = defaultdict(list)
         for name, reason in names.items():
@@ -448,28 +406,25 @@ def _summarize(report: Report, dry_run: bool) -> None:
             "quantized but not pruned" if title == "unpruned" else "neither pruned nor quantized again"
         )
         for reason, layers in sorted(by_reason.items()):
-            out.print(
-                escape(f"{title:9} {len(layers)} weights {treatment} ({reason}): {_join_names(layers)}")
-            )
+            show(title, f"{len(layers)} weights {treatment} ({reason}): {_join_names(layers)}")
     if report.left_out:
         files = [name if name.isprintable() else repr(name) for name in report.left_out]
-        out.print(
-            escape(
-                f"skipped   {len(files)} files were not copied, as they are not tokenizer, configuration or license "
-                f"files: {_join_names(files)}"
-            )
+        show(
+            "skipped",
+            f"{len(files)} files were not copied, as they are not tokenizer, configuration or license files: "
+            f"{_join_names(files)}",
         )
     size = f"{report.bytes_in / 1e6:.1f} MB -> {report.bytes_out / 1e6:.1f} MB"
     if dry_run and report.budget:
-        out.print("dry run   no checkpoint was written; the measured losses are cached for the next run")
+        show("dry run", "no checkpoint was written; the measured losses are cached for the next run")
         return
     if dry_run:
-        out.print(f"size      {size}")
-        out.print("dry run   nothing was written")
+        show("size", size)
+        show("dry run", "nothing was written")
         return
     _show_errors(report)
-    out.print(f"size      {size} in {report.seconds:.1f} s, {report.rate:.0f} MB/s of input")
-    out.print(escape(f"serve     vllm serve {shlex.quote(str(report.out))}"))
+    show("size", f"{size} in {report.seconds:.1f} s, {report.rate:.0f} MB/s of input")
+    show("serve", f"vllm serve {shlex.quote(str(report.out))}")
 
 
 def _join_names(names: Sequence[str]) -> str:
@@ -500,15 +455,14 @@ def _show_budget(outcome: Outcome) -> None:
     out.print(table)
     if timed:
         steps = ", ".join(map(str, outcome.budget.tokens))
-        out.print(
-            escape(
-                f"speed     of the linear layers relative to stock vLLM's dense ones at {steps} tokens per forward "
-                f"pass, {outcome.budget.gpu}"
-            )
+        show(
+            "speed",
+            f"of the linear layers relative to stock vLLM's dense ones at {steps} tokens per forward pass, "
+            f"{outcome.budget.gpu}",
         )
-    out.print(escape(f"budget    {outcome.budget.goal}"))
+    show("budget", outcome.budget.goal)
     if outcome.summary:
-        out.print(escape(f"loss      {outcome.summary}, on held-out samples"))
+        show("loss", f"{outcome.summary}, on held-out samples")
 
 
 def _show_errors(report: Report) -> None:
@@ -520,4 +474,4 @@ def _show_errors(report: Report) -> None:
         text = f"{row['error_pruned']:.4f} after pruning, {row['error_quantized']:.4f} after quantization"
         if row["error_finetuned"] is not None:
             text += f", {row['error_finetuned']:.4f} after fine-tuning"
-        out.print(escape(f"error     {name}: {text}{'  (the largest)' if name == ranked[0] else ''}"))
+        show("error", f"{name}: {text}{'  (the largest)' if name == ranked[0] else ''}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from slidesparse.cli.console import Json, application, err, out
+from slidesparse.cli.console import Json, application, out, warn
 from slidesparse.errors import SlideSparseError
 
 if TYPE_CHECKING:
@@ -133,10 +133,9 @@ def _warn(result: Perplexity | Embedding) -> None:
 
     for folder, served in ((result.model, result.served_by), (result.against, result.against_served_by)):
         if folder and not served and KEY in (config_of(Path(folder)).get("quantization_config") or {}):
-            err.print(
-                f"[yellow]warning:[/] {escape(folder)} was served by stock vLLM, without the plugin; install "
-                "slidesparse in vLLM's environment, unset DISABLE_SLIDESPARSE, and add slidesparse to VLLM_PLUGINS if "
-                "that is set"
+            warn(
+                f"{folder} was served by stock vLLM, without the plugin; install slidesparse in vLLM's environment, "
+                "unset DISABLE_SLIDESPARSE, and add slidesparse to VLLM_PLUGINS if that is set"
             )
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 
-from slidesparse.cli.console import Layout, byte_progress, out
+from slidesparse.cli.console import Layout, byte_progress, show
 from slidesparse.pattern import parse_pattern
 
 if TYPE_CHECKING:
@@ -68,15 +67,15 @@ def synth(
 def _summarize(report: SynthReport) -> None:
     pruned = f"pruned to {report.pattern}, {report.layout} layout" if report.pattern else "not pruned"
     if report.replaced:
-        out.print(escape(f"config    replaced the quantization_config ({report.replaced})"))
+        show("config", f"replaced the quantization_config ({report.replaced})")
     form = report.quant if report.quant == "bf16" else f"{report.quant} W8A8"
-    out.print(f"model     {report.architecture}, {report.layers} layers in {form}, {escape(pruned)}")
-    out.print(f"weights   random, seed {report.seed}: for measuring speed only, the output is meaningless")
+    show("model", f"{report.architecture}, {report.layers} layers in {form}, {pruned}")
+    show("weights", f"random, seed {report.seed}: for measuring speed only, the output is meaningless")
     files = f"{report.files} file{'s' if report.files > 1 else ''}"
-    size = f"{report.bytes_out / 1e6:.1f} MB in {files}, {report.seconds:.1f} s, {report.rate:.0f} MB/s"
-    out.print(f"size      {size}")
+    speed = f"{report.seconds:.1f} s, {report.rate:.0f} MB/s"
+    show("size", f"{report.bytes_out / 1e6:.1f} MB in {files}, {speed}")
     folder = shlex.quote(str(report.out))
-    out.print("tokenizer a placeholder whose tokens are the words t0, t1, t2, ...")
+    show("tokenizer", "a placeholder whose tokens are the words t0, t1, t2, ...")
     if report.quant == "bf16":
-        out.print(escape(f"convert   slidesparse convert {folder} PRUNED --sparsity 6:8 --calib random"))
-    out.print(escape(f"serve     vllm serve {folder} --tokenizer {folder}/tokenizer"))
+        show("convert", f"slidesparse convert {folder} PRUNED --sparsity 6:8 --calib random")
+    show("serve", f"vllm serve {folder} --tokenizer {folder}/tokenizer")

@@ -116,7 +116,7 @@ class Outcome:
 
 
 def estimate(
-    task: Task, reader: Reader, work: WorkFolder, budget: Budget, rotate: bool, progress: Progress | None
+    task: Task, reader: Reader, work: WorkFolder, budget: Budget, rotate: bool, progress: Progress
 ) -> Outcome:
     """Choose patterns for the budget from the losses of layers, which are measured or cached, without pruning.
 
@@ -137,7 +137,7 @@ def estimate(
     return replace(outcome, choice=_choose(outcome, outcome.allowed / FIRST_PART))
 
 
-def _losses(task: Task, reader: Reader, work: WorkFolder, rotate: bool, progress: Progress | None) -> Losses:
+def _losses(task: Task, reader: Reader, work: WorkFolder, rotate: bool, progress: Progress) -> Losses:
     """Return the losses of all units, cached in the user's cache folder for other budgets."""
     excluded = ("layers", "sweeps", "target", "finetune", "permutes", "distill", "minutes")
     state = {key: value for key, value in task.state().items() if key not in excluded}
@@ -192,7 +192,7 @@ def prune_within(
     work: WorkFolder,
     outcome: Outcome,
     fitted: Callable[[Choice], Task],
-    progress: Progress | None,
+    progress: Progress,
 ) -> Outcome:
     """Prune with the choice of an `estimate`; for ``--max-loss``, adjust it until the measured loss is close to it.
 

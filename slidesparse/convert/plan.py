@@ -119,6 +119,15 @@ class Part:
 
 
 @dataclass(frozen=True)
+class _Layer:
+    """A layer to quantize."""
+
+    pattern: Pattern | None  # None: not pruned
+    in_features: int  # K
+    scheme: Scheme | None  # how the source quantized it, if it did
+
+
+@dataclass(frozen=True)
 class ConversionPlan:
     """The plan of a whole conversion."""
 
@@ -205,36 +214,45 @@ def make_plan(
             unprunable |= _quantized(checkpoint, source, {*kept, *patterns, *unprunable, *heads})
         skipped |= unprunable
         patterns |= dict.fromkeys(unprunable)
-    sizes = {name: _in_features(checkpoint, name, source, converted) for name in patterns}
-    for layer in _other_matrices(checkpoint, {*sizes, *heads}):
+    layers = {
+        name: _Layer(
+            pattern,
+            _in_features(checkpoint, name, source, converted),
+            _scheme(checkpoint, name, source),
+        )
+        for name, pattern in patterns.items()
+    }
+    for layer in _other_matrices(checkpoint, {*layers, *heads}):
         kept.setdefault(layer, BY_SOURCE if source and source.ignores(layer) else NOT_LINEAR)
-    schemes = {name: _scheme(checkpoint, name, source) for name in patterns}
+    requantized = {name: layer.scheme for name, layer in layers.items() if rewritten and layer.scheme}
     zero_points = [name for name in checkpoint.tensors if source and name.endswith(ZERO_POINT)]
-    dropped = {*zero_points, *_dropped(schemes if rewritten else {}, heads)}
+    dropped = {*zero_points, *_dropped(requantized, heads)}
     parts = tuple(
         Part(stored.spec, stored.file, ())
         if name in dropped
         else _float_part(checkpoint, stored, heads[name.removesuffix(WEIGHT)])
         if name.removesuffix(WEIGHT) in heads
-        else _part(stored, options, patterns, sizes, schemes, rewritten)
+        else _part(stored, options, layers, rewritten)
         for name, stored in checkpoint.tensors.items()
     )
-    pruned = {name: pattern for name, pattern in patterns.items() if pattern}
+    entries = {
+        name: LayerEntry(layer.pattern, layer.in_features) for name, layer in layers.items() if layer.pattern
+    }
     metadata = Metadata(
-        _commonest(checkpoint, pruned, sizes) if by_budget else options.pattern,
+        _commonest(checkpoint, entries) if by_budget else options.pattern,
         options.layout,
-        {name: LayerEntry(pattern, sizes[name]) for name, pattern in pruned.items()},
+        entries,
         f"slidesparse {slidesparse.__version__}",
     )
     return ConversionPlan(
         checkpoint=checkpoint,
         options=options,
         pattern=metadata.pattern,
-        quant=" and ".join(sorted({_quant(options, scheme) for scheme in schemes.values()})),
+        quant=" and ".join(sorted({_quant(options, layer.scheme) for layer in layers.values()})),
         parts=parts,
         kept=kept,
         skipped=skipped,
-        rewritten="; ".join(_rewriting(schemes.values() if rewritten else (), heads, len(zero_points))),
+        rewritten="; ".join(_rewriting(requantized.values(), heads, len(zero_points))),
         config=_config(checkpoint, _block(block, source, rewritten, options, kept, heads), metadata),
         converted=converted,
     )
@@ -479,11 +497,11 @@ def _patterns(
     return patterns
 
 
-def _commonest(checkpoint: Checkpoint, patterns: Mapping[str, Pattern], sizes: Mapping[str, int]) -> Pattern:
+def _commonest(checkpoint: Checkpoint, entries: Mapping[str, LayerEntry]) -> Pattern:
     """Return the pattern of most weights."""
     weights: Counter[Pattern] = Counter()
-    for name, pattern in patterns.items():
-        weights[pattern] += sizes[name] * checkpoint.require(name + WEIGHT).rows
+    for name, entry in entries.items():
+        weights[entry.pattern] += entry.in_features * checkpoint.require(name + WEIGHT).rows
     return weights.most_common(1)[0][0]
 
 
@@ -524,29 +542,25 @@ def _quant(options: ConvertOptions, scheme: Scheme | None) -> str:
 
 
 def _part(
-    stored: StoredTensor,
-    options: ConvertOptions,
-    patterns: Mapping[str, Pattern | None],
-    sizes: Mapping[str, int],
-    schemes: Mapping[str, Scheme | None],
-    rewritten: bool,
+    stored: StoredTensor, options: ConvertOptions, layers: Mapping[str, _Layer], rewritten: bool
 ) -> Part:
     """Return the part of a tensor that is not dropped."""
-    spec, layer = stored.spec, stored.spec.name.removesuffix(WEIGHT)
-    if not spec.name.endswith(WEIGHT) or layer not in sizes:
+    spec, name = stored.spec, stored.spec.name.removesuffix(WEIGHT)
+    if not spec.name.endswith(WEIGHT) or name not in layers:
         return Part(spec, stored.file, (spec,))
-    rows, k, pattern, scheme = spec.shape[0], sizes[layer], patterns[layer], schemes[layer]
+    layer, rows = layers[name], spec.shape[0]
+    pattern, k, scheme = layer.pattern, layer.in_features, layer.scheme
     columns = LayerEntry(pattern, k).columns(options.layout) if pattern else k
     out = [TensorSpec(spec.name, KINDS[_quant(options, scheme)][1], (rows, columns))]
     if isinstance(pattern, SlidePattern) and options.layout == "packed":
         out = [
-            TensorSpec(layer + COMPRESSED, out[0].dtype, (rows, places(pattern, k))),
-            TensorSpec(layer + BITMASK, "U8", (rows, -(-k // BYTE))),
-            TensorSpec(layer + SHAPE, "I64", (2, 1)),
+            TensorSpec(name + COMPRESSED, out[0].dtype, (rows, places(pattern, k))),
+            TensorSpec(name + BITMASK, "U8", (rows, -(-k // BYTE))),
+            TensorSpec(name + SHAPE, "I64", (2, 1)),
         ]
     if scheme is None or (rewritten and scheme.strategy != "channel"):
-        out.append(TensorSpec(layer + SCALE, "F32", (rows, 1)))
-    return Part(spec, stored.file, tuple(out), layer, k, pattern, scheme)
+        out.append(TensorSpec(name + SCALE, "F32", (rows, 1)))
+    return Part(spec, stored.file, tuple(out), name, k, pattern, scheme)
 
 
 def _float_part(checkpoint: Checkpoint, stored: StoredTensor, scheme: Scheme) -> Part:
@@ -556,31 +570,30 @@ def _float_part(checkpoint: Checkpoint, stored: StoredTensor, scheme: Scheme) ->
     return Part(stored.spec, stored.file, (stored.spec._replace(dtype=dtype),), scheme=scheme)
 
 
-def _dropped(rewritten: Mapping[str, Scheme | None], heads: Mapping[str, Scheme]) -> Iterator[str]:
-    """Yield the names of scales that are not copied: of layers whose quantization is rewritten, and of float heads."""
-    for layer, scheme in rewritten.items():
-        if scheme:
-            yield from (layer + suffix for suffix in _ACTIVATIONS)
-            if scheme.strategy != "channel":
-                yield layer + scheme.scale
+def _dropped(requantized: Mapping[str, Scheme], heads: Mapping[str, Scheme]) -> Iterator[str]:
+    """Yield the names of scales that are not copied: of layers that are requantized, and of float heads."""
+    for layer, scheme in requantized.items():
+        yield from (layer + suffix for suffix in _ACTIVATIONS)
+        if scheme.strategy != "channel":
+            yield layer + scheme.scale
     for layer, scheme in heads.items():
         yield from (layer + suffix for suffix in (scheme.scale, *_ACTIVATIONS))
 
 
-def _rewriting(schemes: Iterable[Scheme | None], heads: Iterable[str], zero_points: int) -> Iterator[str]:
+def _rewriting(requantized: Iterable[Scheme], heads: Iterable[str], zero_points: int) -> Iterator[str]:
     """Describe the changes to the source's quantization."""
     counts: Counter[str] = Counter()
-    for scheme in schemes:
-        if scheme and scheme.block:
+    for scheme in requantized:
+        if scheme.block:
             rows, columns = scheme.block
             counts[f"dequantized from blocks of {rows} x {columns} and quantized again per channel"] += 1
-        elif scheme and scheme.activations == "static":
+        elif scheme.activations == "static":
             counts[
                 "static activation scales removed, as activations are now quantized dynamically per token"
             ] += 1
-        elif scheme and scheme.activations == "dynamic":
+        elif scheme.activations == "dynamic":
             counts["activations are now quantized per token instead of per tensor"] += 1
-        elif scheme and scheme.strategy == "tensor":
+        elif scheme.strategy == "tensor":
             counts["per-tensor scales expanded to per-channel, which experts need"] += 1
     yield from (f"{count} layers: {words}" for words, count in counts.items())
     yield from (

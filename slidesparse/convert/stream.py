@@ -35,7 +35,7 @@ from slidesparse.calibrate.pipeline import calibrate
 from slidesparse.calibrate.resume import DISTILLED, WorkFolder, finished_bytes, open_work
 from slidesparse.calibrate.rotation import RotatedReader, rotation_obstacle, untie_head
 from slidesparse.calibrate.smoothing import SmoothedReader, find_smoothing
-from slidesparse.calibrate.task import Progress, Task
+from slidesparse.calibrate.task import Progress, Task, no_progress
 from slidesparse.checkpoint import architectures
 from slidesparse.checkpoint.architectures import SCALE, WEIGHT, ZERO_POINT
 from slidesparse.checkpoint.bitnet import is_bitnet
@@ -98,7 +98,7 @@ def convert(
     options: ConvertOptions,
     *,
     dry_run: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> Report:
     """Prune the linear layers of ``source`` and write the W8A8 checkpoint ``out``.
 
@@ -202,7 +202,7 @@ def _sparse(checkpoint: Checkpoint, options: ConvertOptions) -> str | None:
 
 
 def _prune_and_write(
-    plan: ConversionPlan, task: Task | None, out: Path, rotate: bool, progress: Progress | None
+    plan: ConversionPlan, task: Task | None, out: Path, rotate: bool, progress: Progress
 ) -> _Result:
     """Check the source's values, prune, and write the output."""
     advice = (
@@ -219,7 +219,7 @@ def _prune_and_write(
 
 
 def _write_calibrated(
-    plan: ConversionPlan, task: Task, out: Path, reader: Reader, rotate: bool, progress: Progress | None
+    plan: ConversionPlan, task: Task, out: Path, reader: Reader, rotate: bool, progress: Progress
 ) -> _Result:
     """Calibrate the layers and write the output."""
     options, outcome, distilled = plan.options, None, None
@@ -249,7 +249,7 @@ def _write_calibrated(
 
 
 def _transformed(
-    task: Task, reader: Reader, work: WorkFolder, rotate: bool, progress: Progress | None
+    task: Task, reader: Reader, work: WorkFolder, rotate: bool, progress: Progress
 ) -> tuple[Reader, str, str]:
     """Return a reader of the rotated and smoothed model, the estimated gain of rotation, and what smoothing does."""
     gain = ""
@@ -265,7 +265,7 @@ def _transformed(
 
 
 def _write(
-    plan: ConversionPlan, out: Path, reader: Reader, codes: Reader | None, progress: Progress | None
+    plan: ConversionPlan, out: Path, reader: Reader, codes: Reader | None, progress: Progress
 ) -> list[Facts]:
     """Write the output and publish it; with calibrated ``codes`` or the option ``check``, read it back first."""
     source = plan.checkpoint.folder
@@ -360,13 +360,12 @@ def _each_chunk(
     yield from pool.map(run, jobs)
 
 
-def _check_values(plan: ConversionPlan, reader: Reader, progress: Progress | None) -> None:
+def _check_values(plan: ConversionPlan, reader: Reader, progress: Progress) -> None:
     done = 0
     with workers() as pool:
         for size in _each_chunk(plan.parts, pool, lambda part, rows: _check_chunk(plan, reader, part, rows)):
             done += size
-            if progress:
-                progress("checking", done, plan.bytes_in)
+            progress("checking", done, plan.bytes_in)
 
 
 def _check_chunk(plan: ConversionPlan, reader: Reader, part: Part, rows: slice) -> None:
@@ -415,7 +414,7 @@ def _not_finite_message(reader: Reader, part: Part) -> str:
 
 
 def _write_tensors(
-    plan: ConversionPlan, reader: Reader, codes: Reader | None, folder: Path, progress: Progress | None
+    plan: ConversionPlan, reader: Reader, codes: Reader | None, folder: Path, progress: Progress
 ) -> None:
     done = 0
     with workers() as pool:
@@ -428,8 +427,7 @@ def _write_tensors(
 
                 for size in _each_chunk(parts, pool, work):
                     done += size
-                    if progress:
-                        progress("writing", done, plan.bytes_in)
+                    progress("writing", done, plan.bytes_in)
 
 
 def _write_chunk(

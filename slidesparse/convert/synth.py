@@ -37,7 +37,7 @@ from torch import Tensor
 
 import slidesparse
 from slidesparse.blocks import BLOCK, STRIP
-from slidesparse.calibrate.task import Progress
+from slidesparse.calibrate.task import Progress, no_progress
 from slidesparse.checkpoint.architectures import architecture_of
 from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.metadata import KEY
@@ -118,7 +118,7 @@ def synth(
     seed: int = 0,
     layers: int | None = None,
     shard_bytes: int = SHARD_BYTES,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> SynthReport:
     """Write the checkpoint ``out`` of a model with random weights and a placeholder tokenizer.
 
@@ -379,7 +379,7 @@ def _negated(values: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where((values & limits.max) == 0, values, values ^ limits.min)
 
 
-def _write(recipe: _Recipe, pool: ThreadPoolExecutor, folder: Path, progress: Progress | None) -> None:
+def _write(recipe: _Recipe, pool: ThreadPoolExecutor, folder: Path, progress: Progress) -> None:
     parts, done = recipe.plan.parts, 0
     matrices = {projection(part): part for part in parts if len(part.source.shape) == 2}
     samples = dict(zip(matrices, pool.map(recipe.draw, matrices.values()), strict=True))
@@ -400,8 +400,7 @@ def _write(recipe: _Recipe, pool: ThreadPoolExecutor, folder: Path, progress: Pr
 
             for size in pool.map(work, jobs):
                 done += size
-                if progress:
-                    progress("writing", done, recipe.plan.bytes_out)
+                progress("writing", done, recipe.plan.bytes_out)
 
 
 def _runs(part: Part, sample: _Sample | None) -> Iterator[slice]:

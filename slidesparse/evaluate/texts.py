@@ -68,7 +68,9 @@ def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) ->
     if path.suffix == ".npy":
         ids = read_ids(path)
         if ids.ndim == 2 and (len(ids) == 0 or ids.shape[1] < 2):
-            raise SlideSparseError(f"{path} holds {list(ids.shape)} token ids, but a window needs at least 2")
+            raise SlideSparseError(
+                f"{path} holds {list(ids.shape)} token ids, but a window needs at least 2: give longer samples"
+            )
         if ids.ndim == 2:
             return [[int(token) for token in row[:seqlen]] for row in ids[:samples]]
         stream = [int(token) for token in ids]

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+MAX_STEPS = 16  # of an unrolled loop
 
 
 @triton.jit
@@ -323,12 +324,12 @@ def view_as_words(x: Tensor, bytes_of_word: int) -> Tensor | None:
     return x.view(torch.int32 if bytes_of_word == 4 else torch.int64)
 
 
-def unrolled_step(block: int, count: int, max_steps: int = 16) -> int:
-    """Return the least power of 2, from ``block`` on, for which a loop over ``count`` has at most ``max_steps`` steps.
+def unrolled_step(block: int, count: int) -> int:
+    """Return the least power of 2, from ``block`` on, for which a loop over ``count`` has at most MAX_STEPS steps.
 
     Such loops are unrolled.  The result is no larger than ``count`` needs, and at least 16.
     """
-    while block * max_steps < count:
+    while block * MAX_STEPS < count:
         block *= 2
     return max(16, min(block, 1 << max(0, count - 1).bit_length()))
 

@@ -81,8 +81,7 @@ class Inputs:
         )
         if problem.blocks == MIXED:
             weight = with_sparse_blocks(weight, 0.5)
-        first = library.operand(weight)
-        return [first, *(first.clone() for _ in range(copies - 1))]
+        return clones(library.operand(weight), copies)
 
     def operands(self, problem: Problem, weights: list[Tensor]) -> Operands:
         """Make operands for as many copies as the problem needs, at most as many as there are weights."""
@@ -150,6 +149,11 @@ class Inputs:
         table = torch.tensor(TWO_OF_FOUR, dtype=torch.bool, device=self.device)
         chosen = self._integers(0, len(TWO_OF_FOUR), -(-count // 4), torch.int64)
         return table[chosen].view(-1)[:count]
+
+
+def clones(first: Tensor, count: int) -> list[Tensor]:
+    """Return ``count`` tensors: ``first`` and copies of it."""
+    return [first, *(first.clone() for _ in range(count - 1))]
 
 
 def with_sparse_blocks(weight: Tensor, share: float) -> Tensor:

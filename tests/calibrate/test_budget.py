@@ -23,7 +23,7 @@ from slidesparse.calibrate.losses import layer_losses, whole_loss
 from slidesparse.calibrate.models import open_model
 from slidesparse.calibrate.pipeline import calibrate
 from slidesparse.calibrate.resume import WorkFolder
-from slidesparse.calibrate.task import Calibration, prepare
+from slidesparse.calibrate.task import Calibration, no_progress, prepare
 from slidesparse.checkpoint.inspection import inspect
 from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.convert import choose
@@ -238,7 +238,7 @@ def test_layer_losses_equal_those_of_transformers(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     with task.model.checkpoint.reader() as reader:
         work = tmp_path / "work"
-        unit_losses = layer_losses(task, PATTERNS, reader, work, WorkFolder(work), "losses.json")
+        unit_losses = layer_losses(task, PATTERNS, reader, work, WorkFolder(work), "losses.json", no_progress)
     assert {len(unit) for unit in unit_losses} == {1, 2, 3}
     assert sum(map(len, unit_losses)) == len(task.layers)
     ids = torch.stack(task.samples.ids)
@@ -272,8 +272,8 @@ def test_unpruned_model_has_no_loss(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     work = WorkFolder(tmp_path / "work")
     with task.model.checkpoint.reader() as reader:
-        calibrate(task, reader, work)
-        assert whole_loss(task, reader, work) == 0.0
+        calibrate(task, reader, work, no_progress)
+        assert whole_loss(task, reader, work, no_progress) == 0.0
 
 
 @torch.inference_mode()

@@ -16,7 +16,7 @@ from slidesparse.calibrate import learning, pipeline
 from slidesparse.calibrate.learning import _layer_costs, hadamard
 from slidesparse.calibrate.models import Block, LayeredModel, attention, open_model
 from slidesparse.calibrate.rotation import RotatedReader, Rotation, rotation_obstacle, untie_head
-from slidesparse.calibrate.task import Calibration, Task
+from slidesparse.calibrate.task import Calibration, Task, no_progress
 from slidesparse.checkpoint.inspection import inspect
 from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.convert.budget import Budget
@@ -133,8 +133,10 @@ def test_rotation_costs_equal_those_of_the_rotated_model(name: str, tmp_path: Pa
     task = task_of(tmp_path)
     rotation = some_rotation(task.model)
     with torch.no_grad(), task.model.checkpoint.reader() as reader:
-        costs = _layer_costs(task, RotatedReader(reader, task.model, CPU), tmp_path, None)
-        rotated_costs = _layer_costs(task, RotatedReader(reader, task.model, CPU, rotation), tmp_path, None)
+        costs = _layer_costs(task, RotatedReader(reader, task.model, CPU), tmp_path, no_progress)
+        rotated_costs = _layer_costs(
+            task, RotatedReader(reader, task.model, CPU, rotation), tmp_path, no_progress
+        )
     q, r = rotation.q.float(), rotation.r.float()
     identity, changes = identity_like(rotation), []
     for number in range(task.model.blocks):
@@ -170,7 +172,7 @@ def test_layer_costs_use_gradients_of_the_loss(tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad(), task.model.checkpoint.reader() as reader:
         patch.setattr(learning, "_block_costs", look)
-        _layer_costs(task, RotatedReader(reader, task.model, CPU), tmp_path, None)
+        _layer_costs(task, RotatedReader(reader, task.model, CPU), tmp_path, no_progress)
     for name, out in outputs.items():
         g = out.grad.flatten(0, 1)  # type: ignore[union-attr]
         diagonal = (
@@ -186,7 +188,7 @@ def test_layer_costs_with_bf16_attention(tmp_path: Path, monkeypatch: pytest.Mon
     task = task_of(tmp_path)
     monkeypatch.setattr(learning, "attend", lambda *arguments: attention(*arguments).bfloat16())
     with torch.no_grad(), task.model.checkpoint.reader() as reader:
-        costs = _layer_costs(task, RotatedReader(reader, task.model, CPU), tmp_path, None)
+        costs = _layer_costs(task, RotatedReader(reader, task.model, CPU), tmp_path, no_progress)
     assert [len(of_block) for of_block in costs] == [7, 7]
 
 

@@ -49,9 +49,8 @@ def test_all_layers_but_o_proj_are_fused(gpu_engines: GpuEngines, quant: str) ->
     graphs = re.findall("SlideSparse fusion in a graph: (.*)", fused.log)
     print(graphs)
     counts = [{name: int(count) for count, name in re.findall(r"(\d+) (\w+)", graph)} for graph in graphs]
-    unfused = "linear" if "backend hopper" in fused.summary else "quant_slide"
-    fused_names = [f"{producer}_{unfused}" for producer in ("rms_norm", "add_rms_norm", "silu_mul")]
-    assert {name for graph in counts for name in graph} == {*fused_names, unfused}
+    fused_names = {f"{producer}_linear" for producer in ("rms_norm", "add_rms_norm", "silu_mul")}
+    assert {name for graph in counts for name in graph} == {"linear", *fused_names}
     for graph in counts:
-        assert graph.get(unfused, 0) == graph.get(f"silu_mul_{unfused}", 0)
-        assert sum(graph.values()) > graph.get(unfused, 0)
+        assert graph.get("linear", 0) == graph.get("silu_mul_linear", 0)
+        assert sum(graph.values()) > graph.get("linear", 0)

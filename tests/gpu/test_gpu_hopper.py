@@ -13,7 +13,7 @@ from strategies import assert_same_bits
 from torch import Tensor
 
 from slidesparse import gemm, reference
-from slidesparse.gemm.backend import TWO_FOUR, LayerSpec
+from slidesparse.gemm.backend import TWO_FOUR, LayerSpec, quantize
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.problem import LibraryError, Problem
@@ -334,13 +334,9 @@ def test_second_gpu_gives_equal_outputs() -> None:
         spec = LayerSpec(200, 300, pattern, 0, INT8, torch.bfloat16)
         packed = BACKEND.pack(spec, weight.to(device))
         columns = spec.columns(BACKEND.alignment)
-        q, scale_x = torch.ops.slidesparse.quant_slide(x.to(device), 8, 0, INT8, columns)
+        q, scale_x = quantize(x.to(device), spec.layout, INT8, columns)
         ones = torch.ones(200, 1, device=device)
-        outputs.append(
-            torch.ops.slidesparse.scaled_matmul(
-                q, scale_x, packed, ones, None, torch.bfloat16, "hopper"
-            ).cpu()
-        )
+        outputs.append(BACKEND.scaled_matmul(q, scale_x, packed, ones, None, torch.bfloat16).cpu())
     assert_same_bits(outputs[1], outputs[0])
 
 
@@ -357,7 +353,7 @@ def test_product_host_time(small: Layer) -> None:
     plan = BACKEND.plan(Problem("int8", "bf16", 64, 64, 16, "both"), gpu())
     of_plan = host_us(lambda: plan.run(q, small.packed, out, small.scale, scale_x))
     of_provider = host_us(lambda: small.product(q, scale_x, None, torch.bfloat16))
-    print(f"host time of a product: {of_plan:.1f} us, by the operator {of_provider:.1f} us")
+    print(f"host time of a product: {of_plan:.1f} us, by the backend {of_provider:.1f} us")
     assert of_plan <= 15, f"{of_plan:.1f} us"
 
 

@@ -249,39 +249,6 @@ def test_linears_compile_once_for_all_token_counts(int8: Layer) -> None:
     assert counter.frame_count == 1
 
 
-def test_opcheck_quant_slide(square_layer: Layer) -> None:
-    layout = square_layer.layout
-    for m in (0, 1, 5):
-        arguments = (
-            normal(m, SIDE, m),
-            layout.length,
-            layout.phase,
-            square_layer.dtype,
-            square_layer.columns,
-        )
-        torch.library.opcheck(torch.ops.slidesparse.quant_slide.default, arguments)
-
-
-@pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("m", [1, 17])
-def test_opcheck_scaled_matmul(square_layer: Layer, m: int, with_bias: bool) -> None:
-    q, scale_x = square_layer.quantized(normal(m, SIDE, m))
-    bias = normal(1, SIDE, 9)[0] if with_bias else None
-    arguments = (
-        q,
-        scale_x,
-        square_layer.packed,
-        square_layer.scale,
-        bias,
-        torch.bfloat16,
-        square_layer.backend,
-    )
-    checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if square_layer.dtype == FP8:
-        checks.remove("test_schema")  # torch compares the inputs with allclose, which FP8 lacks
-    torch.library.opcheck(torch.ops.slidesparse.scaled_matmul.default, arguments, test_utils=checks)
-
-
 @pytest.mark.slow
 def test_sparse_product_host_time() -> None:
     """The time from the call of a plan to the launch is at most 15 us, which hides behind the kernel of a

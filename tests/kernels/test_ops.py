@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from slidesparse import gemm, ops, reference
-from slidesparse.gemm.backend import TWO_FOUR, LayerSpec
+from slidesparse.gemm.backend import TWO_FOUR, LayerSpec, quantize
 from slidesparse.quantize import FP8, INT8, dequantize_rows, quantize_rows
 
 PATTERNS = ["2:4", "4:6", "6:8", "8:10", "14:16", "2_inf"]
@@ -40,15 +40,6 @@ def test_linear_equals_dense_product(pattern: str, k: int, dtype: torch.dtype, m
     )
     bound = exact.abs() * 2.0**-8 + largest * 2.0**-24 * (k + 3)
     assert bool(((output.double() - exact).abs() <= bound).all())
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("phase", [0, 3])
-def test_opcheck_quant_slide(dtype: torch.dtype, phase: int) -> None:
-    for m in (0, 1, 5):
-        torch.library.opcheck(
-            torch.ops.slidesparse.quant_slide.default, (torch.randn(m, 30), 8, phase, dtype, 64)
-        )
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
@@ -106,16 +97,6 @@ def checks(dtype: torch.dtype) -> list[str]:
     return names[dtype == FP8 :]
 
 
-@pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_opcheck_scaled_matmul(dtype: torch.dtype, with_bias: bool) -> None:
-    layout, slided, scale, _ = layer("6:8", dtype, 12, 30)
-    q, scale_x = torch.ops.slidesparse.quant_slide(torch.randn(5, 30), layout.length, 0, dtype, layout.slided)
-    bias = torch.randn(12) if with_bias else None
-    arguments = (q, scale_x, slided, scale, bias, torch.bfloat16, "reference")
-    torch.library.opcheck(torch.ops.slidesparse.scaled_matmul.default, arguments, test_utils=checks(dtype))
-
-
 def test_linears_compile_once_for_all_token_counts() -> None:
     layout, slided, scale, _ = layer("6:8", INT8, 32, 32)
     counter = CompileCounter()
@@ -135,9 +116,9 @@ def test_linears_compile_once_for_all_token_counts() -> None:
 
 
 def test_registering_operators_twice_changes_nothing() -> None:
-    operator = torch.ops.slidesparse.quant_slide.default
+    operator = torch.ops.slidesparse.linear.default
     importlib.reload(ops)
-    assert torch.ops.slidesparse.quant_slide.default is operator
+    assert torch.ops.slidesparse.linear.default is operator
 
 
 def test_linear_refuses_columns_of_another_backend() -> None:
@@ -175,7 +156,7 @@ def test_gpu_backends_equal_the_reference(backend: str, pattern: str, dtype: tor
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(torch.bfloat16)
     bias = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     q, scale_x = reference.quant_slide(x, layout, dtype, "cuda")
-    on_gpu, scale_gpu = torch.ops.slidesparse.quant_slide(x.cuda(), layout.length, 0, dtype, layout.slided)
+    on_gpu, scale_gpu = quantize(x.cuda(), layout, dtype, layout.slided)
     assert torch.equal(on_gpu.cpu().view(torch.int8), q.view(torch.int8))
     assert torch.equal(scale_gpu.cpu(), scale_x)
     provider = gemm.require(backend, torch.device("cuda"))
@@ -231,7 +212,7 @@ def test_gpu_quantization_equals_stock_vllm(k: int, dtype: torch.dtype, x_dtype:
         expected, scale, _ = stock.scaled_int8_quant(x)
     else:
         expected, scale = stock.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
-    q, scale_x = torch.ops.slidesparse.quant_slide(x, 4, 0, dtype, x.shape[1] + -x.shape[1] % 4)
+    q, scale_x = quantize(x, TWO_FOUR.layout(k), dtype, k + -k % 4)
     assert torch.equal(scale_x, scale)
     assert torch.equal(q[:, :k].view(torch.int8), expected.view(torch.int8))
     both_on_cpu = reference.quantize_rows(x.cpu(), dtype, "cuda")

@@ -14,6 +14,7 @@ from models import Decoder, float_tensors, quantization_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from slidesparse.calibrate.task import Progress, no_progress
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.convert import stream
 from slidesparse.convert.options import ConvertOptions, parse_layer_pattern
@@ -170,7 +171,7 @@ def convert(
     pattern: str | SlidePattern = "6:8",
     *,
     dry_run: bool = False,
-    progress: Any = None,
+    progress: Progress = no_progress,
     layer: Sequence[str] = (),
     **options: Any,
 ) -> Report:

@@ -15,7 +15,7 @@ from torch import Tensor
 from slidesparse import gemm, ops
 from slidesparse.flags import AUTO, BACKEND
 from slidesparse.gemm import cuda as plans
-from slidesparse.gemm.backend import LayerSpec, Tunable
+from slidesparse.gemm.backend import LayerSpec, Tunable, quantize
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.problem import NAMES, Problem
 from slidesparse.pattern import SlideLayout, SlidePattern
@@ -98,18 +98,12 @@ class Layer:
         return lift_layout(q, self.layout)
 
     def quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [M, K] -> codes [M, columns] and scales [M, 1], by the operator."""
-        codes, scale = torch.ops.slidesparse.quant_slide(
-            x, self.layout.length, self.layout.phase, self.dtype, self.columns
-        )
-        return codes, scale
+        """x [M, K] -> codes [M, columns] and scales [M, 1], by Triton's kernel."""
+        return quantize(x, self.layout, self.dtype, self.columns)
 
     def product(self, q: Tensor, scale_x: Tensor, bias: Tensor | None, out: torch.dtype) -> Tensor:
-        """Multiply the results of `quantized` by the weight, by the operator."""
-        y: Tensor = torch.ops.slidesparse.scaled_matmul(
-            q, scale_x, self.packed, self.scale, bias, out, self.backend
-        )
-        return y
+        """Multiply the results of `quantized` by the weight."""
+        return gemm.get(self.backend).scaled_matmul(q, scale_x, self.packed, self.scale, bias, out)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The whole layer, x [M, K] -> [M, N]."""

@@ -8,9 +8,9 @@ Every tensor has its own memory, not a part of torch's pool, so that the tool kn
 NaN, Inf or large codes; outputs, where they can be passed in, lie between guards that must stay unchanged.  Results are
 compared with the reference.  The exit code is 1 if one differs; the tool reports everything else.
 
-Codes extend to the next bucket of tokens and are not written beyond the last token (`slidesparse.ops`): GEMMs read
-them, and the results of these rows are never used.  The tool initcheck reports these reads and nothing else; racecheck
-and synccheck are not affected.
+Codes extend to the next bucket of tokens and are not written beyond the last token (`slidesparse.gemm.backend`): GEMMs
+read them, and the results of these rows are never used.  The tool initcheck reports these reads and nothing else;
+racecheck and synccheck are not affected.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch import Tensor
 from slidesparse import gemm, reference, spmm
 from slidesparse.blocks import BLOCK
 from slidesparse.gemm import cuda as plans
-from slidesparse.gemm.backend import LayerSpec, Tunable
+from slidesparse.gemm.backend import LayerSpec, Tunable, quantize
 from slidesparse.gemm.hopper import format as hopper_format
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.backend import HOPPER_CAPABILITY, Hopper, pack_by_kernel, run_layer
@@ -228,10 +228,8 @@ def check_layers(backend: str, length: int) -> bool:
     packed, columns = implementation.pack(spec, tight(w)), spec.columns(implementation.alignment)
     for m in TOKENS:
         x, bias = normal(m, k, torch.bfloat16), normal(1, n, torch.bfloat16)[0]
-        q, scale_x = torch.ops.slidesparse.quant_slide(tight(x), length, 0, INT8, columns)
-        actual = torch.ops.slidesparse.scaled_matmul(
-            q, scale_x, packed, tight(scale_w), tight(bias), torch.float32, backend
-        )
+        q, scale_x = quantize(tight(x), pattern.layout(k), INT8, columns)
+        actual = implementation.scaled_matmul(q, scale_x, packed, tight(scale_w), tight(bias), torch.float32)
         codes, scale = quantize_rows(x, INT8)
         sums = (codes.double() @ w.double().t()).to(torch.int32)
         passed &= same(actual, reference.dequant_bias(sums, scale, scale_w, bias, torch.float32, "cuda"))

@@ -199,7 +199,7 @@ class Hopper(CudaBackend):
     def quantize(
         self, x: Tensor, length: int, phase: int, dtype: torch.dtype, columns: int, producer: Producer = None
     ) -> tuple[Tensor, Tensor]:
-        """The first part of `linear`, as `slidesparse.ops.quant_slide` returns it."""
+        """The first part of `linear`, as `slidesparse.gemm.backend.quantize` returns it."""
         k = x.shape[1] // 2 if isinstance(producer, SiluMul) else x.shape[1]
         _require_input(x, k, producer)
         if dtype not in (INT8, FP8):

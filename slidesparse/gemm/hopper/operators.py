@@ -1,8 +1,8 @@
 """Load the C++ torch operators for whole layers: csrc/hopper/operators.cpp, compiled against torch's stable headers.
 
-An operator of `OPERATORS` is implemented in Python until the kernels are loaded (`install`), then in C++.  C++ forwards
-what it cannot run to the operator NAME_by_python: other backends, layers without a plan, profiling, and errors.  With
-torch older than 2.10, or without a C++ compiler, the Python implementation stays.
+Each operator of `slidesparse.ops` is implemented in Python until the kernels are loaded (`install`), then in C++.  C++
+forwards what it cannot run to the operator NAME_by_python: other backends, layers without a plan, profiling, and
+errors.  With torch older than 2.10, or without a C++ compiler, the Python implementation stays.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from slidesparse.build.find import ToolchainError
 from slidesparse.gemm.problem import LibraryError
 
 NAMESPACE = "slidesparse"
-OPERATORS = ("linear", "rms_norm_linear", "add_rms_norm_linear", "silu_mul_linear")
 PYTHON_SUFFIX = "_by_python"
 
 _logger = logging.getLogger("slidesparse")
@@ -32,7 +31,7 @@ if "_python" not in globals():  # kept across reloads: implementations disappear
 
 
 def implement(name: str, implementation: Callable[..., Any]) -> None:
-    """Implement an operator of `OPERATORS` in Python; implementations for a CPU or in C++ take precedence."""
+    """Implement an operator in Python; implementations for a CPU or in C++ take precedence."""
     _python.impl(name, implementation, "CompositeExplicitAutograd")
 
 
