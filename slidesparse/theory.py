@@ -161,3 +161,19 @@ def gathered_expansion(nonzeros: int, length: int, hardware: Hardware = TWO_FOUR
     """
     density_bound(nonzeros, length)
     return Fraction(-(-nonzeros // hardware.nonzeros) * hardware.length, length)
+
+
+def paired(nonzeros: int, length: int, whole_pairs: bool) -> tuple[int, int]:
+    """Return Z':L', counted in pairs of adjacent values, which two successive Z:L blocks of values always obey.
+
+    Blackwell's sparse FP4 takes two of every four pairs: `Windows` over Z':L' are windows of 8 values, 4 apart.
+
+    They cover (2N-2):2N values whose zeros come in ``whole_pairs``, of values 2i and 2i + 1, at the same S_eff: a
+    block has N-1 of N pairs, so two blocks have 2N-2 of 2N.  They cover no (2N-2):2N values otherwise: each pair of
+    a block can have one of its Z >= L/2 non-zeros, and then no pair may be dropped.
+    """
+    density_bound(nonzeros, length)
+    if length % 2 or (whole_pairs and nonzeros % 2):
+        raise TheoryError(f"pairs need even numbers, found {nonzeros}:{length}")
+    touched = nonzeros // 2 if whole_pairs else min(nonzeros, length // 2)
+    return 2 * touched, length

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
-from itertools import combinations, combinations_with_replacement
+from itertools import combinations, combinations_with_replacement, product
 
 import pytest
 
@@ -16,6 +16,7 @@ from slidesparse.theory import (
     Windows,
     density_bound,
     gathered_expansion,
+    paired,
     reaches_bound,
 )
 
@@ -172,6 +173,36 @@ def test_hardware_1_4_reaches_bound_with_at_most_three_zeros() -> None:
     assert gathered_expansion(3, 8, TWO_FOUR) == 1  # two groups of four for three non-zeros
 
 
+PAIRED = [(2, 4), (2, 6), (4, 6), (2, 8), (4, 8), (6, 8)]
+
+
+@pytest.mark.parametrize(
+    ("z", "length", "whole_pairs"),
+    [*((*case, True) for case in PAIRED), *((*case, False) for case in [*PAIRED, (1, 4), (3, 4), (3, 8)])],
+)
+def test_paired_windows_hold_any_two_blocks(z: int, length: int, whole_pairs: bool) -> None:
+    """Windows of 8 values, 4 apart, with two pairs each, take the values of any two blocks."""
+    values = range(0, length, 2) if whole_pairs else range(length)
+    size = 2 if whole_pairs else 1
+    blocks = {
+        frozenset(value // 2 for value in chosen) for chosen in combinations(values, z // size)
+    }  # the pairs of a block with a non-zero
+    windows = Windows(*paired(z, length, whole_pairs))
+    assert windows.nonzeros == 2 * max(map(len, blocks))
+    results = []
+    for first, second in product(blocks, repeat=2):
+        remaining = [*sorted(first), *sorted(pair + length // 2 for pair in second)]
+        for start in range(0, 2 * length - 4, 4):
+            taken = [pair for pair in remaining if start <= 2 * pair < start + 8][:2]
+            remaining = [pair for pair in remaining if pair not in taken]
+        results.append(not remaining)
+    assert windows.covers == all(results) == (max(map(len, blocks)) < length // 2)
+    if 2 * z >= length:
+        assert windows.covers == whole_pairs
+    if windows.covers and z == length - 2:
+        assert windows.speedup == Windows(z, length).speedup == density_bound(z, length)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -185,6 +216,8 @@ def test_hardware_1_4_reaches_bound_with_at_most_three_zeros() -> None:
         (lambda: density_bound(3, 2), "3:2"),
         (lambda: reaches_bound(2, 3), "block of 3"),
         (lambda: gathered_expansion(0, 3), "0:3"),
+        (lambda: paired(2, 5, False), "2:5"),
+        (lambda: paired(3, 4, True), "3:4"),
     ],
 )
 def test_invalid_hardware_and_windows_are_refused(make: Callable[[], object], message: str) -> None:
