@@ -249,14 +249,22 @@ def test_interrupt_without_calibration_removes_output(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
-@pytest.mark.parametrize("module", ["typer", "rich.table", "slidesparse.cli.evaluate"])
-def test_interrupt_during_import_prints_no_traceback(module: str) -> None:
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("typer", "SIGINT"),
+        ("rich.table", "SIGINT"),
+        ("slidesparse.cli.evaluate", "SIGINT"),
+        ("typer", "SIGTERM"),
+    ],
+)
+def test_interrupt_during_import_prints_no_traceback(module: str, name: str) -> None:
     program = f"""
 import os, signal, sys
 class Interrupter:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.{name})
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with the signal ignored
 sys.meta_path.insert(0, Interrupter())
 from slidesparse.cli import main
