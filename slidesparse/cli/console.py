@@ -20,7 +20,7 @@ from rich.progress import (
 )
 from typer.core import TyperGroup
 
-from slidesparse.errors import ENVIRONMENT, INSTALL, INTERRUPTED, SlideSparseError
+from slidesparse.errors import ENVIRONMENT, INTERRUPTED, SlideSparseError
 
 LINE_SECONDS = 30.0  # least time between two lines of progress in a log
 
@@ -54,7 +54,10 @@ def report_errors() -> Iterator[None]:
         missing = (error.name or "").partition(".")[0]
         if missing not in ("torch", "numpy"):
             raise
-        fail(ENVIRONMENT, f"this command needs {missing}, which cannot be imported ({error}): {INSTALL}")
+        fail(
+            ENVIRONMENT,
+            f"this command needs {missing}, which cannot be imported ({error}): pip install {missing}",
+        )
     except OSError as error:
         fail(ENVIRONMENT, f"{error.strerror or error}: {error.filename or 'while reading or writing'}")
     except KeyboardInterrupt as error:  # its arguments may say how to continue
