@@ -18,11 +18,13 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.table import Table
 from typer.core import TyperGroup
 
 from slidesparse.errors import ENVIRONMENT, INTERRUPTED, SlideSparseError
 
 LINE_SECONDS = 30.0  # least time between two lines of progress in a log
+MAX_COLUMNS = 1000  # characters of a table's line
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -35,6 +37,13 @@ Layout = Annotated[
         "(zeros removed) or slided (already rewritten as overlapping 2:4 windows)."
     ),
 ]
+
+
+def whole(table: Table) -> Console:
+    """Return a console for stdout that is wide enough for a table to be printed without truncating its cells."""
+    # rich ignores a width without a height in a dumb terminal
+    natural = Console(width=MAX_COLUMNS, height=1).measure(table).maximum
+    return Console(highlight=False, width=natural, height=1)
 
 
 def fail(code: int, message: object) -> NoReturn:

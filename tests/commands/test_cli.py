@@ -411,11 +411,16 @@ def test_inspect_output(converted: Path) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("columns", [60, 200])
+@pytest.mark.parametrize(("columns", "kind"), [(60, "xterm"), (200, "xterm"), (200, "dumb")])
 def test_inspect_truncates_nothing_in_a_narrow_terminal(
-    converted: Path, monkeypatch: pytest.MonkeyPatch, columns: int
+    converted: Path, monkeypatch: pytest.MonkeyPatch, columns: int, kind: str
 ) -> None:
-    terminal = Console(highlight=False, soft_wrap=True, force_terminal=True, color_system=None, width=columns)
+    monkeypatch.setenv("TERM", kind)
+    if kind == "dumb":
+        monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich take stdout for a terminal
+    terminal = Console(
+        highlight=False, soft_wrap=True, force_terminal=True, color_system=None, width=columns, height=20
+    )
     monkeypatch.setattr(sys.modules["slidesparse.cli.main"], "out", terminal)
     lines = Done("inspect", converted).out.splitlines()
     (start,) = (i for i, line in enumerate(lines) if Q in line)
