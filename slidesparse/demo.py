@@ -102,7 +102,9 @@ def demo(
     _empty(folder)
 
     texts = folder / "sentences.jsonl"
-    texts.write_text("".join(f"{json.dumps(line)}\n" for line in CALIBRATION.read_text().splitlines()))
+    texts.write_text(
+        "".join(f"{json.dumps(line)}\n" for line in CALIBRATION.read_text(encoding="utf-8").splitlines())
+    )
     models = {goal: folder / name for goal, name in GOALS.items()}
     jobs = {("original", "stock"): (source, {DISABLE: "1"})}
     for goal, checkpoint in models.items():

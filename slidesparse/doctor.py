@@ -220,7 +220,7 @@ def vllm() -> tuple[Report, bool]:
         supported = True
         status = f"built without git tags, so its version does not say whether it is {versions.VLLM_OLDEST} or later"
     elif versions.numbers(version) < versions.numbers(versions.VLLM_OLDEST):
-        status = f"too old: slidesparse needs {versions.VLLM_OLDEST} or later"
+        status = f"too old, slidesparse needs {versions.VLLM_OLDEST} or later: {INSTALL}"
     else:
         supported = True
         tested = version.partition("+")[0] in versions.tested_releases(name, version)

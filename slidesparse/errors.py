@@ -16,7 +16,7 @@ FAILED, USAGE, ENVIRONMENT, INTERRUPTED = 1, 2, 3, 130
 
 # SlideSparse is in no package index.
 INSTALL_CUDA = "pip install '.[cuda]' in a clone of SlideSparse"
-INSTALL = "pip install '.[cuda]', or '.[cpu]' without an NVIDIA GPU, in a clone of SlideSparse"
+INSTALL = f"{INSTALL_CUDA}; without an NVIDIA GPU, follow docs/install.md"
 
 
 class SlideSparseError(Exception):

@@ -57,7 +57,6 @@ from slidesparse.resolve import (
 )
 from slidesparse.slide import violations
 from slidesparse.tune.session import served_outputs
-from slidesparse.versions import VLLM_ON_GPUS
 
 ROWS = 16  # rows of a weight whose pattern is checked
 TUNED = "tuned"
@@ -453,7 +452,7 @@ def _judge_layers(report: Report, unread: str, resolution: Resolution, machine: 
 def _judge_machine(report: Report, supported: bool) -> None:
     """Record what the machine lacks."""
     if not supported:
-        report.lacks(f"vLLM: {report.vllm}", f"pip install vllm=={VLLM_ON_GPUS[-1]}", ENVIRONMENT)
+        report.lacks(f"vLLM: {report.vllm}", "", ENVIRONMENT)
     plugin = doctor.plugin()
     if not plugin["loads"]:
         report.lacks(f"vLLM does not load the plugin: {plugin['words']}", "", ENVIRONMENT)

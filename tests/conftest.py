@@ -52,7 +52,7 @@ def missing_gpu() -> str | None:
 @cache
 def missing_vllm() -> str | None:
     """Return the reason why tests inside vLLM cannot run here, or None."""
-    return None if importlib.util.find_spec("vllm") else "vLLM is not installed: pip install '.[cpu]'"
+    return None if importlib.util.find_spec("vllm") else "vLLM is not installed: see docs/install.md"
 
 
 @pytest.fixture(scope="session")

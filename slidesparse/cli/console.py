@@ -18,11 +18,13 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.table import Table
 from typer.core import TyperGroup
 
-from slidesparse.errors import ENVIRONMENT, INSTALL, INTERRUPTED, SlideSparseError
+from slidesparse.errors import ENVIRONMENT, INTERRUPTED, SlideSparseError
 
 LINE_SECONDS = 30.0  # least time between two lines of progress in a log
+MAX_COLUMNS = 1000  # characters of a table's line
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -47,6 +49,13 @@ def warn(text: str, kind: str = "warning") -> None:
     err.print(f"[yellow]{kind}:[/] {escape(text)}")
 
 
+def whole(table: Table) -> Console:
+    """Return a console for stdout that is wide enough for a table to be printed without truncating its cells."""
+    # rich ignores a width without a height in a dumb terminal
+    natural = Console(width=MAX_COLUMNS, height=1).measure(table).maximum
+    return Console(highlight=False, width=natural, height=1)
+
+
 def fail(code: int, message: object) -> NoReturn:
     """Print an error and end the command with exit code ``code``."""
     err.print(f"[bold red]error:[/] {escape(str(message))}")
@@ -64,7 +73,10 @@ def report_errors() -> Iterator[None]:
         missing = (error.name or "").partition(".")[0]
         if missing not in ("torch", "numpy"):
             raise
-        fail(ENVIRONMENT, f"this command needs {missing}, which cannot be imported ({error}): {INSTALL}")
+        fail(
+            ENVIRONMENT,
+            f"this command needs {missing}, which cannot be imported ({error}): pip install {missing}",
+        )
     except OSError as error:
         fail(ENVIRONMENT, f"{error.strerror or error}: {error.filename or 'while reading or writing'}")
     except KeyboardInterrupt as error:  # its arguments may say how to continue

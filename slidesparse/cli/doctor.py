@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from slidesparse.cli.console import Json, out
+from slidesparse.cli.console import Json, out, whole
 
 if TYPE_CHECKING:
     from slidesparse.preflight import Layer, Report
@@ -101,7 +100,7 @@ def _show_layers(report: Report) -> None:
     for layer in report.layers:
         table.add_row(*map(escape, _cells(layer)))
     out.print()
-    Console(highlight=False, width=Console(width=1000).measure(table).maximum).print(table)
+    whole(table).print(table)
     if report.times:
         out.print(
             f"  times     measured on {report.times}"

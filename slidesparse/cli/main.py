@@ -10,19 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from slidesparse import __version__
 from slidesparse.cli import build, convert, doctor, evaluate, synth, tune
-from slidesparse.cli.console import Json, application, out
+from slidesparse.cli.console import Json, application, out, whole
 from slidesparse.errors import FAILED
 
 if TYPE_CHECKING:
     from slidesparse.checkpoint.inspection import CheckpointReport, LayerReport
-
-MAX_COLUMNS = 1000  # characters of a table's line
 
 app = application(
     "Prune language models to N:M patterns such as 6:8 and serve them with vLLM on 2:4 sparse tensor cores.  Start "
@@ -74,15 +71,15 @@ def _show_layers(report: CheckpointReport) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for layer in report.layers:
         table.add_row(*_cells(layer))
-    natural = Console(width=MAX_COLUMNS).measure(table).maximum
-    if out.is_terminal and out.width < natural:
+    console = whole(table)
+    if out.is_terminal and out.width < console.width:
         for layer in report.layers:
             name, shape, dtype, pattern, obeys, broken, size, expansion = _cells(layer)
             out.print(escape(name))
             out.print(f"  {shape} {dtype}, pattern {pattern}, satisfies {obeys}, violations {broken}")
             out.print(f"  {size} bytes, expansion {expansion}")
     else:
-        Console(highlight=False, width=natural).print(table)
+        console.print(table)
     for layer in report.layers:
         if layer.first_violation:
             out.print(escape(layer.first_violation), style="red")

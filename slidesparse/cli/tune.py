@@ -117,7 +117,7 @@ def _converted_types(models: str | None) -> tuple[tuple[str, ...], tuple[str, ..
     patterns, dtypes = {DENSE_WEIGHT}, set()  # unpruned layers of a pruned model run on the same backend
     for name in split_list(models or ""):
         path = Path(name) / "config.json"
-        block = json.loads(path.read_text()).get("quantization_config") if path.is_file() else None
+        block = json.loads(path.read_bytes()).get("quantization_config") if path.is_file() else None
         metadata = Metadata.of_config(block)
         if block is None or metadata is None:
             return None

@@ -115,6 +115,13 @@ class Outcome:
         }
 
 
+def loss_cache() -> WorkFolder:
+    """Create the folder of measured losses in the user's cache.  Raises ToolchainError if it cannot be written."""
+    cache = WorkFolder(cache_folder() / "losses")
+    make_folder(cache.folder)
+    return cache
+
+
 def estimate(
     task: Task, reader: Reader, work: WorkFolder, budget: Budget, rotate: bool, progress: Progress
 ) -> Outcome:
@@ -143,9 +150,7 @@ def _losses(task: Task, reader: Reader, work: WorkFolder, rotate: bool, progress
     state = {key: value for key, value in task.state().items() if key not in excluded}
     state |= {"layers": sorted(task.layers), "rotate": rotate, "patterns": [p.ratio for p in PATTERNS]}
     name = f"{hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]}.json"
-    cache = WorkFolder(cache_folder() / "losses")
-    make_folder(cache.folder)
-    return layer_losses(task, PATTERNS, reader, work.folder, cache, name, progress)
+    return layer_losses(task, PATTERNS, reader, work.folder, loss_cache(), name, progress)
 
 
 def _shape(task: Task, unit: Unit) -> Shape:

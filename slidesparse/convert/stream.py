@@ -67,7 +67,7 @@ from slidesparse.checkpoint.storage import (
 )
 from slidesparse.checkpoint.w8a8 import Scheme, holds_floats
 from slidesparse.convert.budget import Choice, layers
-from slidesparse.convert.choose import Outcome, estimate, prune_within
+from slidesparse.convert.choose import Outcome, estimate, loss_cache, prune_within
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.plan import ConversionPlan, Part, calibration_task, make_plan
 from slidesparse.convert.report import Facts, Report, layer_rows, read_back
@@ -125,6 +125,8 @@ def convert(
     plan = make_plan(checkpoint, options)
     task = calibration_task(plan) if options.calibration else None
     distillation = require_memory(task) if task and task.texts else ""
+    if options.budget:
+        loss_cache()  # refused here if it cannot be written, not after the model was rotated
     _, left_out = _other_files(checkpoint)
     result = _Result(plan)
     if not dry_run:

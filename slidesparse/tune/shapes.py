@@ -67,7 +67,7 @@ def find_model(name: str) -> tuple[str, tuple[Layer, ...]]:
             f"{name!r} is neither one of the models {', '.join(MODELS)} nor a folder with a config.json"
         )
     try:
-        config: dict[str, Any] = json.loads(path.read_text())
+        config: dict[str, Any] = json.loads(path.read_bytes())
         return Path(name).resolve().name, decoder_layers(config.get("text_config", config))
     except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ShapeError(f"{path} is not the configuration of a model: {error}") from error

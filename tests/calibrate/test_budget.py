@@ -418,7 +418,8 @@ def test_unwritable_loss_cache_is_an_error(
     (tmp_path / "file").touch()
     monkeypatch.setenv("SLIDESPARSE_CACHE", str(tmp_path / "file"))
     with pytest.raises(EnvironmentFault, match="cannot be written: .*; set SLIDESPARSE_CACHE"):
-        calibrated(model, tmp_path / "out", ids, budget=Budget(zeros=0.2), dry_run=True)
+        calibrated(model, tmp_path / "out", ids, budget=Budget(zeros=0.2))
+    assert list(tmp_path.glob(".out*")) == []  # it is noticed before the model is rotated
 
 
 def test_budget_refuses_decoders_that_predict_no_tokens(model: Path, tmp_path: Path, ids: str) -> None:

@@ -252,7 +252,7 @@ GPU, CPU, OLDEST = versions.VLLM_ON_GPUS[0], versions.VLLM_ON_CPUS[0], versions.
 @pytest.mark.parametrize(
     ("installed", "message"),
     [
-        ({"vllm": "0.0.9"}, f"too old: slidesparse needs {OLDEST} or later"),
+        ({"vllm": "0.0.9"}, f"too old, slidesparse needs {OLDEST} or later: pip install"),
         ({"vllm": OLDEST}, ", not a tested release"),
         ({"vllm": f"{GPU}+cu130"}, f", a tested release: {GPU} on GPUs"),
         ({"vllm": CPU}, ", not a tested release"),
