@@ -1,9 +1,9 @@
 """Read and write the ``quantization_config`` of 8-bit checkpoints.
 
 Converted checkpoints, and the plugin, use symmetric 8-bit weights with per-channel or per-tensor scales, and dynamic
-per-token activation scales.  Sources that can be converted to this form are accepted: static activation scales are
-dropped, and weights with per-block scales dequantized.  All others are refused, because their layers would run on
-vLLM's own kernels and gain nothing from the pattern.
+per-token activation scales.  Sources that can be converted to this form are accepted: static and asymmetric
+activations become dynamic and symmetric, and weights with per-block scales are dequantized.  All others are refused,
+because their layers would run on vLLM's own kernels and gain nothing from the pattern.
 """
 
 from __future__ import annotations
@@ -348,9 +348,7 @@ def _activations(name: str, inputs: Mapping[str, Any], by_block: bool) -> str:
         raise _refusal(
             f"activations not quantized per token in {name}", "static or dynamic per-token ones are"
         )
-    if not inputs.get("symmetric", True):
-        raise _refusal(f"asymmetric activations in {name}", "symmetric ones are")
-    return names[strategy]
+    return names[strategy] if inputs.get("symmetric", True) else "asymmetric"
 
 
 def _block_size(size: Any, where: str) -> tuple[int, int]:

@@ -580,6 +580,8 @@ def _rewriting(schemes: Iterable[Scheme | None], heads: Iterable[str], zero_poin
             ] += 1
         elif scheme and scheme.activations == "dynamic":
             counts["activations are now quantized per token instead of per tensor"] += 1
+        elif scheme and scheme.activations == "asymmetric":
+            counts["activations are now quantized symmetrically"] += 1
         elif scheme and scheme.strategy == "tensor":
             counts["per-tensor scales expanded to per-channel, which experts need"] += 1
     yield from (f"{count} layers: {words}" for words, count in counts.items())

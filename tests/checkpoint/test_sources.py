@@ -145,6 +145,21 @@ def test_static_activations_become_dynamic(tmp_path: Path, make: Callable[[list[
     refused(source, f"--ignore covers {DOWN}", "--skip", out="x", ignore=["0.mlp.down_proj"])
 
 
+def test_asymmetric_activations_become_symmetric(tmp_path: Path) -> None:
+    """llmcompressor 0.14 stores nothing else for dynamic asymmetric activations, whose zero points are per token."""
+    source = w8a8(tmp_path / "source")
+    block = config_of(source)["quantization_config"]
+    block["config_groups"]["group_0"]["input_activations"] |= {"symmetric": False, "zp_dtype": "torch.int8"}
+    edit_json(source / "config.json", quantization_config=block)
+    report = convert(source, tmp_path / "out")
+    assert report.rewritten == "13 layers: activations are now quantized symmetrically"
+    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    assert set(after) == set(before)
+    for layer in set(LINEARS) - {DOWN}:
+        check_codes(before, after, layer)
+    check_block(tmp_path / "out", "int8", {"re:.*lm_head", DOWN})
+
+
 @pytest.mark.vllm
 def test_block_scales_are_dequantized(tmp_path: Path) -> None:
     """Weights equal those that the package itself dequantizes; the ignore list leaves one layer float."""
