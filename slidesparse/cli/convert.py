@@ -420,11 +420,9 @@ def _summarize(report: Report, dry_run: bool) -> None:
         _show_budget(report.budget)
     if not (report.budget and dry_run):
         out.print(escape(f"pattern   {report.pattern}; as a vLLM flag: SPARSITY={report.pattern.flag}"))
-        out.print(
-            escape(
-                f"pruned    {len(report.pruned)} linear layers, {report.quant.upper()} W8A8, {report.layout} layout"
-            )
-        )
+        title = "pruned" if report.pattern.density < 1 else "layers"
+        counted = f"{len(report.pruned)} linear layers, {report.quant.upper()} W8A8, {report.layout} layout"
+        out.print(escape(f"{title:<9} {counted}"))
         for pattern, count in Counter(
             p.ratio for p in report.patterns.values() if p != report.pattern
         ).items():

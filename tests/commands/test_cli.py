@@ -92,6 +92,12 @@ def test_convert_summarizes_on_stdout(source: Path, tmp_path: Path, sparsity: st
     assert lines[5:] == [f"serve     vllm serve '{out}'"]
 
 
+def test_convert_does_not_say_pruned_where_nothing_is(source: Path, tmp_path: Path) -> None:
+    result = Done("convert", source, tmp_path / "out", "--sparsity", "dense")
+    assert "\nlayers    14 linear layers, INT8 W8A8, dense layout\n" in result.out
+    assert "\npruned " not in result.out
+
+
 def test_sparsegpt_is_the_default_with_calibration(
     source: Path, tmp_path: Path, calib: tuple[object, ...]
 ) -> None:
