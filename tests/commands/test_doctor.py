@@ -14,7 +14,7 @@ import bitnets
 import moe
 import pytest
 import torch
-from checkpoints import DOWN, config_of, convert, edit_json, llama, tensors_of, w8a8, write
+from checkpoints import DOWN, LLAMA, config_of, convert, edit_json, llama, tensors_of, w8a8, write
 from commands import Done
 from machines import with_gpu
 
@@ -25,6 +25,7 @@ from slidesparse.checkpoint.storage import Reader
 from slidesparse.convert.times import STOCK, LayerTimes
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.pattern import SlidePattern
+from slidesparse.prune import prune
 
 ROOT = Path(__file__).parents[2]
 BLOCKED = ("torch", "vllm", "triton", "numpy", "rich", "typer")
@@ -344,7 +345,7 @@ class TestCheckpoints:
         result = Done("doctor", tmp_path / "out")
         assert result.code == 0
         assert (
-            "8 served by SlideSparse (2 at 4:6, 4 at 6:8, 2 dense), 0 by vLLM's own W8A8 kernels, 0 unq"
+            "8 served by SlideSparse (2 at 4:6, 4 at 6:8, 2 dense), 0 by vLLM's own kernels, 0 unq"
             in result.out
         )
         assert "measured on nvidia-h200, as this machine has no GPU" in result.out
@@ -461,12 +462,39 @@ class TestCheckpoints:
         monkeypatch.setenv("SPARSITY", "4:6")
         assert preflight.examine("out", tmp_path / "out").code == 1
 
+    @pytest.mark.parametrize("quantized", [True, False])
+    def test_doctor_finds_the_pattern_of_models_pruned_elsewhere(
+        self, quantized: bool, tmp_path: Path
+    ) -> None:
+        """llmcompressor 0.14 and modelopt 0.47 write 2:4 weights as ordinary ones, and nothing about their pattern."""
+        source = (w8a8 if quantized else llama)(tmp_path / "source")
+        tensors = tensors_of(source)
+        for name in LLAMA.linears():
+            tensors[f"{name}.weight"] = prune(tensors[f"{name}.weight"], SlidePattern(4))
+        write(source, config_of(source), tensors)
+        convert = f"slidesparse convert m OUT --sparsity 2:4{'' if quantized else ' --calib texts.jsonl'}"
+        remedy = preflight.examine("m", source).missing[0]["remedy"]
+        if quantized:
+            convert = f"USE_CUSPARSELT=1 SPARSITY=2_4, which the first rows of its weights obey, or {convert}"
+        assert remedy == convert
+
+    def test_doctor_on_models_quantized_in_other_ways(self, tmp_path: Path) -> None:
+        """modelopt 0.47 names itself as the method."""
+        source = w8a8(tmp_path / "modelopt", "fp8", "tensor")
+        edit_json(
+            source / "config.json", quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"}
+        )
+        result = Done("doctor", source)
+        assert "LlamaForCausalLM, quantized in another way, dense layout\n" in result.out
+        assert "0 served by SlideSparse, 7 by vLLM's own kernels, 1 unquantized" in result.out
+        assert "no: the source is already quantized by 'modelopt'" in result.out
+
     def test_doctor_on_float_and_bitnet_models(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         source = llama(tmp_path / "source")
         result = Done("doctor", source)
         assert result.code == 1
         assert f"remedy: slidesparse convert {source} OUT --sparsity" in result.out
-        assert "0 served by SlideSparse, 0 by vLLM's own W8A8 kernels, 8 unquantized" in result.out
+        assert "0 served by SlideSparse, 0 by vLLM's own kernels, 8 unquantized" in result.out
         report = preflight.examine("b", bitnets.write_master(tmp_path / "bitnet"))
         assert (report.code, report.backend) == (1, None)
         assert "slidesparse convert b OUT" in report.missing[0]["remedy"]
