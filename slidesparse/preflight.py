@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from slidesparse import doctor, flags, gemm
-from slidesparse.checkpoint.architectures import FAMILIES, UNKNOWN, WEIGHT, ZERO_POINT, architecture_of
+from slidesparse.checkpoint.architectures import (
+    FAMILIES,
+    HEAD,
+    UNKNOWN,
+    WEIGHT,
+    ZERO_POINT,
+    architecture_of,
+    layer_names,
+)
 from slidesparse.checkpoint.bitnet import METHOD as BITNET
 from slidesparse.checkpoint.bitnet import BitNetCheckpoint
 from slidesparse.checkpoint.converted import DamagedError, open_checkpoint, restore
@@ -179,6 +187,9 @@ def examine(model: str, folder: Path) -> Report:
         unread = str(error)
     for layer in () if block else linear_layers(checkpoint, metadata):
         require_float(checkpoint, layer)
+    for problem, treatment in _unloadable(checkpoint, source) if source else ():
+        remedy = f"slidesparse convert {model} OUT --sparsity 6:8, or dense to prune nothing, {treatment}"
+        report.lacks(f"vLLM cannot load {problem}", remedy, FAILED)
     resolution = _resolution(report, raw)
     if resolution:
         report.backend, report.backend_reason = resolution.backend, resolution.reason
@@ -186,13 +197,6 @@ def examine(model: str, folder: Path) -> Report:
     elif not report.code:
         _explain_unserved(
             report, raw.quantization_config() or {}, source, unread, _obeyed(checkpoint, source)
-        )
-    zero_points = [name for name in checkpoint.tensors if source and name.endswith(ZERO_POINT)]
-    if zero_points:
-        report.lacks(
-            f"vLLM cannot load zero points of W8A8 weights ({zero_points[0]})",
-            f"slidesparse convert {model} OUT --sparsity 6:8, or dense to prune nothing, drops them",
-            FAILED,
         )
     try:
         with checkpoint.reader() as reader:
@@ -282,6 +286,17 @@ def _obeyed(checkpoint: Checkpoint, source: Quantization | None) -> str:
             rows = _first_rows(reader, name)
             patterns = [pattern for pattern in patterns if violations(rows, pattern) is None]
     return patterns[0].ratio if patterns else ""
+
+
+def _unloadable(checkpoint: Checkpoint, source: Quantization) -> Iterable[tuple[str, str]]:
+    """Yield what vLLM cannot load of a W8A8 checkpoint, and what `convert` does with it."""
+    zero_points = [name for name in checkpoint.tensors if name.endswith(ZERO_POINT)]
+    if zero_points:
+        yield f"zero points of W8A8 weights ({zero_points[0]})", "drops them"
+    for name in filter(HEAD.search, layer_names(checkpoint.tensors)):
+        dtype = checkpoint.tensors[name + WEIGHT].spec.dtype
+        if dtype not in FLOATS and source.scheme(name, dtype) and not source.loads_head(name):
+            yield f"a quantized {name} that no target names", "dequantizes it"
 
 
 def _layers(

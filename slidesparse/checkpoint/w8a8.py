@@ -86,6 +86,14 @@ class Quantization:
         """Return whether a target names a layer, by name or by a ``re:`` regex, not by its class."""
         return any(_names(target, layer) for target in self.targets)
 
+    def loads_head(self, layer: str) -> bool:
+        """Return whether vLLM (0.25.1 to 0.32) loads a quantized lm_head: only if a target names it.
+
+        It takes one of the class Linear for a float one, and ends with "There is no module or parameter named
+        'lm_head.weight_scale'".
+        """
+        return self.method != FP8_METHOD and self.names(layer)
+
     def scheme(self, layer: str, dtype: str) -> Scheme | None:
         """Return the scheme of a layer whose weight has ``dtype``, or None if it is not quantized.
 

@@ -73,7 +73,6 @@ ROUTED = "routed experts, which vLLM serves dense"
 QUANTIZED = "quantized in the source, but not a linear layer of a transformer block"
 
 _BLOCK = re.compile(r"\blayers?\.(\d+)\.")
-_HEAD = re.compile(r"(^|\.)lm_head$")
 _ACTIVATIONS = (".input_scale", ".input_zero_point", ".activation_scale")  # suffixes for static quantization
 
 
@@ -455,15 +454,11 @@ def _quantized(checkpoint: Checkpoint, source: Quantization, excluded: Container
 
 
 def _float_heads(checkpoint: Checkpoint, source: Quantization | None) -> dict[str, Scheme]:
-    """Return the quantized lm_heads to dequantize, with their schemes.
-
-    vLLM (0.25.1, 0.28) serves one that a target names.  It takes one of the class Linear for a float one, and ends with
-    "There is no module or parameter named 'lm_head.weight_scale'".
-    """
+    """Return the quantized lm_heads to dequantize, with their schemes."""
     heads: dict[str, Scheme] = {}
-    for name in filter(_HEAD.search, architectures.layer_names(checkpoint.tensors)):
+    for name in filter(architectures.HEAD.search, architectures.layer_names(checkpoint.tensors)):
         scheme = _scheme(checkpoint, name, source)
-        if source and scheme and (source.method == FP8_METHOD or not source.names(name)):
+        if source and scheme and not source.loads_head(name):
             require_quantized(checkpoint, name, source)
             heads[name] = scheme
     return heads
