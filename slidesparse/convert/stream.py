@@ -86,7 +86,7 @@ class _Result:
 
     plan: ConversionPlan
     rows: Sequence[dict[str, Any]] = ()
-    rotation_gain: str = ""
+    rotation: str = ""
     smoothing: str = ""
     budget: Outcome | None = None
     distilled: Distilled | None = None
@@ -135,9 +135,9 @@ def convert(
     elif task and options.budget:
         with checkpoint.reader() as reader, tempfile.TemporaryDirectory() as folder:
             work = WorkFolder(Path(folder))
-            reader, _, _ = _transformed(task, reader, work, rotation == ROTATED, progress)
+            reader, turned, _ = _transformed(task, reader, work, rotation == ROTATED, progress)
             outcome = estimate(task, reader, work, options.budget, rotation == ROTATED, progress)
-            result = _Result(plan, budget=outcome)
+            result = _Result(plan, rotation=turned, budget=outcome)
     return Report(
         source=source,
         out=out,
@@ -155,7 +155,7 @@ def convert(
         seconds=time.monotonic() - started,
         samples=task.samples.summary if task else "",
         note=task.samples.note if task else "",
-        rotation=rotation + result.rotation_gain,
+        rotation=result.rotation or rotation,
         smoothing=result.smoothing,
         budget=result.budget,
         distillation=distillation,
@@ -225,7 +225,7 @@ def _write_calibrated(
     options, outcome, distilled = plan.options, None, None
     state = {**task.state(), "budget": options.budget and asdict(options.budget), "rotate": rotate}
     with open_work(out, state, task.calibration.resume) as work:
-        reader, gain, smoothing = _transformed(task, reader, work, rotate, progress)
+        reader, rotation, smoothing = _transformed(task, reader, work, rotate, progress)
         if options.budget:
             outcome = estimate(task, reader, work, options.budget, rotate, progress)
 
@@ -245,23 +245,29 @@ def _write_calibrated(
             facts = _write(plan, out, OrderedReader(reader, codes), OrderedReader(codes, codes), progress)
         rows = layer_rows(facts, work.rows(), task.method)
         work.remove()
-    return _Result(plan, rows, gain, smoothing, outcome, distilled)
+    return _Result(plan, rows, rotation, smoothing, outcome, distilled)
 
 
 def _transformed(
     task: Task, reader: Reader, work: WorkFolder, rotate: bool, progress: Progress | None
 ) -> tuple[Reader, str, str]:
-    """Return a reader of the rotated and smoothed model, the estimated gain of rotation, and what smoothing does."""
-    gain = ""
+    """Return a reader of the rotated and smoothed model, and what rotation and smoothing do.
+
+    A rotation that prunes worse, as that of a model whose weights are sparse already, is used only if it was requested.
+    """
+    rotation = ""
     if rotate:
         learned = find_rotation(task, reader, work, progress)
-        if learned.before:
-            gain = f"; estimated pruning loss reduced by {1 - learned.after / learned.before:.0%}"
-        reader = RotatedReader(reader, task.model, task.device, learned.rotation)
+        change = f"estimated pruning loss {learned.after / learned.before - 1:+.0%}" if learned.before else ""
+        if learned.after > learned.before and task.calibration.rotate == "auto":
+            rotation = f"not rotated: {change}"
+        else:
+            rotation = f"{ROTATED}; {change}" if change else ROTATED
+            reader = RotatedReader(reader, task.model, task.device, learned.rotation)
     if not task.smooths:
-        return reader, gain, ""
+        return reader, rotation, ""
     smoothing = find_smoothing(task, reader, work, progress)
-    return SmoothedReader(reader, smoothing.factors, task.model.stages), gain, smoothing.summary
+    return SmoothedReader(reader, smoothing.factors, task.model.stages), rotation, smoothing.summary
 
 
 def _write(
