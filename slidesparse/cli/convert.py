@@ -33,8 +33,8 @@ MAX_NAMES = 3  # names listed in a line of the summary
 FRONTIER_ROWS = 8  # rows of the table of losses and savings
 MAX_WORST = 5  # layers with the largest errors to list
 WITHOUT_CALIBRATION = (
-    "weights were pruned by magnitude, without calibration data, which loses much more accuracy than pruning with "
-    "calibration; pass text similar to what the model will serve: --calib FILE.jsonl"
+    "weights were pruned by magnitude, without calibration data, which loses much more accuracy than pruning the "
+    "float model with text similar to what it will serve: --calib FILE.jsonl"
 )
 TERNARY = (
     "all non-zero weights of BitNet have the same magnitude, so without calibration the leftmost ones of each block "

@@ -53,7 +53,7 @@ class Report:
     distilled: Distilled | None = None  # result of distillation
     layers: tuple[dict[str, Any], ...] = ()  # `layer_rows`, with calibration or ``check``
     ternary: bool = False  # whether the source is a BitNet model
-    newly_pruned: bool = True  # whether layers were pruned, not only converted to another layout
+    newly_pruned: bool = True  # whether weights were pruned, which did not obey their patterns yet
     left_out: tuple[str, ...] = ()  # files of the source that were not copied
 
     @property

@@ -90,6 +90,7 @@ class _Result:
     smoothing: str = ""
     budget: Outcome | None = None
     distilled: Distilled | None = None
+    sparse: bool = False  # whether the weights obeyed their patterns already
 
 
 def convert(
@@ -162,7 +163,7 @@ def convert(
         distilled=result.distilled,
         layers=tuple(result.rows),
         ternary=is_bitnet(checkpoint.config),
-        newly_pruned=not plan.converted,
+        newly_pruned=not plan.converted and not result.sparse,
         left_out=tuple(map(str, left_out)),
     )
 
@@ -211,11 +212,11 @@ def _prune_and_write(
         else "nothing is left behind. Free some space or choose another output folder, then run the same command again"
     )
     with full_disk_explained(out, plan.disk_bytes(), advice), plan.checkpoint.reader() as reader:
-        _check_values(plan, reader, progress)
+        sparse = _check_values(plan, reader, progress)
         if task:
             return _write_calibrated(plan, task, out, reader, rotate, progress)
         facts = _write(plan, out, reader, None, progress)
-        return _Result(plan, layer_rows(facts, (), plan.options.method_name))
+        return _Result(plan, layer_rows(facts, (), plan.options.method_name), sparse=sparse)
 
 
 def _write_calibrated(
@@ -366,17 +367,28 @@ def _each_chunk(
     yield from pool.map(run, jobs)
 
 
-def _check_values(plan: ConversionPlan, reader: Reader, progress: Progress | None) -> None:
-    done = 0
+def _check_values(plan: ConversionPlan, reader: Reader, progress: Progress | None) -> bool:
+    """Check all tensors by `_check_chunk`; return whether all weights to prune obey their patterns already."""
+    done, dense = 0, list[str]()
+
+    def check(part: Part, rows: slice) -> None:
+        values = _check_chunk(plan, reader, part, rows)
+        if not (plan.converted or dense or part.pattern is None or obeys(values, part.pattern)):
+            dense.append(part.source.name)
+
     with workers() as pool:
-        for size in _each_chunk(plan.parts, pool, lambda part, rows: _check_chunk(plan, reader, part, rows)):
+        for size in _each_chunk(plan.parts, pool, check):
             done += size
             if progress:
                 progress("checking", done, plan.bytes_in)
+    return not dense
 
 
-def _check_chunk(plan: ConversionPlan, reader: Reader, part: Part, rows: slice) -> None:
-    """Refuse NaN and Inf, zero points that are not 0, and rows of a converted source that break their pattern."""
+def _check_chunk(plan: ConversionPlan, reader: Reader, part: Part, rows: slice) -> Tensor:
+    """Return rows of a tensor.
+
+    Refuses NaN and Inf, zero points that are not 0, and rows of a converted source that break their pattern.
+    """
     values, name = reader.rows(part.source.name, rows), part.source.name
     if not is_finite(values):
         raise CheckpointError(_not_finite_message(reader, part))
@@ -388,6 +400,7 @@ def _check_chunk(plan: ConversionPlan, reader: Reader, part: Part, rows: slice) 
         )
     if plan.converted and part.layer:
         restore(values, plan.converted, part.layer, rows.start)
+    return values
 
 
 def is_finite(values: Tensor) -> bool:
