@@ -261,7 +261,7 @@ def _transformed(
         learned = find_rotation(task, reader, work, progress)
         change = f"estimated pruning loss {learned.after / learned.before - 1:+.0%}" if learned.before else ""
         if learned.after > learned.before and task.calibration.rotate == "auto":
-            rotation = f"not rotated: {change}"
+            rotation = f"not rotated, as that would prune worse: {change}"
         else:
             rotation = f"{ROTATED}; {change}" if change else ROTATED
             reader = RotatedReader(reader, task.model, task.device, learned.rotation)
