@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from slidesparse.checkpoint.architectures import SCALE, WEIGHT, compile_regexes, layer_names
+from slidesparse.checkpoint.architectures import HEAD, SCALE, WEIGHT, compile_regexes, layer_names
 from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, QUANT_METHOD, SPARSE_FORMATS, sparsity_of
 from slidesparse.checkpoint.storage import FLOATS, Checkpoint, CheckpointError, TensorSpec
 from slidesparse.errors import shown
@@ -97,10 +97,12 @@ class Quantization:
     def scheme(self, layer: str, dtype: str) -> Scheme | None:
         """Return the scheme of a layer whose weight has ``dtype``, or None if it is not quantized.
 
-        As in vLLM, the first target that names the layer counts, or else its class.  With quant_method fp8, which has
-        no targets, all layers are quantized but those in float dtypes.
+        As in vLLM, the first target that names the layer counts, or else its class, which for a float lm_head is not
+        Linear.  With quant_method fp8, which has no targets, all layers are quantized but those in float dtypes.
         """
         if self.ignores(layer) or (self.method == FP8_METHOD and dtype in FLOATS):
+            return None
+        if dtype in FLOATS and HEAD.search(layer) and not self.names(layer):
             return None
         for target, scheme in self.targets.items():
             if _names(target, layer):

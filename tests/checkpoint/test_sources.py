@@ -160,6 +160,16 @@ def test_asymmetric_activations_become_symmetric(tmp_path: Path) -> None:
     check_block(tmp_path / "out", "int8", {"re:.*lm_head", DOWN})
 
 
+def test_float_head_need_not_be_ignored(tmp_path: Path) -> None:
+    """AutoRound 0.15 writes an empty ignore list with FP8, and a float lm_head, which is not Linear for vLLM."""
+    source = w8a8(tmp_path / "source", "fp8")
+    block = config_of(source)["quantization_config"]
+    edit_json(source / "config.json", quantization_config={**block, "ignore": [DOWN]})
+    report = convert(source, tmp_path / "out")
+    assert report.kept["lm_head"] == "not a linear layer of a transformer block"
+    assert_same_bits(tensors_of(tmp_path / "out")["lm_head.weight"], tensors_of(source)["lm_head.weight"])
+
+
 @pytest.mark.vllm
 def test_block_scales_are_dequantized(tmp_path: Path) -> None:
     """Weights equal those that the package itself dequantizes; the ignore list leaves one layer float."""
