@@ -30,7 +30,7 @@ from strategies import assert_same_bits
 from tool_sources import compressed, fp8
 from torch import Tensor
 
-from slidesparse.checkpoint.inspection import verify
+from slidesparse.checkpoint.inspection import inspect, verify
 from slidesparse.checkpoint.w8a8 import parse_block
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
@@ -158,6 +158,18 @@ def test_asymmetric_activations_become_symmetric(tmp_path: Path) -> None:
     for layer in set(LINEARS) - {DOWN}:
         check_codes(before, after, layer)
     check_block(tmp_path / "out", "int8", {"re:.*lm_head", DOWN})
+
+
+def test_negative_scales_are_kept(tmp_path: Path) -> None:
+    """AutoRound 0.15 writes them with INT8 in rows where -128 is of use."""
+    source = w8a8(tmp_path / "source")
+    tensors = tensors_of(source)
+    tensors[f"{Q}.weight_scale"][::2] *= -1
+    write(source, config_of(source), tensors)
+    convert(source, tmp_path / "out", layout="slided")
+    convert(tmp_path / "out", tmp_path / "dense")
+    check_codes(tensors, tensors_of(tmp_path / "dense"), Q)
+    assert inspect(tmp_path / "dense").violations == 0
 
 
 def test_float_head_need_not_be_ignored(tmp_path: Path) -> None:
