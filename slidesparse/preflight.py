@@ -19,19 +19,21 @@ from torch import Tensor
 from slidesparse import doctor, flags, gemm
 from slidesparse.checkpoint.architectures import (
     FAMILIES,
+    HEAD,
     UNKNOWN,
     WEIGHT,
     ZERO_POINT,
     architecture_of,
     known_family,
+    layer_names,
 )
 from slidesparse.checkpoint.bitnet import METHOD as BITNET
 from slidesparse.checkpoint.bitnet import BitNetCheckpoint
 from slidesparse.checkpoint.converted import DamagedError, open_checkpoint, restore
-from slidesparse.checkpoint.inspection import expert_dtypes, linear_layers
+from slidesparse.checkpoint.inspection import RATIOS, expert_dtypes, linear_layers
 from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, Metadata
-from slidesparse.checkpoint.storage import Checkpoint, CheckpointError, Reader
-from slidesparse.checkpoint.w8a8 import KINDS, Quantization, parse_block, require_float
+from slidesparse.checkpoint.storage import FLOATS, Checkpoint, CheckpointError, Reader
+from slidesparse.checkpoint.w8a8 import KINDS, Quantization, holds_floats, parse_block, require_float
 from slidesparse.convert.times import DEFAULT_GPU, DEFAULT_TOKENS, LayerTimes, TimesError
 from slidesparse.errors import ENVIRONMENT, FAILED, INSTALL_CUDA
 from slidesparse.gemm.backend import LayerSpec
@@ -60,7 +62,7 @@ from slidesparse.tune.session import served_outputs
 
 ROWS = 16  # rows of a weight whose pattern is checked
 TUNED = "tuned"
-# How a layer is served: by SlideSparse, by vLLM's own 8-bit kernels, or with weights that are not quantized
+# How a layer is served: by SlideSparse, by vLLM's own kernels for quantized weights, or unquantized
 OURS, STOCK, UNQUANTIZED = "sparse", "dense", "left"
 
 
@@ -128,6 +130,7 @@ class Report:
     layout: str
     machine: Machine
     vllm: str
+    quantization: str = "unquantized"  # the types of the quantized layers, as text
     layers: list[Layer] = field(default_factory=list)
     experts: dict[str, int] = field(default_factory=dict)  # dtype -> number of matrices of routed experts
     backend: str | None = None
@@ -179,23 +182,21 @@ def examine(model: str, folder: Path) -> Report:
     block = checkpoint.quantization_config()
     source, unread = None, ""
     try:
-        source = parse_block(block, checkpoint.tensors) if block else None
+        source = parse_block(block, checkpoint.tensors) if block and not holds_floats(block) else None
     except CheckpointError as error:
         unread = str(error)
     for layer in () if block else linear_layers(checkpoint, metadata):
         require_float(checkpoint, layer)
+    for problem, treatment in _unloadable(checkpoint, source) if source else ():
+        remedy = f"slidesparse convert {model} OUT --sparsity 6:8, or dense to prune nothing, {treatment}"
+        report.lacks(f"vLLM cannot load {problem}", remedy, FAILED)
     resolution = _resolution(report, raw)
     if resolution:
         report.backend, report.backend_reason = resolution.backend, resolution.reason
         report.layout = resolution.layout
     elif not report.code:
-        _explain_unserved(report, raw.quantization_config() or {}, source, unread)
-    zero_points = [name for name in checkpoint.tensors if source and name.endswith(ZERO_POINT)]
-    if zero_points:
-        report.lacks(
-            f"vLLM cannot load zero points of W8A8 weights ({zero_points[0]})",
-            f"slidesparse convert {model} OUT --sparsity 6:8, or dense to prune nothing, drops them",
-            FAILED,
+        _explain_unserved(
+            report, raw.quantization_config() or {}, source, unread, _obeyed(checkpoint, source)
         )
     try:
         with checkpoint.reader() as reader:
@@ -205,6 +206,9 @@ def examine(model: str, folder: Path) -> Report:
         layer_counts = Counter()
     times = machine.times(report.backend) if resolution else None
     report.layers = [_measured(layer, n, times, resolution, machine) for layer, n in layer_counts.items()]
+    quants = sorted({layer.quant.upper() for layer in report.layers if layer.quant})
+    if quants or unread:
+        report.quantization = " and ".join(quants) or "quantized in another way"
     report.experts = expert_dtypes(checkpoint)
     report.weight_bytes = _weight_bytes(checkpoint, report.layers, resolution)
     if times:
@@ -239,15 +243,16 @@ def _resolution(report: Report, raw: Checkpoint) -> Resolution | None:
 
 
 def _explain_unserved(
-    report: Report, block: Mapping[str, Any], source: Quantization | None, unread: str
+    report: Report, block: Mapping[str, Any], source: Quantization | None, unread: str, obeyed: str
 ) -> None:
     """Record why only stock vLLM serves a checkpoint, and how SlideSparse could.
 
     Args:
         block: its quantization_config; empty if it has none.
         source: the same, parsed; None if it cannot be, for the reason ``unread``.
+        obeyed: the result of `_obeyed`.
     """
-    convert = f"slidesparse convert {report.model} OUT --sparsity 6:8"
+    convert = f"slidesparse convert {report.model} OUT --sparsity {obeyed or '6:8'}"
     convert += "" if source else " --calib texts.jsonl"  # calibration updates float weights
     convert += "" if report.architecture in FAMILIES else " --linear REGEX"
     if stored := unread_storage(block):
@@ -259,12 +264,39 @@ def _explain_unserved(
     elif source.method != COMPRESSED_TENSORS or not any(scheme.native for scheme in source.schemes):
         report.lacks("it is quantized in a way that only vLLM's own kernels serve", convert, FAILED)
     else:
-        remedy = f"USE_CUSPARSELT=1 SPARSITY=dense, where the backend hopper runs, or {convert}"
+        flag = "dense, where the backend hopper runs"
+        if obeyed:
+            flag = f"{parse_pattern(obeyed).flag}, which the first rows of its weights obey"
         report.lacks(
             "it does not say that it is pruned, and no flag is set: vLLM's own kernels serve it",
-            remedy,
+            f"USE_CUSPARSELT=1 SPARSITY={flag}, or {convert}",
             FAILED,
         )
+
+
+def _obeyed(checkpoint: Checkpoint, source: Quantization | None) -> str:
+    """Return the sparsest pattern that the first ROWS rows of all layers, or of all quantized ones, obey; or ""."""
+    dtypes = {name: checkpoint.tensors[name + WEIGHT].spec.dtype for name in linear_layers(checkpoint, None)}
+    names = [
+        name for name, dtype in dtypes.items() if (source.scheme(name, dtype) if source else dtype in FLOATS)
+    ]
+    patterns = [SlidePattern.parse(ratio) for ratio in RATIOS if names]
+    with checkpoint.reader() as reader:
+        for name in names:
+            rows = _first_rows(reader, name)
+            patterns = [pattern for pattern in patterns if violations(rows, pattern) is None]
+    return patterns[0].ratio if patterns else ""
+
+
+def _unloadable(checkpoint: Checkpoint, source: Quantization) -> Iterable[tuple[str, str]]:
+    """Yield what vLLM cannot load of a W8A8 checkpoint, and what `convert` does with it."""
+    zero_points = [name for name in checkpoint.tensors if name.endswith(ZERO_POINT)]
+    if zero_points:
+        yield f"zero points of W8A8 weights ({zero_points[0]})", "drops them"
+    for name in filter(HEAD.search, layer_names(checkpoint.tensors)):
+        dtype = checkpoint.tensors[name + WEIGHT].spec.dtype
+        if dtype not in FLOATS and source.scheme(name, dtype) and not source.loads_head(name):
+            yield f"a quantized {name} that no target names", "dequantizes it"
 
 
 def _layers(
@@ -290,23 +322,21 @@ def _layers(
         scheme = source.scheme(first, specs[0].dtype) if source else None
         quant = scheme.quant if scheme and specs[0].dtype == KINDS[scheme.quant][1] else None
         pattern = entry.pattern.ratio if entry else None
-        kind, reason = UNQUANTIZED, "not quantized"
-        if scheme and quant:
-            kind, reason = STOCK, ""
-            if not scheme.native:
-                reason = "block FP8" if scheme.block else f"{scheme.activations} activations"
-            elif resolution is None:
-                reason = "vLLM's own kernels"
-            else:
-                layer_pattern = pattern_of(resolution, metadata, entry)
-                reason = left_to_vllm(resolution, layer_pattern) or ""
-                if not reason:
-                    kind = OURS
-                    pattern = layer_pattern.ratio if resolution.path == gemm.SPARSE else DENSE_WEIGHT
-                    if metadata:
-                        _require_obeyed(reader, metadata, unit if resolution.path == gemm.SPARSE else ())
-                    elif _break(reader, unit, pattern):
-                        kind, reason, pattern = STOCK, BREAKS, None
+        kind, reason = STOCK, "vLLM's own kernels"
+        if specs[0].dtype in FLOATS:
+            kind, reason = UNQUANTIZED, "not quantized"
+        elif scheme and not scheme.native:
+            reason = "block FP8" if scheme.block else f"{scheme.activations} activations"
+        elif quant and resolution:
+            layer_pattern = pattern_of(resolution, metadata, entry)
+            reason = left_to_vllm(resolution, layer_pattern) or ""
+            if not reason:
+                kind = OURS
+                pattern = layer_pattern.ratio if resolution.path == gemm.SPARSE else DENSE_WEIGHT
+                if metadata:
+                    _require_obeyed(reader, metadata, unit if resolution.path == gemm.SPARSE else ())
+                elif _break(reader, unit, pattern):
+                    kind, reason, pattern = STOCK, BREAKS, None
         yield Layer(
             "+".join(map(_last, unit)),
             sum(spec.rows for spec in specs),

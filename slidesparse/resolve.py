@@ -162,7 +162,8 @@ def _is_dynamic_w8a8(group: Any) -> bool:
         parts = [group.get(key) for key in ("weights", "input_activations")]
     # 8 is compressed-tensors' own default
     eight = all(isinstance(part, dict) and part.get("num_bits", 8) == 8 for part in parts)
-    return bool(parts) and eight and bool(parts[1].get("dynamic"))
+    # MXFP8 has scales for groups, and a scheme of vLLM's own, in which nothing would tell that a flag has no effect
+    return bool(parts) and eight and parts[0].get("strategy") != "group" and bool(parts[1].get("dynamic"))
 
 
 def unread_storage(quantization_config: Mapping[str, Any]) -> str:

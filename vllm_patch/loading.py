@@ -71,12 +71,8 @@ class LoadCheck:
                     f"{self._name}: the checkpoint holds a weight of shape {list(tensor.shape)}, its metadata and the "
                     f"model need {self._columns} columns; {_AGAIN}"
                 )
-        elif kind == "weight_scale" and not bool(
-            (torch.isfinite(tensor.float()) & (tensor.float() >= 0)).all()
-        ):
-            raise CheckpointError(f"{self._name}: weight_scale holds NaN, Inf or negative numbers; {_AGAIN}")
-        elif kind == "bias" and not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError(f"{self._name}: bias holds NaN or Inf; {_AGAIN}")
+        elif not bool(torch.isfinite(tensor.float()).all()):
+            raise CheckpointError(f"{self._name}: {kind} holds NaN or Inf; {_AGAIN}")
 
     def require_all(self, layer: torch.nn.Module) -> None:
         """Raise CheckpointError, which names the missing tensors, unless all were loaded; then reset for a reload."""

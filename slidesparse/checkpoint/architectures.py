@@ -24,6 +24,8 @@ _NEVER = re.compile(r"(^|\.)(lm_head|embed\w*|\w*embeddings?|wte|wpe|router|gate
 _EXPERT = re.compile(r"\A(.*\bexperts)\.\d+\.\w+\Z")
 _JOINED = re.compile(r"\A(.*\b(?:experts|\w*moe\w*))\.[\w.]+\Z")
 
+HEAD = re.compile(r"(^|\.)lm_head\Z")
+
 WEIGHT = ".weight"
 SCALE = ".weight_scale"
 ZERO_POINT = ".weight_zero_point"  # vLLM cannot load it with W8A8; 0 for symmetric weights

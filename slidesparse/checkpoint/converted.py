@@ -52,10 +52,9 @@ def open_checkpoint(folder: str | Path) -> tuple[Checkpoint, Metadata | None]:
         for layer in metadata.layers:
             require_quantized(checkpoint, layer, source)
             require_shape(checkpoint, metadata, layer)
-            scale = reader.whole(layer + SCALE).float()
-            if not bool((torch.isfinite(scale) & (scale >= 0)).all()):
+            if not bool(torch.isfinite(reader.whole(layer + SCALE).float()).all()):
                 raise CheckpointError(
-                    f"tensor {layer + SCALE} holds NaN, Inf or negative numbers; convert the original checkpoint again"
+                    f"tensor {layer + SCALE} holds NaN or Inf; convert the original checkpoint again"
                 )
     _require_widths(checkpoint, metadata)
     return checkpoint, metadata

@@ -21,6 +21,8 @@ from slidesparse.pattern import ZEROS, SlidePattern
 from slidesparse.slide import bits, blocks_of, nonzero, violations
 
 RATIOS = ("2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16")  # sparsest first
+# Suffixes for weights that are not read: those of compressed-tensors in 4 bits, of GPTQ and AWQ, of torchao
+_UNREAD = (".weight_packed", ".qweight", "._weight_qdata")
 _NOT_A_LAYER = re.compile(r"embed|lm_head|norm|\.wte$|\.wpe$", re.IGNORECASE)
 
 
@@ -76,6 +78,7 @@ class CheckpointReport:
     layout: str | None  # also a format of compressed-tensors, as in `sparsity_of`
     layers: tuple[LayerReport, ...]
     experts: Mapping[str, int]  # dtype -> number of routed experts' matrices, which are never pruned
+    unread: int  # number of matrices in another tool's format, such as 4-bit ones
     fits: tuple[Fit, ...] = ()  # fits of RATIOS, for a BitNet model
 
     @property
@@ -100,7 +103,8 @@ def inspect(folder: str | Path) -> CheckpointReport:
     claimed = metadata.pattern.ratio if metadata else None
     stored = sparsity_of(checkpoint.quantization_config() or {})
     layout = metadata.layout if metadata else stored[0] if stored else None
-    return CheckpointReport(str(folder), claimed, layout, layers, expert_dtypes(checkpoint), fits)
+    unread = sum(name.endswith(_UNREAD) for name in checkpoint.tensors)
+    return CheckpointReport(str(folder), claimed, layout, layers, expert_dtypes(checkpoint), unread, fits)
 
 
 def expert_dtypes(checkpoint: Checkpoint) -> dict[str, int]:

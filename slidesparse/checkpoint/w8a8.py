@@ -1,9 +1,9 @@
 """Read and write the ``quantization_config`` of 8-bit checkpoints.
 
 Converted checkpoints, and the plugin, use symmetric 8-bit weights with per-channel or per-tensor scales, and dynamic
-per-token activation scales.  Sources that can be converted to this form are accepted: static activation scales are
-dropped, and weights with per-block scales dequantized.  All others are refused, because their layers would run on
-vLLM's own kernels and gain nothing from the pattern.
+per-token activation scales.  Sources that can be converted to this form are accepted: static and asymmetric
+activations become dynamic and symmetric, and weights with per-block scales are dequantized.  All others are refused,
+because their layers would run on vLLM's own kernels and gain nothing from the pattern.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from slidesparse.checkpoint.architectures import SCALE, WEIGHT, compile_regexes, layer_names
+from slidesparse.checkpoint.architectures import HEAD, SCALE, WEIGHT, compile_regexes, layer_names
 from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, QUANT_METHOD, SPARSE_FORMATS, sparsity_of
 from slidesparse.checkpoint.storage import FLOATS, Checkpoint, CheckpointError, TensorSpec
 from slidesparse.errors import shown
@@ -86,13 +86,23 @@ class Quantization:
         """Return whether a target names a layer, by name or by a ``re:`` regex, not by its class."""
         return any(_names(target, layer) for target in self.targets)
 
+    def loads_head(self, layer: str) -> bool:
+        """Return whether vLLM (0.25.1 to 0.32) loads a quantized lm_head: only if a target names it.
+
+        It takes one of the class Linear for a float one, and ends with "There is no module or parameter named
+        'lm_head.weight_scale'".
+        """
+        return self.method != FP8_METHOD and self.names(layer)
+
     def scheme(self, layer: str, dtype: str) -> Scheme | None:
         """Return the scheme of a layer whose weight has ``dtype``, or None if it is not quantized.
 
-        As in vLLM, the first target that names the layer counts, or else its class.  With quant_method fp8, which has
-        no targets, all layers are quantized but those in float dtypes.
+        As in vLLM, the first target that names the layer counts, or else its class, which for a float lm_head is not
+        Linear.  With quant_method fp8, which has no targets, all layers are quantized but those in float dtypes.
         """
         if self.ignores(layer) or (self.method == FP8_METHOD and dtype in FLOATS):
+            return None
+        if dtype in FLOATS and HEAD.search(layer) and not self.names(layer):
             return None
         for target, scheme in self.targets.items():
             if _names(target, layer):
@@ -349,9 +359,7 @@ def _activations(name: str, inputs: Mapping[str, Any], by_block: bool) -> str:
         raise _refusal(
             f"activations not quantized per token in {name}", "static or dynamic per-token ones are"
         )
-    if not inputs.get("symmetric", True):
-        raise _refusal(f"asymmetric activations in {name}", "symmetric ones are")
-    return names[strategy]
+    return names[strategy] if inputs.get("symmetric", True) else "asymmetric"
 
 
 def _block_size(size: Any, where: str) -> tuple[int, int]:

@@ -33,8 +33,8 @@ MAX_NAMES = 3  # names listed in a line of the summary
 FRONTIER_ROWS = 8  # rows of the table of losses and savings
 MAX_WORST = 5  # layers with the largest errors to list
 WITHOUT_CALIBRATION = (
-    "weights were pruned by magnitude, without calibration data, which loses much more accuracy than pruning with "
-    "calibration; pass text similar to what the model will serve: --calib FILE.jsonl"
+    "weights were pruned by magnitude, without calibration data, which loses much more accuracy than pruning the "
+    "float model with text similar to what it will serve: --calib FILE.jsonl"
 )
 TERNARY = (
     "all non-zero weights of BitNet have the same magnitude, so without calibration the leftmost ones of each block "
@@ -384,7 +384,10 @@ def _summarize(report: Report, dry_run: bool) -> None:
     if not (report.budget and dry_run):
         show("pattern", f"{report.pattern}; as a vLLM flag: SPARSITY={report.pattern.flag}")
         kind = f"{report.quant.upper()} W8A8, {report.layout} layout"
-        show("pruned", f"{len(report.pruned)} linear layers, {kind}")
+        show(
+            "pruned" if report.pattern.density < 1 else "layers",
+            f"{len(report.pruned)} linear layers, {kind}",
+        )
         others = Counter(p.ratio for p in report.patterns.values() if p != report.pattern)
         for pattern, count in others.items():
             show("", f"{count} of them at {pattern}")

@@ -56,20 +56,18 @@ def _show(report: Report) -> None:
         for pattern, count in report.patterns.items()
     )
     sparse = f"{report.count(OURS)} served by SlideSparse{f' ({patterns})' if patterns else ''}"
-    quants = (
-        " and ".join(sorted({layer.quant.upper() for layer in report.layers if layer.quant})) or "unquantized"
-    )
     memory = gib(report.weight_bytes)
     if report.machine.free is not None:
         memory += f"; {gib(report.machine.free)} of GPU memory free"
     rows = [
         (
             "model",
-            f"{report.model}: {report.architecture or 'no architecture'}, {quants}, {report.layout} layout",
+            f"{report.model}: {report.architecture or 'no architecture'}, {report.quantization}, "
+            f"{report.layout} layout",
         ),
         (
             "layers",
-            f"{sparse}, {report.count(STOCK)} by vLLM's own W8A8 kernels, {report.count(UNQUANTIZED)} unquantized",
+            f"{sparse}, {report.count(STOCK)} by vLLM's own kernels, {report.count(UNQUANTIZED)} unquantized",
         ),
         *(
             ("experts", f"{n} weights in {dtype}, served by vLLM's own kernels")

@@ -85,6 +85,8 @@ def _show_layers(report: CheckpointReport) -> None:
             out.print(escape(layer.first_violation), style="red")
     for dtype, count in report.experts.items():
         out.print(f"{count} weights of routed experts in {dtype}, which are not pruned")
+    if report.unread:
+        out.print(f"{report.unread} weights in another tool's format, which are not read")
     if report.fits:
         out.print(
             f"{report.fits[0].zeros:.1%} of the ternary weights are zero. What each pattern would prune:"

@@ -73,7 +73,6 @@ ROUTED = "routed experts, which vLLM serves dense"
 QUANTIZED = "quantized in the source, but not a linear layer of a transformer block"
 
 _BLOCK = re.compile(r"\blayers?\.(\d+)\.")
-_HEAD = re.compile(r"(^|\.)lm_head$")
 _ACTIVATIONS = (".input_scale", ".input_zero_point", ".activation_scale")  # suffixes for static quantization
 
 
@@ -473,15 +472,11 @@ def _quantized(checkpoint: Checkpoint, source: Quantization, excluded: Container
 
 
 def _float_heads(checkpoint: Checkpoint, source: Quantization | None) -> dict[str, Scheme]:
-    """Return the quantized lm_heads to dequantize, with their schemes.
-
-    vLLM (0.25.1, 0.28) serves one that a target names.  It takes one of the class Linear for a float one, and ends with
-    "There is no module or parameter named 'lm_head.weight_scale'".
-    """
+    """Return the quantized lm_heads to dequantize, with their schemes."""
     heads: dict[str, Scheme] = {}
-    for name in filter(_HEAD.search, architectures.layer_names(checkpoint.tensors)):
+    for name in filter(architectures.HEAD.search, architectures.layer_names(checkpoint.tensors)):
         scheme = _scheme(checkpoint, name, source)
-        if source and scheme and (source.method == FP8_METHOD or not source.names(name)):
+        if source and scheme and not source.loads_head(name):
             require_quantized(checkpoint, name, source)
             heads[name] = scheme
     return heads
@@ -593,6 +588,8 @@ def _rewriting(requantized: Iterable[Scheme], heads: Iterable[str], zero_points:
             ] += 1
         elif scheme.activations == "dynamic":
             counts["activations are now quantized per token instead of per tensor"] += 1
+        elif scheme.activations == "asymmetric":
+            counts["activations are now quantized symmetrically"] += 1
         elif scheme.strategy == "tensor":
             counts["per-tensor scales expanded to per-channel, which experts need"] += 1
     yield from (f"{count} layers: {words}" for words, count in counts.items())

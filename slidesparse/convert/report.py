@@ -53,7 +53,7 @@ class Report:
     distilled: Distilled | None = None  # result of distillation
     layers: tuple[dict[str, Any], ...] = ()  # `layer_rows`, with calibration or ``check``
     ternary: bool = False  # whether the source is a BitNet model
-    newly_pruned: bool = True  # whether layers were pruned, not only converted to another layout
+    newly_pruned: bool = True  # whether weights were pruned, which did not obey their patterns yet
     left_out: tuple[str, ...] = ()  # files of the source that were not copied
 
     @property
@@ -116,7 +116,7 @@ class Facts:
     zeros: int
     violations: int  # blocks with too many non-zeros
     dead_columns: int  # in-features with non-zero weights in the source and none in the output
-    scale_min: float  # over rows that are not all zero
+    scale_min: float  # absolute, over rows that are not all zero
     scale_max: float
 
 
@@ -154,7 +154,7 @@ def _facts(
     if lacking := lacking_share(checkpoint, reader, metadata, name):
         broken, first = lacking.violation.total, lacking
     dead = 0 if bool(alive.all()) else int((_columns_used(source, name, len(alive)) & ~alive).sum())
-    scale = reader.whole(name + SCALE).float()
+    scale = reader.whole(name + SCALE).float().abs()  # some tools write negative ones
     used = scale[scale > 0]
     facts = Facts(
         name=name,

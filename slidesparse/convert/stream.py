@@ -86,10 +86,11 @@ class _Result:
 
     plan: ConversionPlan
     rows: Sequence[dict[str, Any]] = ()
-    rotation_gain: str = ""
+    rotation: str = ""
     smoothing: str = ""
     budget: Outcome | None = None
     distilled: Distilled | None = None
+    sparse: bool = False  # whether the weights obeyed their patterns already
 
 
 def convert(
@@ -137,9 +138,9 @@ def convert(
     elif task and options.budget:
         with checkpoint.reader() as reader, tempfile.TemporaryDirectory() as folder:
             work = WorkFolder(Path(folder))
-            reader, _, _ = _transformed(task, reader, work, rotation == ROTATED, progress)
+            reader, turned, _ = _transformed(task, reader, work, rotation == ROTATED, progress)
             outcome = estimate(task, reader, work, options.budget, rotation == ROTATED, progress)
-            result = _Result(plan, budget=outcome)
+            result = _Result(plan, rotation=turned, budget=outcome)
     return Report(
         source=source,
         out=out,
@@ -157,14 +158,14 @@ def convert(
         seconds=time.monotonic() - started,
         samples=task.samples.summary if task else "",
         note=task.samples.note if task else "",
-        rotation=rotation + result.rotation_gain,
+        rotation=result.rotation or rotation,
         smoothing=result.smoothing,
         budget=result.budget,
         distillation=distillation,
         distilled=result.distilled,
         layers=tuple(result.rows),
         ternary=is_bitnet(checkpoint.config),
-        newly_pruned=not plan.converted,
+        newly_pruned=not plan.converted and not result.sparse,
         left_out=tuple(map(str, left_out)),
     )
 
@@ -213,11 +214,11 @@ def _prune_and_write(
         else "nothing is left behind. Free some space or choose another output folder, then run the same command again"
     )
     with full_disk_explained(out, plan.disk_bytes(), advice), plan.checkpoint.reader() as reader:
-        _check_values(plan, reader, progress)
+        sparse = _check_values(plan, reader, progress)
         if task:
             return _write_calibrated(plan, task, out, reader, rotate, progress)
         facts = _write(plan, out, reader, None, progress)
-        return _Result(plan, layer_rows(facts, (), plan.options.method_name))
+        return _Result(plan, layer_rows(facts, (), plan.options.method_name), sparse=sparse)
 
 
 def _write_calibrated(
@@ -227,7 +228,7 @@ def _write_calibrated(
     options, outcome, distilled = plan.options, None, None
     state = {**task.state(), "budget": options.budget and asdict(options.budget), "rotate": rotate}
     with open_work(out, state, task.calibration.resume) as work:
-        reader, gain, smoothing = _transformed(task, reader, work, rotate, progress)
+        reader, rotation, smoothing = _transformed(task, reader, work, rotate, progress)
         if options.budget:
             outcome = estimate(task, reader, work, options.budget, rotate, progress)
 
@@ -247,23 +248,29 @@ def _write_calibrated(
             facts = _write(plan, out, OrderedReader(reader, codes), OrderedReader(codes, codes), progress)
         rows = layer_rows(facts, work.rows(), task.method)
         work.remove()
-    return _Result(plan, rows, gain, smoothing, outcome, distilled)
+    return _Result(plan, rows, rotation, smoothing, outcome, distilled)
 
 
 def _transformed(
     task: Task, reader: Reader, work: WorkFolder, rotate: bool, progress: Progress
 ) -> tuple[Reader, str, str]:
-    """Return a reader of the rotated and smoothed model, the estimated gain of rotation, and what smoothing does."""
-    gain = ""
+    """Return a reader of the rotated and smoothed model, and what rotation and smoothing do.
+
+    A rotation that prunes worse, as that of a model whose weights are sparse already, is used only if it was requested.
+    """
+    rotation = ""
     if rotate:
         learned = find_rotation(task, reader, work, progress)
-        if learned.before:
-            gain = f"; estimated pruning loss reduced by {1 - learned.after / learned.before:.0%}"
-        reader = RotatedReader(reader, task.model, task.device, learned.rotation)
+        change = f"estimated pruning loss {learned.after / learned.before - 1:+.0%}" if learned.before else ""
+        if learned.after > learned.before and task.calibration.rotate == "auto":
+            rotation = f"not rotated, as that would prune worse: {change}"
+        else:
+            rotation = f"{ROTATED}; {change}" if change else ROTATED
+            reader = RotatedReader(reader, task.model, task.device, learned.rotation)
     if not task.smooths:
-        return reader, gain, ""
+        return reader, rotation, ""
     smoothing = find_smoothing(task, reader, work, progress)
-    return SmoothedReader(reader, smoothing.factors, task.model.stages), gain, smoothing.summary
+    return SmoothedReader(reader, smoothing.factors, task.model.stages), rotation, smoothing.summary
 
 
 def _write(
@@ -362,16 +369,27 @@ def _each_chunk(
     yield from pool.map(run, jobs)
 
 
-def _check_values(plan: ConversionPlan, reader: Reader, progress: Progress) -> None:
-    done = 0
+def _check_values(plan: ConversionPlan, reader: Reader, progress: Progress) -> bool:
+    """Check all tensors by `_check_chunk`; return whether all weights to prune obey their patterns already."""
+    done, dense = 0, list[str]()
+
+    def check(part: Part, rows: slice) -> None:
+        values = _check_chunk(plan, reader, part, rows)
+        if not (plan.converted or dense or part.pattern is None or obeys(values, part.pattern)):
+            dense.append(part.source.name)
+
     with workers() as pool:
-        for size in _each_chunk(plan.parts, pool, lambda part, rows: _check_chunk(plan, reader, part, rows)):
+        for size in _each_chunk(plan.parts, pool, check):
             done += size
             progress("checking", done, plan.bytes_in)
+    return not dense
 
 
-def _check_chunk(plan: ConversionPlan, reader: Reader, part: Part, rows: slice) -> None:
-    """Refuse NaN and Inf, zero points that are not 0, and rows of a converted source that break their pattern."""
+def _check_chunk(plan: ConversionPlan, reader: Reader, part: Part, rows: slice) -> Tensor:
+    """Return rows of a tensor.
+
+    Refuses NaN and Inf, zero points that are not 0, and rows of a converted source that break their pattern.
+    """
     values, name = reader.rows(part.source.name, rows), part.source.name
     if not is_finite(values):
         raise CheckpointError(_not_finite_message(reader, part))
@@ -383,6 +401,7 @@ def _check_chunk(plan: ConversionPlan, reader: Reader, part: Part, rows: slice) 
         )
     if plan.converted and part.layer:
         restore(values, plan.converted, part.layer, rows.start)
+    return values
 
 
 def is_finite(values: Tensor) -> bool:

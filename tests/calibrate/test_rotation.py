@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +288,26 @@ def test_sparse_model_is_not_rotated(tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match=f"--rotate on: {DOWN}.weight already satisfies 6:8"):
         calibrated(source, tmp_path / "out", "random", rotate="on", **options)
     assert calibrated(source, tmp_path / "out", "random", rotate="on", pattern="2:4", **options).rotation
+
+
+def test_rotation_that_prunes_worse_is_used_on_request_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a model of llmcompressor 0.14's SparseGPTModifier with mask_structure "0:0", whose zeros it undoes."""
+    monkeypatch.setattr(learning, "STEPS", 2)
+    source, ids = llama(tmp_path / "source"), write_ids(tmp_path / "ids.npy")
+    tensors = tensors_of(source)
+    for name, tensor in tensors.items():
+        if name.endswith("_proj.weight"):
+            tensor[tensor.abs() < tensor.abs().median()] = 0
+    write(source, config_of(source), tensors)
+    reports = [
+        calibrated(source, tmp_path / rotate, ids, finetune=0, rotate=rotate) for rotate in ("auto", "on")
+    ]
+    assert re.fullmatch(r"not rotated, as .*: estimated pruning loss \+\d+%", reports[0].rotation)
+    assert re.search(r"; estimated pruning loss \+\d+%$", reports[1].rotation)
+    errors = [sum(row["error_quantized"] for row in report.layers) for report in reports]
+    assert errors[0] < 0.7 * errors[1]
 
 
 def test_encoders_are_not_rotated(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import DOWN, Q, bert, config_of, convert, llama, tensors_of, w8a8, write
+from commands import Done
 from safetensors.torch import load_file, save_file
 
 from slidesparse.checkpoint.converted import DamagedError
@@ -43,6 +44,17 @@ def test_inspect_finds_pattern_of_weights_without_metadata(tmp_path: Path, ratio
     assert (layers[Q].pattern, layers[Q].satisfies, layers[Q].violations) == (None, ratio, 0)
     assert layers[Q].expansion == pattern.layout(64).slided / 64
     assert layers[DOWN].satisfies is None
+
+
+@pytest.mark.parametrize("suffix", [".weight_packed", "._weight_qdata"])
+def test_inspect_counts_weights_in_formats_of_other_tools(tmp_path: Path, suffix: str) -> None:
+    """llmcompressor 0.14 with W4A16 stores eight codes of four bits in an INT32; torchao 0.18 names all codes so."""
+    source = llama(tmp_path / "source", **{f"{DOWN}.weight".replace(".", "__"): None})
+    packed = {f"{DOWN}{suffix}": torch.zeros(64, 11, dtype=torch.int32)}
+    write(source, config_of(source), tensors_of(source) | packed)
+    report = inspect(source)
+    assert (report.unread, len(report.layers)) == (1, 13)
+    assert "\n1 weights in another tool's format, which are not read\n" in Done("inspect", source).out
 
 
 @pytest.mark.parametrize("layout", ["dense", "slided"])

@@ -30,7 +30,7 @@ from strategies import assert_same_bits
 from tool_sources import compressed, fp8
 from torch import Tensor
 
-from slidesparse.checkpoint.inspection import verify
+from slidesparse.checkpoint.inspection import inspect, verify
 from slidesparse.checkpoint.w8a8 import parse_block
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
@@ -143,6 +143,43 @@ def test_static_activations_become_dynamic(tmp_path: Path, make: Callable[[list[
     result = Done("convert", source, tmp_path / "again", "-s", "6:8")
     assert result.out.count(f"source    {report.rewritten}\n") == 1
     refused(source, f"--ignore covers {DOWN}", "--skip", out="x", ignore=["0.mlp.down_proj"])
+
+
+def test_asymmetric_activations_become_symmetric(tmp_path: Path) -> None:
+    """llmcompressor 0.14 stores nothing else for dynamic asymmetric activations, whose zero points are per token."""
+    source = w8a8(tmp_path / "source")
+    block = config_of(source)["quantization_config"]
+    block["config_groups"]["group_0"]["input_activations"] |= {"symmetric": False, "zp_dtype": "torch.int8"}
+    edit_json(source / "config.json", quantization_config=block)
+    report = convert(source, tmp_path / "out")
+    assert report.rewritten == "13 layers: activations are now quantized symmetrically"
+    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    assert set(after) == set(before)
+    for layer in set(LINEARS) - {DOWN}:
+        check_codes(before, after, layer)
+    check_block(tmp_path / "out", "int8", {"re:.*lm_head", DOWN})
+
+
+def test_negative_scales_are_kept(tmp_path: Path) -> None:
+    """AutoRound 0.15 writes them with INT8 in rows where -128 is of use."""
+    source = w8a8(tmp_path / "source")
+    tensors = tensors_of(source)
+    tensors[f"{Q}.weight_scale"][::2] *= -1
+    write(source, config_of(source), tensors)
+    convert(source, tmp_path / "out", layout="slided")
+    convert(tmp_path / "out", tmp_path / "dense")
+    check_codes(tensors, tensors_of(tmp_path / "dense"), Q)
+    assert inspect(tmp_path / "dense").violations == 0
+
+
+def test_float_head_need_not_be_ignored(tmp_path: Path) -> None:
+    """AutoRound 0.15 writes an empty ignore list with FP8, and a float lm_head, which is not Linear for vLLM."""
+    source = w8a8(tmp_path / "source", "fp8")
+    block = config_of(source)["quantization_config"]
+    edit_json(source / "config.json", quantization_config={**block, "ignore": [DOWN]})
+    report = convert(source, tmp_path / "out")
+    assert report.kept["lm_head"] == "not a linear layer of a transformer block"
+    assert_same_bits(tensors_of(tmp_path / "out")["lm_head.weight"], tensors_of(source)["lm_head.weight"])
 
 
 @pytest.mark.vllm

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 from calibration import write_ids
-from checkpoints import DOWN, LLAMA, MODEL, Q, config_of, convert, llama, snapshot, tensors_of, write
+from checkpoints import DOWN, LLAMA, MODEL, Q, config_of, convert, llama, snapshot, tensors_of, w8a8, write
 from commands import Done
 from rich.console import Console
 
@@ -24,6 +24,8 @@ from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.cli import console
 from slidesparse.convert import stream
 from slidesparse.convert.options import ConvertOptions
+from slidesparse.pattern import SlidePattern
+from slidesparse.prune import prune
 
 ROOT = Path(__file__).parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -90,6 +92,27 @@ def test_convert_summarizes_on_stdout(source: Path, tmp_path: Path, sparsity: st
     )
     assert all(fact in line for fact, line in zip(facts, lines, strict=False)), lines
     assert lines[5:] == [f"serve     vllm serve '{out}'"]
+
+
+def test_convert_does_not_warn_of_pruning_weights_that_are_sparse(tmp_path: Path) -> None:
+    """llmcompressor 0.14 writes 2:4 models of SparseGPTModifier as ordinary W8A8; 6:8 keeps all of their weights."""
+    source = w8a8(tmp_path / "source")
+    tensors = tensors_of(source)
+    for name in set(LLAMA.linears()) - {DOWN}:
+        tensors[f"{name}.weight"] = prune(tensors[f"{name}.weight"], SlidePattern(4))
+    write(source, config_of(source), tensors)
+    for out, warnings in (("out", 0), ("again", 1)):
+        result = Done("convert", source, tmp_path / out, "--sparsity", "6:8")
+        assert result.code == 0
+        assert result.err.count("warning: weights were pruned by magnitude") == warnings
+        tensors[f"{Q}.weight"][-1] = 1
+        write(source, config_of(source), tensors)
+
+
+def test_convert_does_not_say_pruned_where_nothing_is(source: Path, tmp_path: Path) -> None:
+    result = Done("convert", source, tmp_path / "out", "--sparsity", "dense")
+    assert "\nlayers    14 linear layers, INT8 W8A8, dense layout\n" in result.out
+    assert "\npruned " not in result.out
 
 
 def test_sparsegpt_is_the_default_with_calibration(

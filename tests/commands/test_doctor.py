@@ -14,7 +14,7 @@ import bitnets
 import moe
 import pytest
 import torch
-from checkpoints import DOWN, config_of, convert, edit_json, llama, tensors_of, w8a8, write
+from checkpoints import DOWN, LLAMA, config_of, convert, edit_json, llama, tensors_of, w8a8, write
 from commands import Done
 from machines import with_gpu
 
@@ -25,6 +25,8 @@ from slidesparse.checkpoint.storage import Reader
 from slidesparse.convert.times import STOCK, LayerTimes
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.pattern import SlidePattern
+from slidesparse.prune import prune
+from slidesparse.quantize import INT8, quantize_rows
 
 ROOT = Path(__file__).parents[2]
 BLOCKED = ("torch", "vllm", "triton", "numpy", "rich", "typer")
@@ -344,7 +346,7 @@ class TestCheckpoints:
         result = Done("doctor", tmp_path / "out")
         assert result.code == 0
         assert (
-            "8 served by SlideSparse (2 at 4:6, 4 at 6:8, 2 dense), 0 by vLLM's own W8A8 kernels, 0 unq"
+            "8 served by SlideSparse (2 at 4:6, 4 at 6:8, 2 dense), 0 by vLLM's own kernels, 0 unq"
             in result.out
         )
         assert "measured on nvidia-h200, as this machine has no GPU" in result.out
@@ -461,12 +463,39 @@ class TestCheckpoints:
         monkeypatch.setenv("SPARSITY", "4:6")
         assert preflight.examine("out", tmp_path / "out").code == 1
 
+    @pytest.mark.parametrize("quantized", [True, False])
+    def test_doctor_finds_the_pattern_of_models_pruned_elsewhere(
+        self, quantized: bool, tmp_path: Path
+    ) -> None:
+        """llmcompressor 0.14 and modelopt 0.47 write 2:4 weights as ordinary ones, and nothing about their pattern."""
+        source = (w8a8 if quantized else llama)(tmp_path / "source")
+        tensors = tensors_of(source)
+        for name in LLAMA.linears():
+            tensors[f"{name}.weight"] = prune(tensors[f"{name}.weight"], SlidePattern(4))
+        write(source, config_of(source), tensors)
+        convert = f"slidesparse convert m OUT --sparsity 2:4{'' if quantized else ' --calib texts.jsonl'}"
+        remedy = preflight.examine("m", source).missing[0]["remedy"]
+        if quantized:
+            convert = f"USE_CUSPARSELT=1 SPARSITY=2_4, which the first rows of its weights obey, or {convert}"
+        assert remedy == convert
+
+    def test_doctor_on_models_quantized_in_other_ways(self, tmp_path: Path) -> None:
+        """modelopt 0.47 names itself as the method."""
+        source = w8a8(tmp_path / "modelopt", "fp8", "tensor")
+        edit_json(
+            source / "config.json", quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"}
+        )
+        result = Done("doctor", source)
+        assert "LlamaForCausalLM, quantized in another way, dense layout\n" in result.out
+        assert "0 served by SlideSparse, 7 by vLLM's own kernels, 1 unquantized" in result.out
+        assert "no: the source is already quantized by 'modelopt'" in result.out
+
     def test_doctor_on_float_and_bitnet_models(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         source = llama(tmp_path / "source")
         result = Done("doctor", source)
         assert result.code == 1
         assert f"remedy: slidesparse convert {source} OUT --sparsity" in result.out
-        assert "0 served by SlideSparse, 0 by vLLM's own W8A8 kernels, 8 unquantized" in result.out
+        assert "0 served by SlideSparse, 0 by vLLM's own kernels, 8 unquantized" in result.out
         report = preflight.examine("b", bitnets.write_master(tmp_path / "bitnet"))
         assert (report.code, report.backend) == (1, None)
         assert "slidesparse convert b OUT" in report.missing[0]["remedy"]
@@ -493,7 +522,7 @@ class TestCheckpoints:
         zeros = {f"{DOWN.replace('down', 'up')}.weight_zero_point": torch.zeros(88, 1).char()}
         write(source, config_of(source), tensors_of(source) | zeros)
         missing = preflight.examine("source", source).missing
-        assert ["zero points" in problem["what"] for problem in missing] == [False, True]
+        assert ["zero points" in problem["what"] for problem in missing] == [True]
         monkeypatch.setenv("USE_CUSPARSELT", "1")
         monkeypatch.setenv("SPARSITY", "dense")
         report = preflight.examine("source", source)
@@ -504,6 +533,24 @@ class TestCheckpoints:
         monkeypatch.delenv("SPARSITY")
         convert(source, tmp_path / "out")
         assert preflight.examine("out", tmp_path / "out").code == 0
+
+    def test_doctor_refuses_a_quantized_head_that_no_target_names(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """llmcompressor 0.14 writes one if its ignore list is left empty; vLLM ends with an error."""
+        source = w8a8(tmp_path / "source")
+        tensors = tensors_of(source)
+        codes, scale = quantize_rows(tensors["lm_head.weight"], INT8)
+        write(source, config_of(source), tensors | {"lm_head.weight": codes, "lm_head.weight_scale": scale})
+        block = config_of(source)["quantization_config"]
+        edit_json(source / "config.json", quantization_config={**block, "ignore": [DOWN]})
+        monkeypatch.setenv("USE_CUSPARSELT", "1")
+        monkeypatch.setenv("SPARSITY", "dense")
+        report = preflight.examine("source", source)
+        assert (report.code, report.verdict) == (
+            1,
+            "vLLM cannot load a quantized lm_head that no target names",
+        )
 
     def test_doctor_counts_experts(self, tmp_path: Path) -> None:
         model = moe.MODELS["qwen2"]

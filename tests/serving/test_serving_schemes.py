@@ -158,6 +158,20 @@ def test_num_bits_default_to_eight() -> None:
     assert not _is_dynamic_w8a8({**group, "weights": None})
 
 
+def test_mxfp8_is_refused_with_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llmcompressor 0.14 writes it as 8-bit weights and activations with scales for groups of 32."""
+    from slidesparse.resolve import ResolveError
+
+    for name, value in FLAGS.items():
+        monkeypatch.setenv(name, value)
+    mxfp8 = config(None)
+    mxfp8["format"] = mxfp8["config_groups"]["group_0"]["format"] = "mxfp8-quantized"
+    for part in ("weights", "input_activations"):
+        mxfp8["config_groups"]["group_0"][part] |= {"strategy": "group", "group_size": 32}
+    with pytest.raises(ResolveError, match="no group of layers .* is W8A8 with dynamic activations"):
+        scheme(mxfp8)
+
+
 def test_error_without_pattern_names_the_flag_or_option() -> None:
     from slidesparse.flags import Flags
     from slidesparse.resolve import ResolveError, resolve
