@@ -139,7 +139,8 @@ def convert(
         with checkpoint.reader() as reader, tempfile.TemporaryDirectory() as folder:
             work = WorkFolder(Path(folder))
             reader, turned, _ = _transformed(task, reader, work, rotation == ROTATED, progress)
-            outcome = estimate(task, reader, work, options.budget, rotation == ROTATED, progress)
+            rotated = turned.startswith(ROTATED)
+            outcome = estimate(task, reader, work, options.budget, rotated, progress)
             result = _Result(plan, rotation=turned, budget=outcome)
     return Report(
         source=source,
@@ -230,7 +231,8 @@ def _write_calibrated(
     with open_work(out, state, task.calibration.resume) as work:
         reader, rotation, smoothing = _transformed(task, reader, work, rotate, progress)
         if options.budget:
-            outcome = estimate(task, reader, work, options.budget, rotate, progress)
+            rotated = rotation.startswith(ROTATED)
+            outcome = estimate(task, reader, work, options.budget, rotated, progress)
 
             def fitted(choice: Choice) -> Task:
                 chosen = make_plan(plan.checkpoint, options, dict(layers(choice)))
