@@ -409,7 +409,8 @@ def _summarize(report: Report, dry_run: bool) -> None:
             "quantized but not pruned" if title == "unpruned" else "neither pruned nor quantized again"
         )
         for reason, layers in sorted(by_reason.items()):
-            show(title, f"{len(layers)} weights {treatment} ({reason}): {_join_names(layers)}")
+            weights = "1 weight" if len(layers) == 1 else f"{len(layers)} weights"
+            show(title, f"{weights} {treatment} ({reason}): {_join_names(layers)}")
     if report.left_out:
         files = [name if name.isprintable() else repr(name) for name in report.left_out]
         show(

@@ -86,7 +86,7 @@ def _show_layers(report: CheckpointReport) -> None:
     for dtype, count in report.experts.items():
         out.print(f"{count} weights of routed experts in {dtype}, which are not pruned")
     if report.unread:
-        out.print(f"{report.unread} weights in another tool's format, which are not read")
+        out.print(f"weights in another tool's format, which are not read: {report.unread}")
     if report.fits:
         out.print(
             f"{report.fits[0].zeros:.1%} of the ternary weights are zero. What each pattern would prune:"

@@ -54,7 +54,7 @@ def test_inspect_counts_weights_in_formats_of_other_tools(tmp_path: Path, suffix
     write(source, config_of(source), tensors_of(source) | packed)
     report = inspect(source)
     assert (report.unread, len(report.layers)) == (1, 13)
-    assert "\n1 weights in another tool's format, which are not read\n" in Done("inspect", source).out
+    assert "\nweights in another tool's format, which are not read: 1\n" in Done("inspect", source).out
 
 
 @pytest.mark.parametrize("layout", ["dense", "slided"])
