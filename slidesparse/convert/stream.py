@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -138,10 +138,9 @@ def convert(
     elif task and options.budget:
         with checkpoint.reader() as reader, tempfile.TemporaryDirectory() as folder:
             work = WorkFolder(Path(folder))
-            reader, turned, _ = _transformed(task, reader, work, rotation == ROTATED, progress)
-            rotated = turned.startswith(ROTATED)
-            outcome = estimate(task, reader, work, options.budget, rotated, progress)
-            result = _Result(plan, rotation=turned, budget=outcome)
+            dense = _transformed(task, reader, work, rotation == ROTATED, progress)
+            outcome = estimate(task, dense.reader, work, options.budget, dense.rotated, progress)
+            result = _Result(plan, rotation=dense.rotation, budget=outcome)
     return Report(
         source=source,
         out=out,
@@ -229,10 +228,10 @@ def _write_calibrated(
     options, outcome, distilled = plan.options, None, None
     state = {**task.state(), "budget": options.budget and asdict(options.budget), "rotate": rotate}
     with open_work(out, state, task.calibration.resume) as work:
-        reader, rotation, smoothing = _transformed(task, reader, work, rotate, progress)
+        dense = _transformed(task, reader, work, rotate, progress)
+        reader = dense.reader
         if options.budget:
-            rotated = rotation.startswith(ROTATED)
-            outcome = estimate(task, reader, work, options.budget, rotated, progress)
+            outcome = estimate(task, reader, work, options.budget, dense.rotated, progress)
 
             def fitted(choice: Choice) -> Task:
                 chosen = make_plan(plan.checkpoint, options, dict(layers(choice)))
@@ -250,29 +249,39 @@ def _write_calibrated(
             facts = _write(plan, out, OrderedReader(reader, codes), OrderedReader(codes, codes), progress)
         rows = layer_rows(facts, work.rows(), task.method)
         work.remove()
-    return _Result(plan, rows, rotation, smoothing, outcome, distilled)
+    return _Result(plan, rows, dense.rotation, dense.smoothing, outcome, distilled)
+
+
+class _Transformed(NamedTuple):
+    """The dense model to prune, and what was done to it, for the report."""
+
+    reader: Reader
+    rotated: bool
+    rotation: str
+    smoothing: str
 
 
 def _transformed(
     task: Task, reader: Reader, work: WorkFolder, rotate: bool, progress: Progress
-) -> tuple[Reader, str, str]:
-    """Return a reader of the rotated and smoothed model, and what rotation and smoothing do.
+) -> _Transformed:
+    """Return the rotated and smoothed model.
 
     A rotation that prunes worse, as that of a model whose weights are sparse already, is used only if it was requested.
     """
-    rotation = ""
+    rotated, rotation = False, ""
     if rotate:
         learned = find_rotation(task, reader, work, progress)
         change = f"estimated pruning loss {learned.after / learned.before - 1:+.0%}" if learned.before else ""
         if learned.after > learned.before and task.calibration.rotate == "auto":
             rotation = f"not rotated, as that would prune worse: {change}"
         else:
-            rotation = f"{ROTATED}; {change}" if change else ROTATED
+            rotated, rotation = True, f"{ROTATED}; {change}" if change else ROTATED
             reader = RotatedReader(reader, task.model, task.device, learned.rotation)
     if not task.smooths:
-        return reader, rotation, ""
+        return _Transformed(reader, rotated, rotation, "")
     smoothing = find_smoothing(task, reader, work, progress)
-    return SmoothedReader(reader, smoothing.factors, task.model.stages), rotation, smoothing.summary
+    smoothed = SmoothedReader(reader, smoothing.factors, task.model.stages)
+    return _Transformed(smoothed, rotated, rotation, smoothing.summary)
 
 
 def _write(

@@ -20,6 +20,7 @@ from slidesparse.calibrate.rotation import RotatedReader, Rotation, rotation_obs
 from slidesparse.calibrate.task import Calibration, Task, no_progress
 from slidesparse.checkpoint.inspection import inspect
 from slidesparse.checkpoint.storage import Checkpoint
+from slidesparse.convert import stream
 from slidesparse.convert.budget import Budget
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.plan import calibration_task, make_plan
@@ -308,6 +309,15 @@ def test_rotation_that_prunes_worse_is_used_on_request_only(
     assert re.search(r"; estimated pruning loss \+\d+%$", reports[1].rotation)
     errors = [sum(row["error_quantized"] for row in report.layers) for report in reports]
     assert errors[0] < 0.7 * errors[1]
+    keys = []  # of the cache of losses, which the rotated model's may not share
+
+    def estimate(task: Task, reader: Any, work: Any, budget: Budget, rotate: bool, progress: Any) -> None:
+        keys.append(rotate)
+
+    monkeypatch.setattr(stream, "estimate", estimate)
+    for rotate in ("auto", "on"):
+        calibrated(source, tmp_path / "dry", ids, budget=Budget(zeros=0.3), rotate=rotate, dry_run=True)
+    assert keys == [False, True]
 
 
 def test_encoders_are_not_rotated(tmp_path: Path) -> None:
