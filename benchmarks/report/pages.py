@@ -252,8 +252,8 @@ class Results:
             "# Whole models",
             "Tokens per second of `vllm bench throughput`: prompt and output tokens for prefill (one output token "
             "per prompt), output tokens only for decode. M: tokens per step. Each figure is the median of the "
-            f"rounds, {f'engines {engines}, taking turns' if engines else 'every run a fresh process'}, by the median "
-            "step of a run where e2e.csv has `step_ms`; ±: half of "
+            f"rounds, {f'engines {engines}, taking turns' if engines else 'every run a fresh process'}, by median "
+            "steps where all systems of a round have `step_ms` in e2e.csv; ±: half of "
             "(largest - smallest) / median. `-`: not measured. `cublaslt`: dense weights through the plugin. Speed-ups "
             "are medians of the ratios within a round, as a machine may change from round to round. N/(N-1) bounds "
             "the linear layers only: these figures also include attention, sampling and engine overhead.",
