@@ -213,7 +213,7 @@ class GpuEngines:
             str(self.checkpoint(engine)),
             env={
                 **(STOCK if stock and not engine.bitnet else {}),
-                **({BACKEND: ""} if engine.system in YARDSTICKS else {}),
+                BACKEND: "" if engine.system in YARDSTICKS else os.environ.get(BACKEND, ""),
                 "SLIDESPARSE_FUSE": "1" if engine.fuse else "0",
                 **work.pop("env", {}),
             },
