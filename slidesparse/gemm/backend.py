@@ -116,6 +116,9 @@ class Tunable(Backend, Protocol):
     sparse: bool  # whether it multiplies 2:4 weights
     max_shape_distance: float  # to a tuned shape whose algorithm is used, see `tuned.nearest_algorithm`
 
+    def suits(self, problem: Problem, device: torch.device, algorithm: str) -> bool:
+        """Return whether an algorithm that was tuned for another shape may serve the problem."""
+
     def version(self) -> str:
         """Return the version, such as "0.8.0", that tuned tables are for.  Raises LibraryError if it cannot load."""
 

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Generic, TypeVar
@@ -196,8 +196,9 @@ def call_with_tuned(
 
     If ``make`` raises LibraryError for a tuned algorithm, it is called again with None.  Logs both once.
     """
+    suits = partial(backend.suits, problem, device)
     algorithm, instead = tuned.select_algorithm(
-        _tuning_subject(backend, device), problem, backend.max_shape_distance
+        _tuning_subject(backend, device), problem, backend.max_shape_distance, suits
     )
     if instead:
         tuned.note_untuned(backend.name, problem.dtype, problem.n, problem.k, instead)
@@ -212,10 +213,10 @@ def call_with_tuned(
 
 
 def find_tuned_algorithm(backend: Tunable, problem: Problem, device: torch.device) -> str | None:
-    """Return the algorithm tuned for ``problem`` or for the nearest shape within reach, or None."""
-    subject = _tuning_subject(backend, device)
+    """Return the algorithm tuned for ``problem`` or for a near shape, or None."""
+    subject, suits = _tuning_subject(backend, device), partial(backend.suits, problem, device)
     return tuned.tuned_algorithm(subject, problem) or tuned.nearest_algorithm(
-        subject, problem, backend.max_shape_distance
+        subject, problem, backend.max_shape_distance, suits
     )
 
 
@@ -275,6 +276,10 @@ class CudaBackend(TwoStep, ABC):
     @abstractmethod
     def version(self) -> str:
         """See `Tunable.version`."""
+
+    def suits(self, problem: Problem, device: torch.device, algorithm: str) -> bool:
+        """See `Tunable.suits`: always true, as the libraries refuse what they cannot run."""
+        return True
 
     def unusable(self, device: torch.device, capability: tuple[int, int] | None = None) -> str | None:
         """See `Backend.unusable`: a GPU with sparse tensor cores, the library, its extension and Triton are needed."""

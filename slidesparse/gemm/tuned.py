@@ -19,7 +19,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -129,18 +129,21 @@ def tables_folder() -> Path:
 
 
 def select_algorithm(
-    subject: Subject, problem: Problem, max_distance: float = math.inf
+    subject: Subject,
+    problem: Problem,
+    max_distance: float = math.inf,
+    suits: Callable[[str], bool] = lambda _: True,
 ) -> tuple[str | None, str]:
     """Return the algorithm to use for ``problem``, and its origin as text; "" if it was tuned for that shape.
 
-    An untuned shape uses the algorithm of the nearest tuned one within ``max_distance`` (see `nearest_algorithm`), else
-    the one for fewer tokens, else None: the library's own choice.  A bias does not matter, so it is ignored.
+    An untuned shape uses the algorithm of a near tuned one (see `nearest_algorithm`), else the one for fewer tokens,
+    else None: the library's own choice.  A bias does not matter, so it is ignored.
     """
     plain = replace(problem, bias=False)
     if algorithm := tuned_algorithm(subject, plain):
         return algorithm, ""
-    if algorithm := nearest_algorithm(subject, plain, max_distance):
-        return algorithm, "that of the nearest tuned shape"
+    if algorithm := nearest_algorithm(subject, plain, max_distance, suits):
+        return algorithm, "that of a near tuned shape"
     if algorithm := tuned_algorithm(subject, plain, any_tokens=True):
         return algorithm, "that for fewer tokens"
     return None, "its own heuristic"
@@ -158,13 +161,18 @@ def tuned_algorithm(subject: Subject, problem: Problem, any_tokens: bool = False
     return _algorithm_for_tokens(measured, problem.m)
 
 
-def nearest_algorithm(subject: Subject, problem: Problem, max_distance: float = math.inf) -> str | None:
+def nearest_algorithm(
+    subject: Subject,
+    problem: Problem,
+    max_distance: float = math.inf,
+    suits: Callable[[str], bool] = lambda _: True,
+) -> str | None:
     """Return the algorithm tuned for the nearest shape with about as many tokens, or None.
 
-    The distance is |log2 of the ratio of n| + |log2 of the ratio of k|, at most ``max_distance``.  This algorithm is
-    typically a few percent slower than the best, while the library's heuristic may take twice as long: which tile is
-    fastest depends on the types and the number of tiles, and little on the shape.  Raises TableError for a damaged
-    file.
+    The distance is |log2 of the ratio of n| + |log2 of the ratio of k|, at most ``max_distance``.  Shapes whose
+    algorithm does not suit are skipped.  This algorithm is typically a few percent slower than the best, while the
+    library's heuristic may take twice as long: which tile is fastest depends on the types and the number of tiles, and
+    little on the shape.  Raises TableError for a damaged file.
     """
     types = Shape.of_problem(problem).types
     candidates = [
@@ -172,8 +180,13 @@ def nearest_algorithm(subject: Subject, problem: Problem, max_distance: float = 
         for shape, measured in _merged_table(subject, tables_folder()).items()
         if shape.types == types and _covers_tokens(measured, problem.m)
     ]
-    nearest = min(candidates, key=lambda candidate: candidate[:2], default=None)
-    return _algorithm_for_tokens(nearest[2], problem.m) if nearest and nearest[0] <= max_distance else None
+    near = sorted(candidates, key=lambda candidate: candidate[:2])
+    algorithms = (
+        _algorithm_for_tokens(measured, problem.m)
+        for distance, _, measured in near
+        if distance <= max_distance
+    )
+    return next(filter(suits, algorithms), None)
 
 
 def _covers_tokens(measured: Iterable[int], m: int) -> bool:

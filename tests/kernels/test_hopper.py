@@ -95,21 +95,31 @@ def test_dense_blocks_run_their_own_tuned_configuration(standing_in: StandIn) ->
     assert all(len(set(row)) == 1 for _, row in BACKEND._configuration_table(slid, CPU))
 
 
-@pytest.mark.parametrize("n", [2304, 4096])
+@pytest.mark.parametrize(
+    ("n", "tuned_for_it", "expected"),
+    [
+        (4096, "stream:3x128/2/1", "stream:3x128/2/1"),  # predicted to be 5% slower than the best
+        (2048, "stream:3x128/2/1", "split:2x64/1x4/2"),  # too far
+        (4096, "split:1x16/2x1/3", "split:2x64/1x4/2"),  # not a candidate for this shape
+        (4096, "split:1x8/1x1/1", "stream:1x256/1/1"),  # predicted to be 15% slower: the next shape's
+    ],
+)
 def test_untuned_shape_uses_nearby_or_predicted_configuration(
-    standing_in: StandIn, n: int, caplog: pytest.LogCaptureFixture
+    standing_in: StandIn, caplog: pytest.LogCaptureFixture, n: int, tuned_for_it: str, expected: str
 ) -> None:
-    """The split of K depends on the shape: a shape with half the out-features is not nearby."""
+    """The split of K depends on the shape, so what serves a near one may be slow."""
     tuned.note_untuned.cache_clear()
-    near = "split:1x16/2x1/3"
-    tuned.save(SUBJECT, [(Problem("int8", "bf16", n, 128, 16, "both"), Tuned(near, 1.0))])
+    others = "stream:1x256/1/1", "split:1x8/1x1/1"
+    if expected in others:
+        standing_in.candidates += others
+        tuned.save(SUBJECT, [(Problem("int8", "bf16", n - 1024, 128, 16, "both"), Tuned(expected, 1.0))])
+    tuned.save(SUBJECT, [(Problem("int8", "bf16", n, 128, 16, "both"), Tuned(tuned_for_it, 1.0))])
     weight, ones = torch.zeros(4608, 64, dtype=INT8), torch.ones(4608, 1)
     packed = BACKEND.pack(LayerSpec(4608, 64, TWO_FOUR, 0, INT8, torch.bfloat16), weight)
     for m in (16, 4000):
         q = torch.ones(m, 64, dtype=INT8)
         BACKEND.scaled_matmul(q, torch.ones(m, 1), packed, ones, None, torch.float16)
-    predicted = standing_in.candidates[0]
-    assert [call[0] for call in standing_in.calls] == [near if n == 4096 else predicted, predicted]
+    assert [call[0] for call in standing_in.calls] == [expected, standing_in.candidates[0]]
     assert "hopper has no tuned algorithm for int8 weights [4608, 128]" in caplog.text
 
 

@@ -17,6 +17,7 @@ from slidesparse.gemm.hopper import backend, native
 def standing_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> StandIn:
     """Replace the kernels by a stand-in with its own cache of tuned tables; CPU tensors count as GPU tensors."""
     library = StandIn()
+    backend._predictions.cache_clear()
     monkeypatch.setattr(native, "library", lambda: library)
     monkeypatch.setattr(backend, "MAX_TABLE_TOKENS", 1 << 10)  # tables are made in less time
     monkeypatch.setattr(cuda, "on_device", lambda index: nullcontext())

@@ -95,7 +95,7 @@ class StandIn:
         names = self.candidates[:most]
         for i, text in enumerate(names):
             texts[native.TEXT_BYTES * i : native.TEXT_BYTES * i + len(text)] = text.encode()
-            us[i] = 1.0 + i
+            us[i] = 1.0 + i / 20
         count._obj.value = len(names)
 
     def slidesparse_hopper_plan(

@@ -9,10 +9,11 @@ the previous one has ended, so `pack` waits until the packed weight is written.
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -34,7 +35,11 @@ from slidesparse.slide import slide
 HOPPER_CAPABILITY = (9, 0)  # sm_90a: neither earlier nor later GPUs have its instructions
 VERSION = "4"  # version of the configurations; tables of other versions are not read
 CANDIDATES = 16  # configurations that tuning tries for a problem
-MAX_SHAPE_DISTANCE = 0.5  # see `tuned.nearest_algorithm`: as far as 4:6 is from 2:4 and 6:8 of the same layer
+MAX_SHAPE_DISTANCE = 1.0  # see `tuned.nearest_algorithm`
+# How much slower than the best one, by the cost model, a configuration of another shape may be.  One more row of tiles
+# can need a second wave of clusters, which takes up to 1.9 times as long: the model foresees that.
+MAX_PREDICTED = 1.1
+MAX_CONFIGURATIONS = 4096  # more than there are
 MAX_TABLE_TOKENS = 1 << 15  # the last row in the table of a plan, also used for more tokens
 OUTPUTS = (torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # bytes: alignment of the rows that TMA reads
@@ -112,9 +117,12 @@ class Hopper(CudaBackend):
         """See `Tunable.algorithms`: the CANDIDATES configurations that the cost model predicts to be fastest."""
         self._require_supported(problem, layout)
         with cuda.on_device(cuda.device_index(device)):
-            sizes = problem.n, problem.k, problem.m, DTYPES[problem.dtype]
-            candidates = native.candidates(*sizes, CANDIDATES, problem.blocks)
-        return [configuration for configuration, _ in candidates]
+            return [configuration for configuration, _ in _candidates(problem, CANDIDATES)]
+
+    def suits(self, problem: Problem, device: torch.device, algorithm: str) -> bool:
+        """See `Tunable.suits`: whether the cost model predicts it to be nearly as fast as the best."""
+        predicted = _predictions(problem, cuda.device_index(device))
+        return predicted.get(algorithm, math.inf) <= MAX_PREDICTED * min(predicted.values(), default=0.0)
 
     def plan(
         self, problem: Problem, device: torch.device, algorithm: str | None = None, layout: Layout = TN
@@ -231,9 +239,9 @@ class Hopper(CudaBackend):
     def _configuration_table(self, layer: Layer, device: torch.device) -> list[tuple[int, tuple[str, ...]]]:
         """Return the configurations of a layer by number of tokens, see `native.make_plan`.
 
-        They are the same for outputs in BF16 and FP16, with and without a bias.  A shape far from all tuned ones uses
-        those that the cost model predicts to be fastest, as the best split-K depends on the shape.  Weights with dense
-        blocks use those of 2:4 blocks unless they were tuned themselves; slid weights have no dense blocks.
+        They are the same for outputs in BF16 and FP16, with and without a bias.  Where no near tuned shape has one that
+        suits, it is the one that the cost model predicts to be fastest.  Weights with dense blocks use those of 2:4
+        blocks unless they, or those of a near shape, were tuned; slid weights have no dense blocks.
         """
         table: list[tuple[int, tuple[str, ...]]] = []
         if layer.n == 0:
@@ -260,10 +268,21 @@ def _choose_configuration(problem: Problem, tuned: str | None) -> str:
     Raises LibraryError for one that does not fit the current device.
     """
     if tuned is None:
-        sizes = problem.n, problem.k, problem.m, DTYPES[problem.dtype]
-        return native.candidates(*sizes, 1, problem.blocks)[0][0]
+        return _candidates(problem, 1)[0][0]
     native.fit(tuned, DTYPES[problem.dtype])
     return tuned
+
+
+def _candidates(problem: Problem, max_count: int) -> list[tuple[str, float]]:
+    sizes = problem.n, problem.k, problem.m, DTYPES[problem.dtype]
+    return native.candidates(*sizes, max_count, problem.blocks)
+
+
+@lru_cache(maxsize=1)  # asked for each of the near shapes in turn
+def _predictions(problem: Problem, device_index: int) -> dict[str, float]:
+    """Return the microseconds that the cost model predicts, by configuration."""
+    with cuda.on_device(device_index):
+        return dict(_candidates(problem, MAX_CONFIGURATIONS))
 
 
 def _token_counts() -> Iterator[int]:
