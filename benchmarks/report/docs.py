@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from itertools import zip_longest
 from pathlib import Path
@@ -36,18 +35,22 @@ FOLDERS = {H100: None, H200: REFERENCE}
 MARKED_PAGES = (ROOT / "README.md", BENCHMARKS / "README.md", ACCURACY / "README.md")
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-FEW_TOKENS_COLUMNS = {
-    BLOCKS: "not pruned",
-    **{name: name for name in ("6:8", "4:6", "2:4", "2:4@33%", "2:4@50%", "2:4@67%")},
+WHOLE_MODEL_COLUMNS = {BLOCKS: "not pruned", **{name: name for name in ("8:10", "6:8", "4:6", "2:4")}}
+OTHER_COLUMNS = {
+    **{name: name for name in ("2:4@33%", "2:4@50%", "2:4@67%")},
     **{f"{CUSPARSELT} {name}": f"`{CUSPARSELT}` {name}" for name in ("6:8", "2:4")},
 }
 PATTERNS = ("2:4", "4:6", "6:8", "8:10")
 QWEN, LLAMA = "Qwen2.5-7B", "Llama3.2-1B"
 NAMES = {LLAMA: "Llama-3.2-1B", "Llama3.2-3B": "Llama-3.2-3B"}  # as the text spells them
-MIN_LONG_STEP = 8192  # tokens of a step from which a small model does not wait for the CPU
-LONG_STEPS = (2048, 4096, 8192, 16384, 32768, 65536)  # tokens of a step of prefill that the GPU bounds
 SHAPES = "shapes.csv"  # like linear.csv, of layers that are named by their N x K
+POPULAR_SHAPES = {  # of their four linear layers, as SHAPES names them
+    "Llama-3.1-8B, Mistral-7B": ("6144x4096", "4096x4096", "28672x4096", "4096x14336"),
+    "Qwen3-8B": ("6144x4096", "4096x4096", "24576x4096", "4096x12288"),
+    "Qwen3-14B": ("7168x5120", "5120x5120", "34816x5120", "5120x17408"),
+}
 MAX_FEW_TOKENS = 256  # tokens up to which a layer is bound by reading its weights
+GAINS_STEPS = {"decode": (1, 4, 16, 32, 64, 128), "prefill": (2048, 8192, 32768)}  # of README's table
 STEPS = {"prefill": "prefill, {} tokens per step", "decode": "decode, batch size {}"}
 # The patterns of budget.csv, as its table shows them
 GOALS = {
@@ -69,22 +72,6 @@ def _layers(folder: Path) -> pd.DataFrame:
     return data.over_stock(_results(folder).layers.sections)
 
 
-@cache
-def _model_speedups() -> dict[tuple[str, str, str, int, str], float]:
-    """Speed-ups of whole models over stock vLLM, by model, dtype, stage, M, and pattern or dense system."""
-    speedups = {}
-    for stage, sections in _results(H200).stages.items():
-        for section in sections.sections:
-            stock = section.us[STOCK, DENSE]
-            for system, pattern in section.us:
-                ratio = stock / section.us[system, pattern]
-                name = system if pattern == DENSE else pattern
-                speedups.update(
-                    {(section.title, section.dtype, stage, m, name): r for m, r in ratio.dropna().items()}
-                )
-    return speedups
-
-
 # --- whole models
 
 
@@ -92,54 +79,46 @@ def _step(stage: str, m: int) -> str:
     return STEPS[stage].format(m)
 
 
-def _few_tokens_speedups(base: str) -> pd.DataFrame:
-    """Return rates of e2e_few.csv over those of ``base``, by round; a column for each pattern or dense system."""
-    rates = data.read(H200, E2E, "e2e_few").rows
-    name = rates["pattern"].where(rates["pattern"] != DENSE, rates["system"])
-    name = name.where(rates["system"] != CUSPARSELT, CUSPARSELT + " " + rates["pattern"])
+def _speedups(name: str, base: str) -> pd.DataFrame:
+    """Return rates of NAME.csv over those of ``base``, by round; a column for each pattern or dense system."""
+    rates = data.read(H200, E2E, name).rows
+    column = rates["pattern"].where(rates["pattern"] != DENSE, rates["system"])
+    column = column.where(rates["system"] != CUSPARSELT, CUSPARSELT + " " + rates["pattern"])
     key = ["model", "dtype", "stage", "M", "round"]
-    rates = rates.assign(name=name).pivot(index=key, columns="name", values="rate")
+    rates = rates.assign(column=column).pivot(index=key, columns="column", values="rate")
     return rates.div(rates[base], axis=0).dropna(how="all")
 
 
-def few() -> str:
-    """Qwen2.5-7B in steps of few tokens, and patterns and blocks of 2:4 side by side."""
-    return _few_tokens_table(QWEN, STOCK, FEW_TOKENS_COLUMNS)
+def whole(model: str) -> str:
+    """A whole model over stock vLLM, not pruned and with the patterns."""
+    return _whole_model_table(_speedups("e2e", STOCK).loc[model], WHOLE_MODEL_COLUMNS)
 
 
-def few_14b() -> str:
-    """Qwen2.5-14B in steps of few tokens and in prefill."""
-    return _few_tokens_table(
-        "Qwen2.5-14B", STOCK, {name: FEW_TOKENS_COLUMNS[name] for name in (BLOCKS, "6:8", "2:4")}
-    )
-
-
-def few_3b() -> str:
-    """Llama-3.2-3B in the steps of prefill that the GPU bounds."""
-    names = (BLOCKS, "8:10", "6:8", "4:6", "2:4@50%", "2:4")
-    columns = {name: FEW_TOKENS_COLUMNS.get(name, name) for name in names}
-    return _few_tokens_table("Llama3.2-3B", STOCK, columns, MIN_LONG_STEP)
+def other() -> str:
+    """Qwen2.5-7B with mixed blocks, and with cuSPARSELt."""
+    ratios = _speedups("e2e_few", STOCK).loc[QWEN][[*OTHER_COLUMNS]].dropna(how="all")
+    return _whole_model_table(ratios, OTHER_COLUMNS)
 
 
 def few_bitnet() -> str:
     """BitNet b1.58 2B in steps of few tokens, over its own unpruned codes by the same kernels."""
-    return _few_tokens_table("BitNet-2B", BLOCKS, {name: name for name in ("6:8", "2:4")})
+    return _whole_model_table(
+        _speedups("e2e_few", BLOCKS).loc["BitNet-2B"], {name: name for name in ("6:8", "2:4")}
+    )
 
 
-def _few_tokens_table(model: str, base: str, columns: Mapping[str, str], min_m: int = 1) -> str:
-    """Return a table of dtypes and steps: medians over the rounds of ratios to ``base``, and the most rounds."""
-    ratios, rows = _few_tokens_speedups(base).loc[model], []
-    dtypes = [dtype for dtype in ("int8", "fp8") if dtype in ratios.index]
-    for dtype in dtypes:
+def _whole_model_table(ratios: pd.DataFrame, columns: Mapping[str, str]) -> str:
+    """Return a table of dtypes and steps: medians over the rounds of the ratios of one model."""
+    rows = []
+    for dtype in (dtype for dtype in ("int8", "fp8") if dtype in ratios.index):
         cells = sorted(
-            {(stage, m) for stage, m, _ in ratios.loc[dtype].index if m >= min_m},
+            {(stage, m) for stage, m, _ in ratios.loc[dtype].index},
             key=lambda cell: (cell[0] == "prefill", cell[1]),
         )
         for number, (stage, m) in enumerate(cells):
-            cell_ratios = ratios.loc[dtype, stage, m].reindex(columns=[*columns])
-            figures = (*map(times, cell_ratios.median()), cell_ratios.count().max())
+            figures = map(times, ratios.loc[dtype, stage, m].reindex(columns=[*columns]).median())
             rows.append((dtype.upper() if number == 0 else "", _step(stage, m), *figures))
-    return table(("", "", *columns.values(), "rounds"), rows, 2)
+    return table(("", "", *columns.values()), rows, 2)
 
 
 def gains() -> str:
@@ -155,9 +134,11 @@ def gains() -> str:
         ("the same sparsity with a pattern per layer (`--zeros`)", "", *chosen, ""),
     ]
     ratios = (
-        _few_tokens_speedups(STOCK).groupby(level=["model", "dtype", "stage", "M"]).median().loc[QWEN, "int8"]
+        _speedups("e2e", STOCK).groupby(level=["model", "dtype", "stage", "M"]).median().loc[QWEN, "int8"]
     )
-    for stage, m in ((stage, m) for stage, m in ratios.index if stage == "prefill" or m <= 32):
+    for stage, m in ratios.index:
+        if m not in GAINS_STEPS[stage]:
+            continue
         note = " (2)" if (stage, m) == ("decode", 1) else ""
         cells = (f"{ratios[name][stage, m]:.2f}x" for name in (BLOCKS, *patterns))
         rows.append((_step(stage, m) + note, *cells))
@@ -165,32 +146,6 @@ def gains() -> str:
     memory = [0.625 * float(2 - 2 / (pattern.length or 0) * 2) for pattern in parsed]
     rows.append(("GPU memory for weights", "1x", *(f"{share:.3f}x" for share in memory)))
     return table(("", "not pruned", *patterns), rows, 5)
-
-
-def _models(model: str, cells: Sequence[tuple[str, int]], columns: Sequence[str]) -> str:
-    """Return a table with a row for each dtype and cell (stage, M), over stock vLLM."""
-    rows = []
-    for dtype in ("int8", "fp8"):
-        for number, (stage, m) in enumerate(cells):
-            label = _step(stage, m) if number == 0 or cells[number - 1][0] != stage else str(m)
-            speedups = (_model_speedups().get((model, dtype, stage, m, name), math.nan) for name in columns)
-            rows.append((dtype.upper() if number == 0 else "", label, *map(times, speedups)))
-    header = [name if name in PATTERNS else f"`{name}`" for name in columns]
-    return table(("", "", *header), rows, 2)
-
-
-def qwen() -> str:
-    """All cells of Qwen2.5-7B."""
-    cells = [
-        *(("prefill", m) for m in (512, 1024, *LONG_STEPS)),
-        *(("decode", m) for m in (64, 128, 256, 512)),
-    ]
-    return _models(QWEN, cells, (*PATTERNS, "cublaslt", "off"))
-
-
-def llama() -> str:
-    """The steps of Llama-3.2-1B that do not wait for the CPU."""
-    return _models(LLAMA, [("prefill", m) for m in (32768, 65536)], (*PATTERNS, "off"))
 
 
 def fusion() -> str:
@@ -250,6 +205,20 @@ def layers() -> str:
                 rows.append(
                     (name if number == 0 else "", pattern, *(times(values[dtype, pattern, m]) for m in ms))
                 )
+    return table(("", "M", *ms), rows, 2)
+
+
+def popular() -> str:
+    """Layers of more models by `hopper` over stock vLLM's, from the sums of their shapes' times."""
+    frame = pd.read_csv(H200 / SHAPES).set_index(["layer", "dtype", "provider", "pattern", "M"])["p50_us"]
+    ms, rows = (1, 16, 64, 256, 2048, 8192), []
+    for model, shapes in POPULAR_SHAPES.items():
+        for dtype in ("int8", "fp8"):
+            us = frame.loc[[*shapes]].groupby(level=["dtype", "provider", "pattern", "M"]).sum()[dtype]
+            for number, pattern in enumerate((DENSE, "6:8", "4:6", "2:4")):
+                ratios = us[STOCK, DENSE].loc[[*ms]] / us[HOPPER, pattern].loc[[*ms]]
+                name = f"{model}, {dtype.upper()}" if number == 0 else ""
+                rows.append((name, "not pruned" if pattern == DENSE else pattern, *map(times, ratios)))
     return table(("", "M", *ms), rows, 2)
 
 
@@ -464,9 +433,11 @@ def budgets() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    **{make.__name__: make for make in (gains, few, few_14b, few_3b, few_bitnet, qwen)},
-    **{make.__name__: make for make in (llama, fusion, step)},
-    **{make.__name__: make for make in (layers, ranges, verdicts, gemms, hopper_gemms)},
+    "whole_7b": partial(whole, QWEN),
+    "whole_14b": partial(whole, "Qwen2.5-14B"),
+    "whole_3b": partial(whole, "Llama3.2-3B"),
+    **{make.__name__: make for make in (gains, other, few_bitnet, fusion, step)},
+    **{make.__name__: make for make in (layers, popular, ranges, verdicts, gemms, hopper_gemms)},
     **{make.__name__: make for make in (heuristics, bandwidth)},
     **{make.__name__: make for make in (reference, efficiency, bitnet, blocks, costs, budgets)},
     "losses": lambda: accuracy.losses(ACCURACY / "protocol_a.csv"),
