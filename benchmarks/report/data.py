@@ -176,12 +176,12 @@ class Section:
         us |= {pattern: self.us[self.ours, pattern] for pattern in self.patterns}
         return pd.DataFrame(us, index=self.us.index).rdiv(pd.Series(work, self.us.index) / 1e6, axis=0)
 
-    def efficiency(self) -> pd.DataFrame:
+    def efficiency(self, over: str = CUBLASLT) -> pd.DataFrame:
         """Return the efficiency (S_pattern / S_2:4) / R_theory with R_theory = density(2:4) / density(pattern).
 
-        Equations 18 and 19 of arXiv 2603.05232, appendix D.5; S is the speed-up over cuBLASLt.
+        Equations 18 and 19 of arXiv 2603.05232, appendix D.5; S is the speed-up over the dense provider ``over``.
         """
-        speedup = self.speedup()
+        speedup = self.speedup(over)
         native = speedup[TWO_FOUR] / 2 if TWO_FOUR in speedup else speedup.index.to_series() * math.nan
         return speedup.div(native, axis=0) / self.bounds
 

@@ -320,7 +320,8 @@ def efficiency() -> str:
     prefill = [section for section in results.stages["prefill"].sections if section.ours == "sparse"]
     for section in (*results.models.sections, *results.hopper.sections, *prefill):
         if section.title == QWEN:
-            efficiencies, speedup = section.efficiency().loc[8192], section.speedup().loc[8192]
+            over = BLOCKS if section in prefill else CUBLASLT
+            efficiencies, speedup = section.efficiency(over).loc[8192], section.speedup(over).loc[8192]
             cells = [
                 f"{percent(efficiencies[p])} ({times(speedup[p])} of {times(section.bounds[p])})"
                 for p in PATTERNS

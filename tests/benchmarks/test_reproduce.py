@@ -119,10 +119,10 @@ def test_every_command_has_valid_options(tmp_path: Path, monkeypatch: pytest.Mon
             )
             assert (result.exit_code, "NVIDIA GPU" in result.stderr) == (ENVIRONMENT, True), step
     keys = [
-        (model, dtype, pattern)
-        for model, dtypes, _, groups in reproduce.WHOLE_MODELS
+        (model, dtype, systems, pattern)
+        for model, dtypes, systems, groups in reproduce.WHOLE_MODELS
         for dtype in dtypes
         for pattern in ",".join(groups).split(",")
     ]
-    assert len(keys) == len(set(keys)) == 9 * 4 + 2 * 3
+    assert len(keys) == len(set(keys)) == 9 * 4 + 2 * (2 + 3)
     assert len({step.name for step in steps}) == len(steps)
