@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slidesparse.checkpoint.storage import CONFIG
+from slidesparse.checkpoint.storage import CONFIG, text_config
 from slidesparse.checkpoint.tokens import clipped, read_ids, read_lines, read_records, read_text, tokenizer_of
 from slidesparse.errors import SlideSparseError
 
@@ -34,7 +34,7 @@ def _config_number(folder: Path, key: str) -> int | None:
     """Return a number from config.json, or from its text_config, or None if there is none."""
     try:
         config = config_of(folder)
-        return int({**config, **config.get("text_config", {})}[key])
+        return int({**config, **text_config(config)}[key])
     except (SlideSparseError, ValueError, TypeError, KeyError):
         return None  # vLLM will report what is wrong
 

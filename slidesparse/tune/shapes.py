@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slidesparse.checkpoint.storage import text_config
 from slidesparse.convert.synth_model import PUBLIC
 from slidesparse.errors import SlideSparseError, shown
 from slidesparse.pattern import SlidePattern, parse_pattern, round_up
@@ -68,7 +69,7 @@ def find_model(name: str) -> tuple[str, tuple[Layer, ...]]:
         )
     try:
         config: dict[str, Any] = json.loads(path.read_bytes())
-        return Path(name).resolve().name, decoder_layers(config.get("text_config", config))
+        return Path(name).resolve().name, decoder_layers(text_config(config))
     except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ShapeError(f"{path} is not the configuration of a model: {error}") from error
     except KeyError as error:

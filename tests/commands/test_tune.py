@@ -316,6 +316,8 @@ def test_layer_shapes_of_a_config(tmp_path: Path) -> None:
     )
     (tmp_path / "config.json").write_text(json.dumps({"text_config": config | {"head_dim": 32}}))
     assert [(layer.n, layer.k) for layer in shapes.find_model(str(tmp_path))[1]][:2] == [(256, 64), (64, 128)]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": None}))
+    assert shapes.find_model(str(tmp_path))[1] == layers
     headless = json.dumps(config | {"num_attention_heads": 0})
     for text, fact in (("{}", "hidden_size"), *((text, "config.json") for text in ("[]", "{", headless))):
         (tmp_path / "config.json").write_text(text)
