@@ -10,13 +10,9 @@ from slidesparse.errors import INTERRUPTED
 def main() -> None:
     """Run the ``slidesparse`` command, which an interrupt ends with one line, even during its imports.
 
-    SIGTERM, by which containers and batch systems stop a command, and SIGHUP, by which a closed terminal does, count as
-    an interrupt: unfinished output is removed.  A signal that the caller ignores, as nohup does SIGHUP, stays ignored.
     After the imports, ``slidesparse.cli.main`` is the module of that name.
     """
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _interrupt)
+    interrupt_by_signals()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for paths that the terminal cannot show
     try:
@@ -28,6 +24,17 @@ def main() -> None:
         sys.exit(INTERRUPTED)
 
 
+def interrupt_by_signals() -> None:
+    """Make SIGTERM and SIGHUP interrupts, so that unfinished output is removed and engines are ended.
+
+    Containers and batch systems stop a command by SIGTERM, and a closed terminal does by SIGHUP.  A signal that the
+    caller ignores, as nohup does SIGHUP, stays ignored.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _interrupt)
+
+
 def _interrupt(number: int, _: object) -> None:
-    signal.signal(number, signal.SIG_IGN)  # a second one would stop the removal
+    signal.signal(number, signal.SIG_IGN)  # a second one would stop the cleaning up
     raise KeyboardInterrupt

@@ -299,6 +299,22 @@ main()
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
 
 
+@pytest.mark.parametrize("module", ["benchmarks", "slidesparse.demo"])
+def test_sigterm_interrupts_commands_that_start_engines(module: str) -> None:
+    """Engines are in sessions of their own, and would outlive the command."""
+    program = f"""
+import os, runpy, signal, typer
+typer.Typer.__call__ = lambda app: os.kill(os.getpid(), signal.SIGTERM)
+try:
+    runpy.run_module({module!r}, run_name="__main__")
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    assert (result.returncode, result.stdout) == (0, "interrupted\n"), result.stderr
+
+
 @pytest.mark.parametrize("ignored", [False, True])
 def test_hangup_removes_unfinished_output_unless_ignored(source: Path, tmp_path: Path, ignored: bool) -> None:
     """A second SIGHUP, which comes during the removal, does not stop it."""
