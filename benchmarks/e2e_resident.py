@@ -34,6 +34,7 @@ from benchmarks.e2e_runs import (
     read_figures,
 )
 from benchmarks.records import PROFILE, Records
+from slidesparse.checkpoint.storage import text_config
 
 BLOCK = 16  # tokens of a block of vLLM's KV cache
 CACHE_HEADROOM = 1.1  # relative to what the runs need: finished sequences are still there when new ones begin
@@ -88,8 +89,7 @@ def cache_tokens(runs: Sequence[Run]) -> int:
 
 def bytes_per_token(folder: Path) -> int:
     """Return the bytes of a token in the KV cache of a decoder in 16 bits, by its config.json."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config = config.get("text_config", config)
+    config = text_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     heads = int(config["num_attention_heads"])
     head = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
     kv_heads = int(config.get("num_key_value_heads") or heads)

@@ -33,6 +33,7 @@ from rich.table import Table
 
 from slidesparse import doctor
 from slidesparse.calibrate.task import Calibration
+from slidesparse.cli import interrupt_by_signals
 from slidesparse.cli.console import application, out
 from slidesparse.convert.budget import MIDDLE, Budget
 from slidesparse.convert.options import ConvertOptions
@@ -320,4 +321,5 @@ def _megabytes(folder: Path) -> str:
 
 
 if __name__ == "__main__":
+    interrupt_by_signals()
     app()

@@ -133,7 +133,8 @@ class Metadata:
     @classmethod
     def of_config(cls, quantization_config: Mapping[str, Any] | None) -> Metadata | None:
         """Return the metadata of a ``quantization_config``, or None if it has none."""
-        block = (quantization_config or {}).get(KEY)
+        with _at("quantization_config"):
+            block = _of(dict, quantization_config or {}).get(KEY)
         return None if block is None else cls.from_json(block)
 
 

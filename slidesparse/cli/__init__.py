@@ -10,10 +10,9 @@ from slidesparse.errors import INTERRUPTED
 def main() -> None:
     """Run the ``slidesparse`` command, which an interrupt ends with one line, even during its imports.
 
-    SIGTERM, by which containers and batch systems stop a command, counts as an interrupt: unfinished output is removed.
     After the imports, ``slidesparse.cli.main`` is the module of that name.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupt_by_signals()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for paths that the terminal cannot show
     try:
@@ -23,3 +22,19 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
+
+
+def interrupt_by_signals() -> None:
+    """Make SIGTERM and SIGHUP interrupts, so that unfinished output is removed and engines are ended.
+
+    Containers and batch systems stop a command by SIGTERM, and a closed terminal does by SIGHUP.  A signal that the
+    caller ignores, as nohup does SIGHUP, stays ignored.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _interrupt)
+
+
+def _interrupt(number: int, _: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # a second one would stop the cleaning up
+    raise KeyboardInterrupt

@@ -230,6 +230,8 @@ def _write_calibrated(
     with open_work(out, state, task.calibration.resume) as work:
         dense = _transformed(task, reader, work, rotate, progress)
         reader = dense.reader
+        if rotate and not dense.rotated:  # a tied lm_head stays tied
+            plan = make_plan(open_checkpoint(plan.checkpoint.folder)[0], options)
         if options.budget:
             outcome = estimate(task, reader, work, options.budget, dense.rotated, progress)
 

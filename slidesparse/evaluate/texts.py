@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slidesparse.checkpoint.storage import CONFIG
+from slidesparse.checkpoint.storage import CONFIG, parse_json, text_config
 from slidesparse.checkpoint.tokens import clipped, read_ids, read_lines, read_records, read_text, tokenizer_of
 from slidesparse.errors import SlideSparseError
 
@@ -34,20 +34,20 @@ def _config_number(folder: Path, key: str) -> int | None:
     """Return a number from config.json, or from its text_config, or None if there is none."""
     try:
         config = config_of(folder)
-        return int({**config, **config.get("text_config", {})}[key])
-    except (SlideSparseError, ValueError, TypeError, KeyError):
+        return int({**config, **text_config(config)}[key])
+    except (SlideSparseError, ValueError, TypeError, KeyError, OverflowError):
         return None  # vLLM will report what is wrong
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """Read config.json of a checkpoint.  Raises SlideSparseError if it is missing or unreadable."""
+    """Read config.json of a checkpoint.  Raises SlideSparseError if it is missing or not a JSON object."""
+    path = folder / CONFIG
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return parse_json(path.read_bytes(), path)
+    except OSError as error:
         raise SlideSparseError(
             f"{folder} is no checkpoint folder: its {CONFIG} cannot be read ({error})"
         ) from error
-    return config if isinstance(config, dict) else {}
 
 
 def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) -> Ids:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slidesparse.checkpoint.storage import parse_json, text_config
 from slidesparse.convert.synth_model import PUBLIC
 from slidesparse.errors import SlideSparseError, shown
 from slidesparse.pattern import SlidePattern, parse_pattern, round_up
@@ -36,7 +36,7 @@ def decoder_layers(config: Mapping[str, Any]) -> tuple[Layer, ...]:
     """Return the four linear layers of a block of a decoder, q k v and gate up fused, as vLLM runs them.
 
     ``config`` is that of a Hugging Face model.  Raises KeyError for one without sizes, TypeError, ValueError or
-    ZeroDivisionError for wrong ones.
+    ArithmeticError for wrong ones.
     """
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     intermediate, kv_heads = int(config["intermediate_size"]), int(config.get("num_key_value_heads") or heads)
@@ -58,7 +58,7 @@ def slided_columns(k: int, pattern: str, alignment: int) -> int:
 
 
 def find_model(name: str) -> tuple[str, tuple[Layer, ...]]:
-    """Return name and layers of one of MODELS, or of a Hugging Face folder.  Raises ShapeError."""
+    """Return name and layers of one of MODELS, or of a Hugging Face folder.  Raises ShapeError or CheckpointError."""
     if name in MODELS:
         return name, MODELS[name]
     path = Path(name) / "config.json"
@@ -66,10 +66,10 @@ def find_model(name: str) -> tuple[str, tuple[Layer, ...]]:
         raise ShapeError(
             f"{name!r} is neither one of the models {', '.join(MODELS)} nor a folder with a config.json"
         )
+    config = parse_json(path.read_bytes(), path)
     try:
-        config: dict[str, Any] = json.loads(path.read_bytes())
-        return Path(name).resolve().name, decoder_layers(config.get("text_config", config))
-    except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
+        return Path(name).resolve().name, decoder_layers(text_config(config))
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise ShapeError(f"{path} is not the configuration of a model: {error}") from error
     except KeyError as error:
         raise ShapeError(f"{path} has no {error}: give the layers with --shapes NxK,NxK instead") from error

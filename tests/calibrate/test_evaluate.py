@@ -166,8 +166,11 @@ def test_windows_of_texts_and_ids(folder: Path) -> None:
     [
         ('{"max_position_embeddings": 1024}', 1023),
         ('{"text_config": {"max_position_embeddings": 512}, "max_position_embeddings": 9}', 511),
+        ('{"text_config": null, "max_position_embeddings": 512}', 511),
         ('{"max_position_embeddings": 32768}', 2048),
         ('{"max_position_embeddings": null}', 2048),
+        ('{"max_position_embeddings": Infinity}', 2048),
+        pytest.param("[" * 100_000, 2048, id="nested too deeply"),
         ("[]", 2048),
         ("{", 2048),
     ],

@@ -51,70 +51,37 @@ VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "n
 VISION |= {"image_size": 28, "patch_size": 14}
 QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-MULTIMODAL: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "gemma3 vision": (
-        "Gemma3ForConditionalGeneration",
-        "Gemma3Config",
-        {"text_config": {**GEMMA, "sliding_window_pattern": 2}, "vision_config": VISION},
+QWEN3_VISION = {**QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+SIGLIP = {**VISION, "model_type": "siglip_vision_model"}
+
+
+def multimodal(
+    kind: str, text: dict[str, Any], vision: dict[str, Any], **settings: Any
+) -> tuple[str, str, dict[str, Any]]:
+    configs = {"text_config": {**DECODER, **text}, "vision_config": vision}
+    return f"{kind}ForConditionalGeneration", f"{kind}Config", {**configs, **settings}
+
+
+MULTIMODAL = {
+    "gemma3 vision": multimodal("Gemma3", {**GEMMA, "sliding_window_pattern": 2}, VISION),
+    "llava": multimodal("Llava", {"model_type": "llama"}, SIGLIP),
+    "mistral3": multimodal(
+        "Mistral3", {"model_type": "mistral", "head_dim": 24}, {**VISION, "model_type": "pixtral"}
     ),
-    "llava": (
-        "LlavaForConditionalGeneration",
-        "LlavaConfig",
-        {
-            "text_config": {**DECODER, "model_type": "llama"},
-            "vision_config": {**VISION, "model_type": "siglip_vision_model"},
-        },
+    "llava next": multimodal("LlavaNext", {"model_type": "qwen2"}, SIGLIP),
+    "idefics3": multimodal("Idefics3", {"model_type": "llama"}, VISION, pad_token_id=0),
+    "internvl": multimodal(
+        "InternVL",
+        {"model_type": "qwen3", "head_dim": 24},
+        {**VISION, "image_size": [28, 28], "patch_size": [14, 14]},
     ),
-    "mistral3": (
-        "Mistral3ForConditionalGeneration",
-        "Mistral3Config",
-        {
-            "text_config": {**DECODER, "model_type": "mistral", "head_dim": 24},
-            "vision_config": {**VISION, "model_type": "pixtral"},
-        },
+    "qwen2 vl": multimodal(
+        "Qwen2VL",
+        {"rope_parameters": MROPE},
+        {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
     ),
-    "llava next": (
-        "LlavaNextForConditionalGeneration",
-        "LlavaNextConfig",
-        {
-            "text_config": {**DECODER, "model_type": "qwen2"},
-            "vision_config": {**VISION, "model_type": "siglip_vision_model"},
-        },
-    ),
-    "idefics3": (
-        "Idefics3ForConditionalGeneration",
-        "Idefics3Config",
-        {"text_config": {**DECODER, "model_type": "llama"}, "vision_config": VISION, "pad_token_id": 0},
-    ),
-    "internvl": (
-        "InternVLForConditionalGeneration",
-        "InternVLConfig",
-        {
-            "text_config": {**DECODER, "model_type": "qwen3", "head_dim": 24},
-            "vision_config": {**VISION, "image_size": [28, 28], "patch_size": [14, 14]},
-        },
-    ),
-    "qwen2 vl": (
-        "Qwen2VLForConditionalGeneration",
-        "Qwen2VLConfig",
-        {
-            "text_config": {**DECODER, "rope_parameters": MROPE},
-            "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
-        },
-    ),
-    "qwen2.5 vl": (
-        "Qwen2_5_VLForConditionalGeneration",
-        "Qwen2_5_VLConfig",
-        {"text_config": {**DECODER, "rope_parameters": MROPE}, "vision_config": QWEN_VISION},
-    ),
-    "qwen3 vl": (
-        "Qwen3VLForConditionalGeneration",
-        "Qwen3VLConfig",
-        {
-            "text_config": {**DECODER, "head_dim": 16, "rope_parameters": MROPE},
-            "vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
-        },
-    ),
+    "qwen2.5 vl": multimodal("Qwen2_5_VL", {"rope_parameters": MROPE}, QWEN_VISION),
+    "qwen3 vl": multimodal("Qwen3VL", {"head_dim": 16, "rope_parameters": MROPE}, QWEN3_VISION),
 }
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", DECODER),

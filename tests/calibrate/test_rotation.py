@@ -301,7 +301,8 @@ def test_rotation_that_prunes_worse_is_used_on_request_only(
     for name, tensor in tensors.items():
         if name.endswith("_proj.weight"):
             tensor[tensor.abs() < tensor.abs().median()] = 0
-    write(source, config_of(source), tensors)
+    del tensors["lm_head.weight"]
+    write(source, {**config_of(source), "tie_word_embeddings": True}, tensors)
     reports = [
         calibrated(source, tmp_path / rotate, ids, finetune=0, rotate=rotate) for rotate in ("auto", "on")
     ]
@@ -309,6 +310,9 @@ def test_rotation_that_prunes_worse_is_used_on_request_only(
     assert re.search(r"; estimated pruning loss \+\d+%$", reports[1].rotation)
     errors = [sum(row["error_quantized"] for row in report.layers) for report in reports]
     assert errors[0] < 0.7 * errors[1]
+    assert [config_of(tmp_path / name)["tie_word_embeddings"] for name in ("auto", "on")] == [True, False]
+    heads = ["lm_head.weight" in tensors_of(tmp_path / name) for name in ("auto", "on")]
+    assert heads == [False, True]
     keys = []  # of the cache of losses, which the rotated model's may not share
 
     def estimate(task: Task, reader: Any, work: Any, budget: Budget, rotate: bool, progress: Any) -> None:

@@ -54,6 +54,8 @@ def test_metadata_of_config() -> None:
     assert Metadata.of_config({metadata.KEY: VALID}) == Metadata.from_json(VALID)
     with pytest.raises(MetadataError, match="must be an object, found '6:8'"):
         Metadata.of_config({metadata.KEY: "6:8"})
+    with pytest.raises(MetadataError, match=r"^quantization_config: must be an object, found \[1\]"):
+        Metadata.of_config([1])
 
 
 def without(key: str) -> dict[str, Any]:

@@ -279,6 +279,7 @@ def test_interrupt_without_calibration_removes_output(
         ("rich.table", "SIGINT"),
         ("slidesparse.cli.evaluate", "SIGINT"),
         ("typer", "SIGTERM"),
+        ("typer", "SIGHUP"),
     ],
 )
 def test_interrupt_during_import_prints_no_traceback(module: str, name: str) -> None:
@@ -296,6 +297,45 @@ main()
     command = [sys.executable, "-c", program, "--version"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("module", ["benchmarks", "slidesparse.demo"])
+def test_sigterm_interrupts_commands_that_start_engines(module: str) -> None:
+    """Engines are in sessions of their own, and would outlive the command."""
+    program = f"""
+import os, runpy, signal, typer
+typer.Typer.__call__ = lambda app: os.kill(os.getpid(), signal.SIGTERM)
+try:
+    runpy.run_module({module!r}, run_name="__main__")
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    assert (result.returncode, result.stdout) == (0, "interrupted\n"), result.stderr
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_hangup_removes_unfinished_output_unless_ignored(source: Path, tmp_path: Path, ignored: bool) -> None:
+    """A second SIGHUP, which comes during the removal, does not stop it."""
+    program = f"""
+import os, shutil, signal, sys
+from slidesparse.cli import main
+from slidesparse.convert import stream
+def hang_up(function):
+    def wrapped(*arguments, **settings):
+        os.kill(os.getpid(), signal.SIGHUP)
+        return function(*arguments, **settings)
+    return wrapped
+stream._write_tensors, shutil.rmtree = hang_up(stream._write_tensors), hang_up(shutil.rmtree)
+signal.signal(signal.SIGHUP, signal.SIG_{"IGN" if ignored else "DFL"})
+main()
+"""
+    words = map(str, convert_command(source, tmp_path / "out"))
+    command = [sys.executable, "-c", program, *words]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    assert result.returncode == (0 if ignored else 130), result.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"source", *(["out"] if ignored else [])}
 
 
 def test_budget_prints_and_plots_losses(

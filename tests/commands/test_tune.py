@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from slidesparse import gemm
 from slidesparse.checkpoint.metadata import KEY, LayerEntry, Metadata
 from slidesparse.cli.main import app
+from slidesparse.errors import SlideSparseError
 from slidesparse.gemm import tuned
 from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
 from slidesparse.pattern import PatternError, SlidePattern
@@ -316,10 +317,14 @@ def test_layer_shapes_of_a_config(tmp_path: Path) -> None:
     )
     (tmp_path / "config.json").write_text(json.dumps({"text_config": config | {"head_dim": 32}}))
     assert [(layer.n, layer.k) for layer in shapes.find_model(str(tmp_path))[1]][:2] == [(256, 64), (64, 128)]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": None}))
+    assert shapes.find_model(str(tmp_path))[1] == layers
     headless = json.dumps(config | {"num_attention_heads": 0})
-    for text, fact in (("{}", "hidden_size"), *((text, "config.json") for text in ("[]", "{", headless))):
+    endless = json.dumps(config | {"hidden_size": float("inf")})
+    unread = ("[]", "{", "[" * 100_000, headless, endless)
+    for text, fact in (("{}", "hidden_size"), *((text, "config.json") for text in unread)):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ShapeError, match=fact):
+        with pytest.raises(SlideSparseError, match=fact):
             shapes.find_model(str(tmp_path))
     with pytest.raises(ShapeError, match="Llama9"):
         shapes.find_model("Llama9")
