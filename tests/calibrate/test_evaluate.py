@@ -395,6 +395,14 @@ def test_eval_embedding(folder: Path, without_engine: list[Any]) -> None:
     ]
 
 
+def test_embeddings_without_pairs_or_reference_are_refused(folder: Path, without_engine: list[Any]) -> None:
+    """They would be computed, and nothing reported."""
+    (folder / "a.jsonl").write_text('"a b"\n')
+    process = Done("eval", "embedding", folder, "--data", folder / "a.jsonl")
+    assert (process.code, without_engine) == (2, [])
+    assert "texts alone measure nothing: give --against" in process.err
+
+
 def test_served_by_is_reported(folder: Path, without_engine: list[Any]) -> None:
     """A warning names a SlideSparse checkpoint that vLLM served without the plugin, but no other checkpoint."""
     (folder / "a.txt").write_text("a b c d")
@@ -408,7 +416,7 @@ def test_served_by_is_reported(folder: Path, without_engine: list[Any]) -> None:
     assert f"warning: {folder} was served by stock vLLM, without the plugin" in process.err
     assert f"{folder / 'other'} was" not in process.err
     (folder / "a.jsonl").write_text('"a b"\n')
-    short = ("eval", "embedding", folder, "--data", folder / "a.jsonl", "--json")
+    short = ("eval", "embedding", folder, "--against", folder, "--data", folder / "a.jsonl", "--json")
     assert json.loads(Done(*short).out)["served_by"].startswith("6:8")
     assert "--longest 1 is too small" in Done(*short, "--longest", 1).err
 
