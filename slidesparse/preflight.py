@@ -268,7 +268,7 @@ def _explain_unserved(
         if obeyed:
             flag = f"{parse_pattern(obeyed).flag}, which the first rows of its weights obey"
         report.lacks(
-            "it does not say that it is pruned, and no flag is set: vLLM's own kernels serve it",
+            f"it does not say that it is pruned, and {flags.USE_CUSPARSELT} is not set: vLLM's own kernels serve it",
             f"USE_CUSPARSELT=1 SPARSITY={flag}, or {convert}",
             FAILED,
         )

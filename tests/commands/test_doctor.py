@@ -428,6 +428,7 @@ class TestCheckpoints:
         ("flags", "code", "message"),
         [
             ({}, 1, "it does not say that it is pruned"),
+            ({"SPARSITY": "6:8"}, 1, "USE_CUSPARSELT is not set: vLLM's own kernels serve it"),
             ({"USE_CUSPARSELT": "1"}, 1, "needs to know the sparsity pattern"),
             ({"USE_CUSPARSELT": "1", "SPARSITY": "6:8"}, 1, "weights break the pattern"),
             ({"USE_CUSPARSELT": "1", "SPARSITY": "dense"}, 0, "reference serves 7 of 8"),
