@@ -268,7 +268,7 @@ def _explain_unserved(
         if obeyed:
             flag = f"{parse_pattern(obeyed).flag}, which the first rows of its weights obey"
         report.lacks(
-            "it does not say that it is pruned, and no flag is set: vLLM's own kernels serve it",
+            f"it does not say that it is pruned, and {flags.USE_CUSPARSELT} is not set: vLLM's own kernels serve it",
             f"USE_CUSPARSELT=1 SPARSITY={flag}, or {convert}",
             FAILED,
         )
@@ -487,6 +487,15 @@ def _judge_machine(report: Report, supported: bool) -> None:
     if not plugin["loads"]:
         report.lacks(f"vLLM does not load the plugin: {plugin['words']}", "", ENVIRONMENT)
     machine = report.machine
+    served_on_cpu = (*FLOATS, "I8") if torch.cpu._is_amx_tile_supported() else FLOATS
+    unserved = sorted(set(report.experts) - set(served_on_cpu))
+    if machine.platform == "cpu" and unserved:
+        report.lacks(
+            f"vLLM cannot serve routed experts in {' and '.join(unserved)} on this CPU: it needs a GPU, or for I8 a "
+            "CPU with AMX",
+            r"convert the original model with --ignore '\.experts\.', which leaves them unquantized",
+            ENVIRONMENT,
+        )
     if machine.gpu is None and doctor.gpus()["list"]:
         report.lacks("torch cannot use this machine's GPU", INSTALL_CUDA, ENVIRONMENT)
     if machine.free is not None and report.weight_bytes > machine.free:

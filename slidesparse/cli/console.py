@@ -77,6 +77,8 @@ def report_errors() -> Iterator[None]:
             ENVIRONMENT,
             f"this command needs {missing}, which cannot be imported ({error}): pip install {missing}",
         )
+    except BrokenPipeError:
+        raise  # the reader of the output, such as `head`, has closed the pipe: Typer ends the command without a message
     except OSError as error:
         fail(ENVIRONMENT, f"{error.strerror or error}: {error.filename or 'while reading or writing'}")
     except KeyboardInterrupt as error:  # its arguments may say how to continue

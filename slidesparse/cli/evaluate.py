@@ -94,18 +94,25 @@ def embedding(
     against: Against = None,
     samples: Samples = None,
     longest: Annotated[
-        int, typer.Option(help="Maximum tokens per text; longer texts are truncated.", metavar="N")
-    ] = 256,
+        int | None,
+        typer.Option(
+            help="Maximum tokens per text; longer texts are truncated. Default 256, or the model's maximum if that is "
+            "less.",
+            metavar="N",
+        ),
+    ] = None,
     option: Options = None,
     log: Log = None,
     as_json: Json = False,
 ) -> None:
     """Measure an encoder: cosine to the embeddings of --against, and for query-text pairs also retrieval."""
     from slidesparse.evaluate.embedding import measure
-    from slidesparse.evaluate.texts import config_of, texts_or_pairs
+    from slidesparse.evaluate.texts import config_of, longest_text_of, texts_or_pairs
 
     for folder in filter(None, (model, against)):
         config_of(folder)  # raises an error unless it is a checkpoint
+    if longest is None:
+        longest = longest_text_of(model, *([against] if against else []))
     result = measure(model, texts_or_pairs(data, model, samples, longest), against, _engine(option, log))
     _warn(result)
     print(json.dumps(result.to_json(), indent=2)) if as_json else _show_embedding(result)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from slidesparse.errors import SlideSparseError
 from slidesparse.evaluate.engine import Engine
 from slidesparse.evaluate.intervals import Array, Interval, bootstrap, mean
 from slidesparse.evaluate.texts import Texts
@@ -43,7 +44,15 @@ class Embedding:
 def measure(
     model: Path, texts: Texts, against: Path | None = None, engine: Engine | None = None
 ) -> Embedding:
-    """Embed ``texts`` with ``model`` and with ``against``; intervals resample texts, or pairs."""
+    """Embed ``texts`` with ``model`` and with ``against``; intervals resample texts, or pairs.
+
+    Raises SlideSparseError if there is nothing to measure, and if an engine fails.
+    """
+    if against is None and texts.documents is None:
+        raise SlideSparseError(
+            "texts alone measure nothing: give --against DIR, such as the original model, or --data with pairs of "
+            '"query" and "text"'
+        )
     engine = engine or Engine()
     ids = [*texts.queries, *(texts.documents or [])]
     scored = engine.score(model, "embedding", ids)

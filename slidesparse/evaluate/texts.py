@@ -12,7 +12,9 @@ from slidesparse.checkpoint.tokens import clipped, read_ids, read_lines, read_re
 from slidesparse.errors import SlideSparseError
 
 Ids = list[list[int]]
+SENTENCE_CONFIG = "sentence_bert_config.json"  # of sentence-transformers
 WINDOW = 2048  # tokens
+TEXT = 256  # tokens
 
 
 def window_of(*folders: Path) -> int:
@@ -24,29 +26,39 @@ def window_of(*folders: Path) -> int:
     return min([WINDOW, *(count - 1 for count in positions if count)])
 
 
+def longest_text_of(*folders: Path) -> int:
+    """Return the maximum length in tokens of texts for all checkpoints in ``folders``: TEXT, or their least limit.
+
+    As in vLLM, max_seq_length of a sentence-transformers model is a limit, too.
+    """
+    positions = [_config_number(folder, "max_position_embeddings") for folder in folders]
+    positions += [_config_number(folder, "max_seq_length", SENTENCE_CONFIG) for folder in folders]
+    return min([TEXT, *filter(None, positions)])
+
+
 def vocabulary_of(folder: Path) -> int | None:
     """Return the size of a model's vocabulary, or None if it is not in config.json."""
     size = _config_number(folder, "vocab_size")
     return None if size is None else max(1, size)
 
 
-def _config_number(folder: Path, key: str) -> int | None:
-    """Return a number from config.json, or from its text_config, or None if there is none."""
+def _config_number(folder: Path, key: str, file: str = CONFIG) -> int | None:
+    """Return a number from config.json or ``file``, or from its text_config, or None if there is none."""
     try:
-        config = config_of(folder)
+        config = config_of(folder, file)
         return int({**config, **text_config(config)}[key])
     except (SlideSparseError, ValueError, TypeError, KeyError, OverflowError):
         return None  # vLLM will report what is wrong
 
 
-def config_of(folder: Path) -> dict[str, Any]:
-    """Read config.json of a checkpoint.  Raises SlideSparseError if it is missing or not a JSON object."""
-    path = folder / CONFIG
+def config_of(folder: Path, file: str = CONFIG) -> dict[str, Any]:
+    """Read config.json or ``file`` of a checkpoint.  Raises SlideSparseError if it is missing or not a JSON object."""
+    path = folder / file
     try:
         return parse_json(path.read_bytes(), path)
     except OSError as error:
         raise SlideSparseError(
-            f"{folder} is no checkpoint folder: its {CONFIG} cannot be read ({error})"
+            f"{folder} is no checkpoint folder: its {file} cannot be read ({error})"
         ) from error
 
 

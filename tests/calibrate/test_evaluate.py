@@ -16,7 +16,7 @@ from slidesparse.errors import SlideSparseError
 from slidesparse.evaluate import embedding, engine, perplexity
 from slidesparse.evaluate.engine import Engine, Scored
 from slidesparse.evaluate.intervals import bootstrap, mean
-from slidesparse.evaluate.texts import texts_or_pairs, window_of, windows
+from slidesparse.evaluate.texts import longest_text_of, texts_or_pairs, window_of, windows
 
 VOCABULARY = 12
 
@@ -180,6 +180,23 @@ def test_window_leaves_room_for_a_generated_token(tmp_path: Path, config: str, t
     assert window_of(tmp_path) == window_of(tmp_path / "none", tmp_path) == tokens
 
 
+def test_texts_are_truncated_to_what_the_models_accept(folder: Path, without_engine: list[Any]) -> None:
+    """A model may have fewer positions than the default length, or a smaller limit of sentence-transformers."""
+    config, other = folder / "config.json", folder / "other"
+    assert longest_text_of(folder, other) == 256
+    config.write_text('{"vocab_size": 26, "max_position_embeddings": 512}')
+    assert longest_text_of(folder) == 256
+    (other / "sentence_bert_config.json").write_text('{"max_seq_length": 128, "do_lower_case": false}')
+    assert longest_text_of(folder, other) == 128
+    config.write_text('{"vocab_size": 26, "max_position_embeddings": 3}')
+    assert longest_text_of(folder, other) == 3
+    (folder / "a.jsonl").write_text('"a b c d e"\n')
+    command = ("eval", "embedding", folder, "--against", other, "--data", folder / "a.jsonl")
+    assert Done(*command).code == Done(*command, "--longest", 4).code == 0
+    lengths = [[len(text) for text in request[-1]] for request in without_engine]
+    assert lengths == [[3], [3], [4], [4]]
+
+
 def test_texts_and_pairs_of_jsonl_files(folder: Path) -> None:
     (folder / "pairs.jsonl").write_text('{"query": "a b", "text": "c"}\n{"query": "d", "text": "e f g h"}\n')
     data = texts_or_pairs(folder / "pairs.jsonl", folder, None, longest=3)
@@ -333,7 +350,7 @@ def without_engine(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     requests: list[Any] = []
 
     def score(self: Engine, model: Path, task: str, ids: Any, top: int = 0, stock: bool = False) -> Scored:
-        requests.append((self.options, model.name, task, top))
+        requests.append((self.options, model.name, task, top, ids))
         if task == "embedding":
             shift = 0.1 * (model.name == "other")
             base = np.asarray([[math.cos(sum(text) + shift), math.sin(sum(text) + shift)] for text in ids])
@@ -350,7 +367,7 @@ def test_eval_perplexity(folder: Path, without_engine: list[Any]) -> None:
     command = ("eval", "perplexity", folder, "--data", folder / "a.txt", "--seqlen", 4, "--top", 2)
     process = Done(*command, "--against", folder / "other", "--option", "dtype=float32", "--option", "seed=3")
     assert process.code == 0, process.err
-    assert without_engine[0] == ({"dtype": "float32", "seed": 3}, folder.name, "perplexity", 2)
+    assert without_engine[0][:4] == ({"dtype": "float32", "seed": 3}, folder.name, "perplexity", 2)
     shown = {line[:22].strip(): line[22:].split()[:1] for line in process.out.splitlines()[1:]}
     figures = {"data": "3", "perplexity": "7.3891", "against: perplexity": "8.1662", "increase": "-9.516%"}
     assert {name: shown[name] for name in figures} == {name: [value] for name, value in figures.items()}
@@ -381,6 +398,14 @@ def test_eval_embedding(folder: Path, without_engine: list[Any]) -> None:
     ]
 
 
+def test_embeddings_without_pairs_or_reference_are_refused(folder: Path, without_engine: list[Any]) -> None:
+    """They would be computed, and nothing reported."""
+    (folder / "a.jsonl").write_text('"a b"\n')
+    process = Done("eval", "embedding", folder, "--data", folder / "a.jsonl")
+    assert (process.code, without_engine) == (2, [])
+    assert "texts alone measure nothing: give --against" in process.err
+
+
 def test_served_by_is_reported(folder: Path, without_engine: list[Any]) -> None:
     """A warning names a SlideSparse checkpoint that vLLM served without the plugin, but no other checkpoint."""
     (folder / "a.txt").write_text("a b c d")
@@ -394,7 +419,7 @@ def test_served_by_is_reported(folder: Path, without_engine: list[Any]) -> None:
     assert f"warning: {folder} was served by stock vLLM, without the plugin" in process.err
     assert f"{folder / 'other'} was" not in process.err
     (folder / "a.jsonl").write_text('"a b"\n')
-    short = ("eval", "embedding", folder, "--data", folder / "a.jsonl", "--json")
+    short = ("eval", "embedding", folder, "--against", folder, "--data", folder / "a.jsonl", "--json")
     assert json.loads(Done(*short).out)["served_by"].startswith("6:8")
     assert "--longest 1 is too small" in Done(*short, "--longest", 1).err
 

@@ -504,6 +504,20 @@ def test_inspect_exits_1_for_a_violation(converted: Path, as_json: bool) -> None
     assert f"{Q}: row 45, block 0 (columns from 0) has 8 non-zeros" in result.out
 
 
+def test_closed_pipe_prints_no_error(converted: Path) -> None:
+    """Its reader, such as `head`, has read enough."""
+    program = "import slidesparse.cli as cli; cli.main()"
+    inspect = shlex.join([sys.executable, "-u", "-c", program, "inspect", str(converted), "--json"])
+    process = subprocess.run(
+        ["bash", "-c", f"{inspect} | true; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (process.returncode, process.stderr) == (1, "")
+
+
 def test_verify_output_and_exit_codes(source: Path, converted: Path, tmp_path: Path) -> None:
     slided = tmp_path / "slided"
     convert(source, slided, layout="slided")

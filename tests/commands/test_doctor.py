@@ -428,6 +428,7 @@ class TestCheckpoints:
         ("flags", "code", "message"),
         [
             ({}, 1, "it does not say that it is pruned"),
+            ({"SPARSITY": "6:8"}, 1, "USE_CUSPARSELT is not set: vLLM's own kernels serve it"),
             ({"USE_CUSPARSELT": "1"}, 1, "needs to know the sparsity pattern"),
             ({"USE_CUSPARSELT": "1", "SPARSITY": "6:8"}, 1, "weights break the pattern"),
             ({"USE_CUSPARSELT": "1", "SPARSITY": "dense"}, 0, "reference serves 7 of 8"),
@@ -557,7 +558,37 @@ class TestCheckpoints:
         convert(model.write(tmp_path / "source"), tmp_path / "out")
         report = preflight.examine("out", tmp_path / "out")
         assert report.experts == {"I8": len(model.experts())}
-        assert (report.code, report.count(preflight.OURS)) == (0, 2 * 2 + 2 * 2)
+        assert report.count(preflight.OURS) == 2 * 2 + 2 * 2
+
+    @pytest.mark.parametrize(
+        ("quant", "tiles", "ignore", "code"),
+        [
+            ("int8", True, [], 0),
+            ("int8", False, [], 3),
+            ("fp8", True, [], 3),
+            ("fp8", False, [r"\.experts\."], 0),
+        ],
+    )
+    def test_doctor_says_which_experts_a_cpu_serves(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        pretend_machine: Any,
+        quant: str,
+        tiles: bool,
+        ignore: list[str],
+        code: int,
+    ) -> None:
+        """vLLM has a kernel for CPUs with AMX, for INT8; without one it does not start.  GPUs serve all of them."""
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+        convert(
+            moe.MODELS["mixtral"].write(tmp_path / "source"), tmp_path / "out", quant=quant, ignore=ignore
+        )
+        report = preflight.examine("out", tmp_path / "out")
+        assert report.code == code
+        assert ("vLLM cannot serve routed experts" in report.verdict) == (code == 3)
+        pretend_machine(H200)
+        assert preflight.examine("out", tmp_path / "out").code == 0
 
     def test_doctor_and_inspect_give_the_same_errors(self, tmp_path: Path) -> None:
         convert(llama(tmp_path / "source"), tmp_path / "out")
