@@ -213,11 +213,8 @@ def call_with_tuned(
 
 
 def find_tuned_algorithm(backend: Tunable, problem: Problem, device: torch.device) -> str | None:
-    """Return the algorithm tuned for ``problem`` or for a near shape, or None."""
-    subject, suits = _tuning_subject(backend, device), partial(backend.suits, problem, device)
-    return tuned.tuned_algorithm(subject, problem) or tuned.nearest_algorithm(
-        subject, problem, backend.max_shape_distance, suits
-    )
+    """Return the algorithm tuned for ``problem``, or None."""
+    return tuned.tuned_algorithm(_tuning_subject(backend, device), problem)
 
 
 def _tuning_subject(backend: Tunable, device: torch.device) -> tuned.Subject:

@@ -241,7 +241,7 @@ class Hopper(CudaBackend):
 
         They are the same for outputs in BF16 and FP16, with and without a bias.  Where no near tuned shape has one that
         suits, it is the one that the cost model predicts to be fastest.  Weights with dense blocks use those of 2:4
-        blocks unless they, or those of a near shape, were tuned; slid weights have no dense blocks.
+        blocks unless they were tuned themselves; slid weights have no dense blocks.
         """
         table: list[tuple[int, tuple[str, ...]]] = []
         if layer.n == 0:
