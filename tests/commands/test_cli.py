@@ -290,6 +290,7 @@ class Interrupter:
         if name == {module!r}:
             os.kill(os.getpid(), signal.{name})
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with the signal ignored
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup with this one
 sys.meta_path.insert(0, Interrupter())
 from slidesparse.cli import main
 main()
