@@ -339,11 +339,11 @@ def e2e(
     systems: Annotated[
         str,
         typer.Option(
-            help="stock: without the plugin; off: with DISABLE_SLIDESPARSE=1; cublaslt: dense weights by cuBLASLt; "
+            help="stock: without the plugin; cublaslt: dense weights by cuBLASLt; "
             "dense: unpruned weights by the kernels for sparse ones; sparse; cusparselt: sparse by that backend; "
             "unfused: sparse with SLIDESPARSE_FUSE=0."
         ),
-    ] = "stock,off,cublaslt,sparse",
+    ] = "stock,cublaslt,sparse",
     rounds: Annotated[
         int, typer.Option(min=1, help="Number of measurements of each cell, in alternating order.")
     ] = 3,

@@ -34,7 +34,7 @@ TOKENS = {
     PREFILL: (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536),
     DECODE: (64, 128, 256, 512),
 }
-STOCK, OFF, CUBLASLT = "stock", "off", "cublaslt"
+STOCK, CUBLASLT = "stock", "cublaslt"
 BLOCKS = "dense"  # an unpruned checkpoint with the kernels for sparse ones
 # The systems that run a pattern: as the plugin does by default, by cuSPARSELt, and with norms and activations unfused.
 SPARSE, CUSPARSELT, UNFUSED = "sparse", "cusparselt", "unfused"
@@ -42,7 +42,6 @@ SLIDED_SYSTEMS = (SPARSE, CUSPARSELT, UNFUSED)
 # Our flags that each system sets; for stock the plugin is not even loaded (`environment`).
 SYSTEMS: dict[str, dict[str, str]] = {
     STOCK: {},
-    OFF: {DISABLE: "1"},
     CUBLASLT: {USE_CUBLASLT: "1"},
     BLOCKS: {USE_CUSPARSELT: "1", SPARSITY: "dense"},
     SPARSE: {USE_CUSPARSELT: "1"},
@@ -210,7 +209,6 @@ def environment(system: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Return ``environ`` with the flags of ``system`` and no other SlideSparse flags.
 
     ``stock`` is vLLM without us: VLLM_PLUGINS names all other plugins, so that none of our code is imported.
-    ``off`` loads the plugin with DISABLE_SLIDESPARSE=1.
     """
     cleaned = {name: value for name, value in environ.items() if name not in FLAGS}
     listed = environ.get(PLUGINS)

@@ -18,7 +18,7 @@ import pandas as pd
 from benchmarks.records import COUNTERS, E2E, TIMES, Format, RecordsError, read_conditions, read_rows
 from slidesparse.pattern import MixedPattern, parse_pattern
 
-CUSPARSELT, HOPPER, CUBLASLT, STOCK, OFF = "cusparselt", "hopper", "cublaslt", "stock", "off"
+CUSPARSELT, HOPPER, CUBLASLT, STOCK = "cusparselt", "hopper", "cublaslt", "stock"
 DENSE, SUM, TWO_FOUR = "dense", "sum", "2:4"
 LAYERS = 4  # linear layers of a decoder block: QKV, output, gate and up, down
 DTYPES = ("int8", "fp8", "fp16", "bf16")

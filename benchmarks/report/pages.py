@@ -22,7 +22,7 @@ from benchmarks.records import (
     read_rows,
 )
 from benchmarks.report import data, spmm
-from benchmarks.report.data import CUBLASLT, DENSE, HOPPER, OFF, STAGES, STOCK, Section, Table
+from benchmarks.report.data import CUBLASLT, DENSE, HOPPER, STAGES, STOCK, Section, Table
 from benchmarks.report.markdown import (
     NO_VALUE,
     bullets,
@@ -393,21 +393,12 @@ def _layouts(rows: pd.DataFrame) -> list[str]:
 
 
 def _noise(rates: pd.DataFrame) -> str:
-    """Describe the spread of the rounds and the difference between ``off`` and ``stock``, which run equal kernels."""
+    """Describe the spread of the rounds."""
     text = f"Rounds: {rates['count'].min()} to {rates['count'].max()}."
     several = rates[rates["count"] > 1]["spread"]
     if len(several):
         text += f" Spread, (largest - smallest) / median: {percent(several.median())} in the median, "
         text += f"{percent(several.max())} at most."
-    wide = rates[rates["pattern"] == DENSE].pivot(
-        index=["model", "dtype", "stage", "M"], columns="system", values="rate"
-    )
-    if {OFF, STOCK} <= set(wide):
-        apart = (wide[OFF] / wide[STOCK] - 1).abs().dropna()
-        text += (
-            " `off` is the plugin told to do nothing, so that it runs stock vLLM's kernels. The two differ by "
-            f"{percent(apart.median())} in the median, {percent(apart.max())} at most: the noise of a comparison."
-        )
     return text
 
 

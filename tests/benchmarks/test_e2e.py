@@ -31,9 +31,13 @@ def test_each_system_has_its_flags_and_no_others() -> None:
     assert environment("stock", listed) == {"VLLM_PLUGINS": "other", "HOME": "/h"}
     assert "slidesparse" not in environment("stock", {})["VLLM_PLUGINS"].split(",")
     assert environment("sparse", {"VLLM_PLUGINS": "other"}) == {"VLLM_PLUGINS": "other,slidesparse", **sparse}
-    assert environment("off", {}) == {"DISABLE_SLIDESPARSE": "1"}
     assert environment("cublaslt", {}) == {"USE_CUBLASLT": "1"}
-    users = {"SLIDESPARSE_BACKEND": "hopper", "SLIDESPARSE_FUSE": "1", "SPARSITY": "2_8"}
+    users = {
+        "SLIDESPARSE_BACKEND": "hopper",
+        "SLIDESPARSE_FUSE": "1",
+        "SPARSITY": "2_8",
+        "DISABLE_SLIDESPARSE": "1",
+    }
     assert environment("sparse", users) == sparse
     assert environment("cusparselt", users) == {**sparse, "SLIDESPARSE_BACKEND": "cusparselt"}
     assert environment("unfused", users) == {**sparse, "SLIDESPARSE_FUSE": "0"}
@@ -108,7 +112,7 @@ def test_log_identifies_the_system(tmp_path: Path) -> None:
     )
     dense = "SlideSparse dense: 8 layers on the cuBLASLt path (dense), 1 dense (1 lm_head); dense layout; backend x"
     names = iter("abcdefgh")
-    by = {s: one_run(tmp_path / next(names), system=s) for s in ("stock", "off", "cublaslt", "sparse")}
+    by = {s: one_run(tmp_path / next(names), system=s) for s in ("stock", "cublaslt", "sparse")}
     assert check_log(by["sparse"], f"INFO {sparse}\nmore").startswith(
         "6:8 (2 of every 8 pruned): 8 layers sparse"
     )
@@ -118,7 +122,6 @@ def test_log_identifies_the_system(tmp_path: Path) -> None:
         ("sparse", dense),
         ("cublaslt", sparse),
         ("stock", sparse),
-        ("off", dense),
         ("sparse", ""),
     ):
         with pytest.raises(RunError):

@@ -41,15 +41,15 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
 def test_order_alternates_and_dense_systems_run_once(fake: Fake) -> None:
     result = fake.run("--rounds", "3")
     assert result.exit_code == 0, result.output
-    forward = ["stock dense", "off dense", "cublaslt dense", "sparse 2:4", "sparse 6:8"]
+    forward = ["stock dense", "cublaslt dense", "sparse 2:4", "sparse 6:8"]
     assert fake.systems == [*forward, *forward[::-1], *forward]
-    assert [row["round"] for row in fake.rows] == ["1"] * 5 + ["2"] * 5 + ["3"] * 5
+    assert [row["round"] for row in fake.rows] == ["1"] * 4 + ["2"] * 4 + ["3"] * 4
     assert list(fake.rows[0].values())[:4] == ["tiny", "int8", "prefill", "64"]
     assert fake.run("--rounds", "1", "--first-round", "4", "--systems", "stock").exit_code == 0
-    assert [row["round"] for row in fake.rows[15:]] == ["4"]
-    folders = [Path(call["words"][call["words"].index("--model") + 1]).name for call in fake.calls[:5]]
+    assert [row["round"] for row in fake.rows[12:]] == ["4"]
+    folders = [Path(call["words"][call["words"].index("--model") + 1]).name for call in fake.calls[:4]]
     # dense systems use the checkpoint with the fewest pruned weights
-    assert folders == ["2_8", "2_8", "2_8", "2_4", "2_8"]
+    assert folders == ["2_8", "2_8", "2_4", "2_8"]
 
 
 def test_only_the_environment_and_the_checkpoint_vary(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def test_only_the_environment_and_the_checkpoint_vary(fake: Fake, monkeypatch: p
     assert set(stock) == {"VLLM_PLUGINS"}
     assert "slidesparse" not in stock["VLLM_PLUGINS"].split(",")
     sparse = {"USE_CUSPARSELT": "1"}
-    assert flags == [{"DISABLE_SLIDESPARSE": "1"}, {"USE_CUBLASLT": "1"}, sparse, sparse]
+    assert flags == [{"USE_CUBLASLT": "1"}, sparse, sparse]
     without = [re.sub(r"\S+/(tiny/2_\d|out/logs/\S+)", "", " ".join(call["words"])) for call in fake.calls]
     assert len(set(without)) == 1
     assert fake.calls[0]["words"][-2:] == ["--dtype", "float 32"]
@@ -90,19 +90,19 @@ def test_resumes_without_repeating_and_drops_a_torn_line(fake: Fake) -> None:
 
 
 def test_failed_run_is_reported_and_others_continue(fake: Fake) -> None:
-    fake.behave(fail=["off", "sparse"])
+    fake.behave(fail=["cublaslt", "sparse"])
     result = fake.run("--rounds", "1", "--patterns", "6:8")
     assert result.exit_code == 1
-    assert fake.systems == ["stock dense", "cublaslt dense"]
+    assert fake.systems == ["stock dense"]
     shown = ANSI.sub("", result.output)
-    for fact in ("M 64, off, round 1", "status 7", "sparse 6:8", "RuntimeError: the cause", "line 29"):
+    for fact in ("M 64, cublaslt, round 1", "status 7", "sparse 6:8", "RuntimeError: the cause", "line 29"):
         assert fact in shown
     assert "line 5\n" not in shown  # only the cause and the last lines
-    log = (fake.out / "logs" / "tiny-int8-prefill-64-dense-off-1.log").read_text()
-    assert re.match(r"\$ env .*DISABLE_SLIDESPARSE=1 .* bench throughput", log)
+    log = (fake.out / "logs" / "tiny-int8-prefill-64-dense-cublaslt-1.log").read_text()
+    assert re.match(r"\$ env .*USE_CUBLASLT=1 .* bench throughput", log)
     fake.behave()
     assert fake.run("--rounds", "1", "--patterns", "6:8").exit_code == 0
-    assert fake.systems == ["stock dense", "cublaslt dense", "off dense", "sparse 6:8"]
+    assert fake.systems == ["stock dense", "cublaslt dense", "sparse 6:8"]
 
 
 @pytest.mark.parametrize(("limit", "seconds", "code"), [("--run-limit", "0.5", 1), ("--time-limit", "1", 0)])
@@ -121,12 +121,12 @@ def test_dry_run_prints_remaining_commands_and_runs_nothing(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPARSITY", "2_4")
-    options = ("--rounds", "1", "--systems", "off,sparse", "--patterns", "6:8")
+    options = ("--rounds", "1", "--systems", "cublaslt,sparse", "--patterns", "6:8")
     result = fake.run(*options, "--dry-run")
     assert result.exit_code == 0, result.output
     assert (fake.calls, fake.out.exists()) == ([], False)
     first, second = result.stdout.splitlines()
-    assert first.startswith(f"env -u SPARSITY DISABLE_SLIDESPARSE=1 {fake.bin / 'vllm'} bench throughput")
+    assert first.startswith(f"env -u SPARSITY USE_CUBLASLT=1 {fake.bin / 'vllm'} bench throughput")
     assert second.startswith("env -u SPARSITY USE_CUSPARSELT=1 ")
     fake.behave(fail=["sparse"])
     fake.run(*options)

@@ -30,8 +30,7 @@ with open({calls!r}, "a") as file:
 config = json.load(open(os.path.join(option("--model"), "config.json")))
 pattern = config["quantization_config"].get("slidesparse", {{}}).get("pattern", "2:4")
 behave = json.load(open({behaviour!r}))
-system = ("sparse" if "USE_CUSPARSELT" in flags else "cublaslt" if "USE_CUBLASLT" in flags
-          else "off" if "DISABLE_SLIDESPARSE" in flags else "stock")
+system = "sparse" if "USE_CUSPARSELT" in flags else "cublaslt" if "USE_CUBLASLT" in flags else "stock"
 if system in behave.get("fail", ()):
     print("INFO starting")
     print("RuntimeError: the cause")
@@ -42,7 +41,7 @@ kind = {{"sparse": "sparse", "cublaslt": "on the cuBLASLt path (dense)"}}.get(sy
 if kind:
     print(f"SlideSparse {{pattern}} (2 of every few pruned): 8 layers {{kind}}, 1 dense (1 lm_head); dense layout")
 prompts = int(option("--num-prompts"))
-elapsed = {{"stock": 2.0, "off": 2.0, "cublaslt": 4.0, "sparse": 1.0}}[system]
+elapsed = {{"stock": 2.0, "cublaslt": 4.0, "sparse": 1.0}}[system]
 total = prompts * (int(option("--input-len")) + int(option("--output-len")))
 with open(option("--output-json"), "w") as file:
     json.dump({{"elapsed_time": elapsed, "num_requests": prompts, "total_num_tokens": total}}, file)
