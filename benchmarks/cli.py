@@ -355,6 +355,9 @@ def e2e(
     decode_steps: Annotated[
         int, typer.Option(min=1, help="Output tokens per sequence in a decode run.")
     ] = 256,
+    decode_prompt_len: Annotated[
+        int, typer.Option(min=1, help="Tokens per prompt in decode: the context's length at the start.")
+    ] = 16,
     vllm_args: Annotated[
         str, typer.Option(help="More options of vllm bench throughput, for all systems, as one string.")
     ] = "",
@@ -403,7 +406,7 @@ def e2e(
     selected = parse_patterns(patterns, mixed=True) if patterns else None
     dense, sparse = not set(chosen) <= set(SLIDED_SYSTEMS), not set(chosen).isdisjoint(SLIDED_SYSTEMS)
     subject = find_model(model, name, selected, dense=dense, sparse=sparse)
-    work = Workload(prompt_len, prefill_steps, decode_steps, tuple(shlex.split(vllm_args)))
+    work = Workload(prompt_len, prefill_steps, decode_steps, decode_prompt_len, tuple(shlex.split(vllm_args)))
     token_texts = {PREFILL: m, DECODE: decode_m or m}
     tokens = {**TOKENS, **{stage: parse_tokens(text) for stage, text in token_texts.items() if text}}
     runs = plan(subject, parse_choice("--stages", stages, STAGES), tokens, chosen, rounds, work, first_round)

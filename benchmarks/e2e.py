@@ -8,8 +8,8 @@ prefill
     decodes.  ``--max-num-batched-tokens M`` bounds a step.  ``--max-num-seqs`` is at least twice S, because a request
     occupies its slot until the result of its step is back, and the scheduler prepares the next step before that.
 decode
-    ``--max-num-seqs M`` and M short prompts, which are prefilled in one step; every later step produces one token for
-    each of the M sequences.
+    ``--max-num-seqs M`` and M prompts, which are prefilled in steps of at most PREFILL_TOKENS tokens, short ones in one
+    step; every later step produces one token for each of the M sequences.
 
 Prefix caching is off: of thousands of random prompts, two may share a prefix, which would be skipped.
 """
@@ -56,7 +56,10 @@ PLUGIN_GROUPS = tuple(
     f"vllm.{kind}_plugins" for kind in ("general", "platform", "io_processor", "stat_logger")
 )
 
-DECODE_PROMPT_LEN = 16  # tokens
+DECODE_PROMPT_LEN = 16  # tokens, by default
+PREFILL_TOKENS = (
+    16384  # of a step that prefills the prompts of decode: vLLM's own limit for offline use on these GPUs
+)
 WARMUP_STEPS = 2  # of prefill, before the clock starts; decode warms up with all its sequences
 MIN_SEQUENCES = 256  # vLLM's own limit while serving: the CUDA graphs it captures depend on it
 # Room for prompts, beyond a quarter of their length: a random one may be longer than requested, and vLLM refuses a text
@@ -74,17 +77,19 @@ class Workload:
     prompt_len: int = 1024  # the largest P of prefill: a smaller M is one prompt of M tokens
     prefill_steps: int = 128
     decode_steps: int = 256  # output tokens of a sequence
+    decode_prompt_len: int = DECODE_PROMPT_LEN
     vllm_args: tuple[str, ...] = ()
 
     @property
     def conditions(self) -> dict[str, object]:
         """The sizes as plain values."""
-        return {**asdict(self), "decode_prompt_len": DECODE_PROMPT_LEN, "vllm_args": list(self.vllm_args)}
+        return {**asdict(self), "vllm_args": list(self.vllm_args)}
 
     def size(self, stage: str, m: int) -> Size:
         """Return the request that makes steps of ``m`` tokens.  Raises E2eError."""
         if stage == DECODE:
-            return Size(DECODE_PROMPT_LEN, self.decode_steps, m, m, DECODE_PROMPT_LEN * m, m)
+            prompt = self.decode_prompt_len
+            return Size(prompt, self.decode_steps, m, m, max(m, min(prompt * m, PREFILL_TOKENS)), m)
         prompt = min(m, self.prompt_len)
         if m % prompt:
             raise E2eError(
@@ -175,7 +180,7 @@ def _require_fit(variant: Variant, size: Size, label: str) -> None:
     if variant.positions is not None and needed > variant.positions:
         raise E2eError(
             f"{label} needs sequences of {needed} tokens, {variant.folder} takes {variant.positions}; "
-            "set --prompt-len or --decode-steps lower"
+            "set --prompt-len, --decode-prompt-len or --decode-steps lower"
         )
 
 

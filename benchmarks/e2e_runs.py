@@ -113,7 +113,7 @@ def read_figures(run: Run, document: Mapping[str, Any], answer: Mapping[str, Any
 
     prefill: ``total_num_tokens / elapsed_time``, prompt tokens as vLLM counted them and one output token a prompt.
     decode:  ``num_requests * output length / elapsed_time``, output tokens only.  Their number is exact, as the
-    benchmark ignores ends of sequence; the time includes the step or two that prefill the short prompts.
+    benchmark ignores ends of sequence; the time includes the steps that prefill the prompts.
 
     ``elapsed_time`` is wall time in seconds from handing all prompts to the engine until the last output is there:
     tokenizing, scheduling, attention, sampling and detokenizing included; loading, compiling, CUDA graph capture and

@@ -12,7 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,9 @@ WHOLE_MODELS = (
 )
 ROUNDS = 2
 E2E_STEPS = ("--prefill-steps", "8", "--decode-steps", "128")
+# Decode of longer prompts, each in a table of its own: tokens of a prompt, and the batch sizes.
+CONTEXTS = {("Qwen2.5-7B", "int8"): {2048: "16,64,128", 8192: "16,32"}}
+CONTEXT_PATTERNS = "6:8,2:4"
 E2E_TOKENS = ("--m", "512,1024,2048,4096,8192,16384,32768", "--decode-m", "1,4,16,32,64,128,256,512")
 
 
@@ -76,24 +79,30 @@ def steps(out: Path) -> list[Step]:
         for dtype in dtypes:
             folder = out / "models" / f"{model}-{dtype}"
             for patterns in groups:
-                command = (
-                    "e2e",
-                    "--resident",
-                    "--name",
-                    model,
-                    "--model",
-                    str(folder),
-                    "--patterns",
-                    patterns,
-                )
-                command += ("--systems", systems, *E2E_STEPS, *E2E_TOKENS, "--rounds", str(ROUNDS))
                 # a group has rounds, and dense systems, of its own: ratios are taken within a round
                 first = first_rounds.setdefault(folder, 1)
                 first_rounds[folder] += ROUNDS
-                command += ("--first-round", str(first), "--out", str(out))
-                needed = [_synth(folder, model, dtype, name) for name in (DENSE, *patterns.split(","))]
-                planned.append(Step(f"e2e, {model} {dtype} {patterns}", command, tuple(needed)))
+                if first == 1:
+                    for prompt, batches in CONTEXTS.get((model, dtype), {}).items():
+                        sizes = f"--stages decode --decode-m {batches} --decode-prompt-len {prompt}".split()
+                        apart = out / f"context-{prompt}"  # one table has prompts of one length
+                        planned.append(_e2e(folder, model, dtype, systems, CONTEXT_PATTERNS, sizes, apart))
+                sizes = [*E2E_TOKENS, "--first-round", str(first)]
+                planned.append(_e2e(folder, model, dtype, systems, patterns, sizes, out))
     return planned
+
+
+def _e2e(
+    folder: Path, model: str, dtype: str, systems: str, patterns: str, sizes: Sequence[str], out: Path
+) -> Step:
+    checkpoints = ("--name", model, "--model", str(folder), "--patterns", patterns)
+    command = ("e2e", "--resident", *checkpoints, "--systems", systems, *E2E_STEPS, *sizes)
+    needed = [_synth(folder, model, dtype, name) for name in (DENSE, *patterns.split(","))]
+    return Step(
+        f"e2e, {model} {dtype} {patterns} into {out.name}",
+        (*command, "--rounds", str(ROUNDS), "--out", str(out)),
+        tuple(needed),
+    )
 
 
 def _synth(folder: Path, model: str, dtype: str, pattern: str) -> tuple[Path, tuple[str, ...]]:

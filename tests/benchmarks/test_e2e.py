@@ -53,6 +53,8 @@ def test_steps_have_m_tokens(tmp_path: Path) -> None:
     assert large.sequences >= 2 * 64
     decode = work.size("decode", 512)
     assert (decode.sequences, decode.prompts, decode.output, decode.batched) == (512, 512, 256, 512 * 16)
+    long = Workload(decode_prompt_len=8192).size("decode", 32)
+    assert (long.sequences, long.prompts, long.prompt, long.batched) == (32, 32, 8192, 16384)
     for m in (1, 64, 1024, 65536):
         assert work.size("prefill", m).sequences <= m  # vLLM refuses more sequences than tokens
     with pytest.raises(E2eError, match="1536"):

@@ -107,7 +107,7 @@ def test_every_command_has_valid_options(tmp_path: Path, monkeypatch: pytest.Mon
                     write_config(path, None if path.name == "dense" else path.name, synth_command[5])
                     / "config.json"
                 )
-                content = json.loads(config.read_text()) | {"max_position_embeddings": 4096}
+                content = json.loads(config.read_text()) | {"max_position_embeddings": 16384}
                 config.write_text(json.dumps(content))
         program, *arguments = step.command
         if program == "e2e":
