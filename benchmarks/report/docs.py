@@ -41,6 +41,13 @@ OTHER_COLUMNS = {
     **{f"{CUSPARSELT} {name}": f"`{CUSPARSELT}` {name}" for name in ("6:8", "2:4")},
 }
 PATTERNS = ("2:4", "4:6", "6:8", "8:10")
+CONTEXTS = {
+    16: "e2e",
+    2048: "e2e_context_2048",
+    8192: "e2e_context_8192",
+}  # tokens of a prompt, and the table
+CONTEXT_BATCHES = (16, 32, 64, 128)
+CONTEXT_COLUMNS = {BLOCKS: "not pruned", "6:8": "6:8", "2:4": "2:4"}
 QWEN, LLAMA = "Qwen2.5-7B", "Llama3.2-1B"
 NAMES = {LLAMA: "Llama-3.2-1B", "Llama3.2-3B": "Llama-3.2-3B"}  # as the text spells them
 SHAPES = "shapes.csv"  # like linear.csv, of layers that are named by their N x K
@@ -48,6 +55,8 @@ POPULAR_SHAPES = {  # of their four linear layers, as SHAPES names them
     "Llama-3.1-8B, Mistral-7B": ("6144x4096", "4096x4096", "28672x4096", "4096x14336"),
     "Qwen3-8B": ("6144x4096", "4096x4096", "24576x4096", "4096x12288"),
     "Qwen3-14B": ("7168x5120", "5120x5120", "34816x5120", "5120x17408"),
+    "Gemma-2-9B": ("8192x3584", "3584x4096", "28672x3584", "3584x14336"),
+    "Llama-3.1-70B, one of four GPUs": ("2560x8192", "8192x2048", "14336x8192", "8192x7168"),
 }
 MAX_FEW_TOKENS = 256  # tokens up to which a layer is bound by reading its weights
 GAINS_STEPS = {"decode": (1, 4, 16, 32, 64, 128), "prefill": (2048, 8192, 32768)}  # of README's table
@@ -101,10 +110,22 @@ def other() -> str:
 
 
 def few_bitnet() -> str:
-    """BitNet b1.58 2B in steps of few tokens, over its own unpruned codes by the same kernels."""
+    """BitNet b1.58 2B over its own unpruned codes by the same kernels."""
     return _whole_model_table(
-        _speedups("e2e_few", BLOCKS).loc["BitNet-2B"], {name: name for name in ("6:8", "2:4")}
+        _speedups("e2e_few", BLOCKS).loc["BitNet-2B"], {name: name for name in PATTERNS[::-1]}
     )
+
+
+def contexts() -> str:
+    """Decode over stock vLLM, by the tokens that each sequence has at the start; medians over the rounds."""
+    rows = []
+    for tokens, name in CONTEXTS.items():
+        ratios = _speedups(name, STOCK).loc[QWEN, "int8", "decode"]
+        batches = sorted(set(ratios.index.get_level_values("M")) & set(CONTEXT_BATCHES))
+        for number, m in enumerate(batches):
+            figures = map(times, ratios.loc[m].reindex(columns=[*CONTEXT_COLUMNS]).median())
+            rows.append((f"{tokens}" if number == 0 else "", m, *figures))
+    return table(("tokens at the start", "batch size", *CONTEXT_COLUMNS.values()), rows, 2)
 
 
 def _whole_model_table(ratios: pd.DataFrame, columns: Mapping[str, str]) -> str:
@@ -149,32 +170,39 @@ def gains() -> str:
 
 
 def fusion() -> str:
-    """The gain by fused norms and activations at 6:8, round by round."""
+    """The gain by fused norms and activations, round by round."""
     rows = data.read(H200, E2E, "e2e_unfused").rows
-    rates = rows.pivot(index=["stage", "M", "dtype", "round"], columns="system", values="rate")
+    rates = rows.pivot(index=["stage", "M", "dtype", "pattern", "round"], columns="system", values="rate")
     ratios = (rates["sparse"] / rates["unfused"]).dropna()
+    shown = {
+        (dtype, name): f"{dtype.upper()}, {name}" for dtype in ("int8", "fp8") for name in ("6:8", "2:4")
+    }
     lines = []
-    for (stage, m), part in sorted(
-        ratios.groupby(["stage", "M"]), key=lambda group: (group[0][0] == "decode", group[0][1])
-    ):
-        dtype_ratios = [part[part.index.get_level_values("dtype") == dtype] for dtype in ("int8", "fp8")]
-        lines.append((_step(stage, m), *(f"{span(values)} ({len(values)})" for values in dtype_ratios)))
-    return table(("", "INT8", "FP8"), lines, 1)
+    for (stage, m), part in ratios.groupby(["stage", "M"]):
+        lines.append((_step(stage, m), *(span(part[stage, m, dtype, name]) for dtype, name in shown)))
+    return table(("", *shown.values()), lines, 1)
 
 
 def step() -> str:
-    """Milliseconds of GPU time in one step."""
+    """Milliseconds of GPU time in one step in INT8, and the time of the step without the profiler."""
     rows = _results(H200).tables["e2e_profile"].rows
     rows = rows.assign(system=pages.system_names(rows))
-    names, columns = ("stock", "sparse 6:8"), {}
+    steps = data.read(H200, E2E, "e2e").rows
+    steps = steps.assign(system=pages.system_names(steps))
+    names = {"stock": "stock", "dense": "not pruned", "sparse 6:8": "6:8", "sparse 2:4": "2:4"}
+    columns = {}
     for stage, m in (("prefill", 8192), ("decode", 64)):
-        for dtype in ("int8", "fp8"):
-            selected = (rows[["model", "stage", "dtype", "M"]] == (QWEN, stage, dtype, m)).all(axis=1)
-            kinds = pages.by_kind(rows[selected])
-            kinds.loc["all kernels"] = kinds.loc["all"] - kinds.loc["idle"]
-            for name in names:
-                columns[f"{stage} {m}, {dtype.upper()}: {name.removeprefix('sparse ')}"] = kinds[name] / 1e3
-    frame = pd.DataFrame(columns).loc[[*list(pages.KINDS.values())[:-1], "all kernels", "idle"]]
+        cell = (QWEN, stage, "int8", m)
+        selected, timed = (
+            part[(part[["model", "stage", "dtype", "M"]] == cell).all(axis=1)] for part in (rows, steps)
+        )
+        kinds = pages.by_kind(selected) / 1e3
+        for name, shown in names.items():
+            column = kinds[name].copy()
+            column["step"] = timed[timed["system"] == name]["step_ms"].astype(float).median()
+            columns[f"{stage} {m}: {shown}"] = column
+    frame = pd.DataFrame(columns).loc[[*list(pages.KINDS.values())[:-1], "step"]]
+    frame = frame[(frame != 0).any(axis=1)]
     return table(
         ("ms", *frame),
         [(name, *(f"{v:.2f}" if v else "-" for v in row)) for name, *row in frame.itertuples(name=None)],
@@ -437,7 +465,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "whole_7b": partial(whole, QWEN),
     "whole_14b": partial(whole, "Qwen2.5-14B"),
     "whole_3b": partial(whole, "Llama3.2-3B"),
-    **{make.__name__: make for make in (gains, other, few_bitnet, fusion, step)},
+    **{make.__name__: make for make in (gains, contexts, other, few_bitnet, fusion, step)},
     **{make.__name__: make for make in (layers, popular, ranges, verdicts, gemms, hopper_gemms)},
     **{make.__name__: make for make in (heuristics, bandwidth)},
     **{make.__name__: make for make in (reference, efficiency, bitnet, blocks, costs, budgets)},

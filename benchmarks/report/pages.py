@@ -278,8 +278,9 @@ class Results:
             "# A step of a whole model",
             "Microseconds of GPU time in one step by kind of kernel, recorded by vLLM's profiler (that of PyTorch). "
             "The profiler slows the host, so `idle`, the time when no kernel ran, is an upper bound. GEMMs include "
-            "lm_head; norms and activations that are fused with quantization count as quantization. e2e_profile.csv "
-            "has each kernel.",
+            "lm_head; norms and activations that are fused with quantization count as quantization. Our kernels "
+            "start before the previous one has ended, and the time for which they wait for it counts as theirs: the "
+            "kinds add up to more than the step, above all in decode. e2e_profile.csv has each kernel.",
         ]
         rows = profile.rows.assign(system=system_names(profile.rows))
         steps = dict(iter(rows.groupby(["model", "dtype", "stage", "M"])))
