@@ -22,11 +22,11 @@ from torch import Tensor
 
 from slidesparse.calibrate.finetune import InputRounder
 from slidesparse.calibrate.inputs import gather_statistics, host_memory
-from slidesparse.calibrate.models import CAUSAL, MULTIMODAL, Block, fast_products
+from slidesparse.calibrate.models import Block, fast_products
 from slidesparse.calibrate.pipeline import Position, block_counter, quantize_skipped, restore_block, walk
 from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.calibrate.task import Progress, Task
-from slidesparse.checkpoint.architectures import WEIGHT
+from slidesparse.checkpoint.architectures import CAUSAL, MULTIMODAL, WEIGHT
 from slidesparse.checkpoint.storage import Checkpoint, Reader
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
@@ -66,7 +66,7 @@ def layer_losses(
     if task.model.is_decoder and not task.model.is_language_model:
         raise CalibrationError(
             f"a budget can be measured only for encoders and language models (...{CAUSAL} or ...{MULTIMODAL}), but "
-            f"{task.model.use}: give a pattern instead, such as --sparsity 6:8"
+            f"{task.model.other_use}: give a pattern instead, such as --sparsity 6:8"
         )
     losses: Losses = {}
     with suppress(ValueError, TypeError):  # a damaged file is measured again

@@ -33,15 +33,17 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
-from slidesparse.checkpoint.architectures import ROOT, SCALE, WEIGHT, architecture_of, size_of
-from slidesparse.checkpoint.storage import (
-    DTYPES,
-    MODULES,
-    Checkpoint,
-    CheckpointError,
-    Reader,
-    text_config,
+from slidesparse.checkpoint.architectures import (
+    CAUSAL,
+    MULTIMODAL,
+    ROOT,
+    SCALE,
+    WEIGHT,
+    architecture_of,
+    other_use,
+    size_of,
 )
+from slidesparse.checkpoint.storage import DTYPES, Checkpoint, CheckpointError, Reader, text_config
 from slidesparse.errors import CalibrationError, shown
 
 Config = Mapping[str, Any]
@@ -115,7 +117,6 @@ LANGUAGE_MODELS |= dict.fromkeys(("qwen3", "qwen3_vl_text"), "Qwen3")
 LANGUAGE_MODELS |= dict.fromkeys(
     ("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), "Qwen2"
 )
-CAUSAL, MULTIMODAL = "ForCausalLM", "ForConditionalGeneration"
 _EMBEDDING, _HEAD = re.compile(rf"({ROOT})embed_tokens\.weight"), re.compile(rf"{ROOT}lm_head\.weight")
 _HEADS = (CAUSAL, "Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 ROPES = ("default", "linear", "llama3", "longrope", "yarn")
@@ -193,15 +194,12 @@ class LayeredModel:
     @property
     def is_language_model(self) -> bool:
         """Whether it is a decoder that predicts tokens."""
-        causal = str(architecture_of(self.checkpoint.config)).endswith((CAUSAL, MULTIMODAL))
-        return self.is_decoder and causal and not self.checkpoint.is_embedding_model
+        return self.other_use is None
 
     @property
-    def use(self) -> str:
-        """The use of the model according to its files, as text."""
-        if self.checkpoint.is_embedding_model:
-            return f"{MODULES} marks this as an embedding model"
-        return f"config.json names {architecture_of(self.checkpoint.config)}"
+    def other_use(self) -> str | None:
+        """See `slidesparse.checkpoint.architectures.other_use`."""
+        return other_use(self.checkpoint.folder, self.checkpoint.config)
 
     @property
     def stages(self) -> Stages:

@@ -13,9 +13,9 @@ import torch
 import slidesparse
 from slidesparse import methods
 from slidesparse.calibrate.inputs import choose_storage
-from slidesparse.calibrate.models import CAUSAL, MULTIMODAL, LayeredModel, open_model
+from slidesparse.calibrate.models import LayeredModel, open_model
 from slidesparse.calibrate.samples import SAMPLES, Samples, load_samples
-from slidesparse.checkpoint.architectures import WEIGHT
+from slidesparse.checkpoint.architectures import CAUSAL, MULTIMODAL, WEIGHT
 from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.errors import CalibrationError, EnvironmentFault
@@ -219,7 +219,7 @@ def prepare(
             )
     if calibration.distill and not model.is_language_model:
         raise CalibrationError(
-            f"--distill is for language models (...{CAUSAL} or ...{MULTIMODAL}), but {model.use}; leave it out"
+            f"--distill is for language models (...{CAUSAL} or ...{MULTIMODAL}), but {model.other_use}; leave it out"
         )
     samples = load_samples(calibration.data, model, calibration.samples, calibration.seqlen, seed)
     device = _device(calibration.device)

@@ -12,9 +12,10 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from slidesparse.checkpoint.storage import MAX_DIMENSION_SIZE, CheckpointError, text_config
+from slidesparse.checkpoint.storage import MAX_DIMENSION_SIZE, MODULES, CheckpointError, text_config
 from slidesparse.errors import shown
 
 # Output heads, embeddings and routers are never pruned, even if a user's regex matches them
@@ -131,6 +132,17 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
+CAUSAL, MULTIMODAL = "ForCausalLM", "ForConditionalGeneration"  # ends of the names of language models
+
+
+def _kind(architecture: str) -> str:
+    """Return the name of an architecture without its head."""
+    return re.sub(r"(Model|For[A-Z]\w+)\Z", "", architecture)
+
+
+_KINDS = dict.fromkeys(map(_kind, FAMILIES))
+
+
 def is_expert(layer: str) -> bool:
     """Return whether a layer is the matrix of one routed expert."""
     return _EXPERT.match(layer) is not None
@@ -240,6 +252,20 @@ def architecture_of(config: Mapping[str, Any]) -> str | None:
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
 
 
+def other_use(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """Return what in its files says that a model is not a language model, as text, or None if nothing does.
+
+    Of unknown architectures, some that predict the next token are called Model, too.
+    """
+    architecture = architecture_of(config) or ""
+    headless = _kind(architecture) in _KINDS and not architecture.endswith((CAUSAL, MULTIMODAL))
+    if headless or re.search(r"Bert|Roberta", architecture):
+        return f"config.json names {architecture}"
+    if (folder / MODULES).exists():
+        return f"{MODULES} marks this as an embedding model"
+    return None
+
+
 def size_of(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """Return a size from config.json, or ``default`` if it is missing.  Raises CheckpointError for an invalid size."""
     value = default if config.get(key) is None else config[key]
@@ -275,9 +301,8 @@ def family_of(config: Mapping[str, Any], tensors: Iterable[str] = (), linear: st
             if architecture
             else "config.json names no architecture"
         )
-        kinds = dict.fromkeys(re.sub(r"(Model|For[A-Z]\w+)\Z", "", name) for name in FAMILIES)
         raise CheckpointError(
-            f"{problem}; known are {', '.join(kinds)}, each with its usual heads. For another, name its linear layers "
+            f"{problem}; known are {', '.join(_KINDS)}, each with its usual heads. For another, name its linear layers "
             "yourself: --linear REGEX, searched in the names that slidesparse inspect shows"
         )
     return FAMILIES[architecture]

@@ -67,12 +67,12 @@ def perplexity(
     log: Log = None,
     as_json: Json = False,
 ) -> None:
-    """Measure the perplexity of a decoder; with --against, also top-1 agreement and KL divergence."""
-    from slidesparse.evaluate.perplexity import measure
-    from slidesparse.evaluate.texts import config_of, window_of, windows
+    """Measure the perplexity of a language model; with --against, also top-1 agreement and KL divergence."""
+    from slidesparse.evaluate.perplexity import measure, require_language_model
+    from slidesparse.evaluate.texts import window_of, windows
 
     for folder in filter(None, (model, against)):
-        config_of(folder)  # raises an error unless it is a checkpoint
+        require_language_model(folder)
     if seqlen is None:
         seqlen = window_of(model, *([against] if against else []))
     ids = windows(data, model, seqlen, samples)
@@ -105,7 +105,7 @@ def embedding(
     log: Log = None,
     as_json: Json = False,
 ) -> None:
-    """Measure an encoder: cosine to the embeddings of --against, and for query-text pairs also retrieval."""
+    """Measure embeddings: cosine to those of --against, and for query-text pairs also retrieval."""
     from slidesparse.evaluate.embedding import measure
     from slidesparse.evaluate.texts import config_of, longest_text_of, texts_or_pairs
 

@@ -1,4 +1,4 @@
-"""``slidesparse eval embedding``: compare the embeddings of two served encoders, and measure retrieval."""
+"""``slidesparse eval embedding``: compare the embeddings of two served models, and measure retrieval."""
 
 from __future__ import annotations
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from slidesparse.checkpoint.architectures import CAUSAL, MULTIMODAL, other_use
 from slidesparse.checkpoint.tokens import require_ids
 from slidesparse.errors import SlideSparseError
 from slidesparse.evaluate.engine import Engine, Scored
 from slidesparse.evaluate.intervals import Array, Interval, bootstrap, ratio
-from slidesparse.evaluate.texts import vocabulary_of
+from slidesparse.evaluate.texts import config_of, vocabulary_of
 from slidesparse.evaluate.worker import MAX_LOGPROBS_AT_ONCE
 
 TOP = 20  # most likely tokens to compare, vLLM's default limit; -1 for all
@@ -63,6 +64,16 @@ class Perplexity:
                 "against_served_by": self.against_served_by,
             }
         return fields
+
+
+def require_language_model(folder: Path) -> None:
+    """Raise SlideSparseError for a folder that is no checkpoint, and for a model that does not predict tokens."""
+    use = other_use(folder, config_of(folder))
+    if use:
+        raise SlideSparseError(
+            f"{folder}: perplexity is for language models (...{CAUSAL} or ...{MULTIMODAL}), but {use}; if it embeds "
+            "texts, run slidesparse eval embedding"
+        )
 
 
 def measure(

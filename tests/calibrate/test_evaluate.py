@@ -258,6 +258,47 @@ def test_token_ids_beyond_the_vocabulary_are_refused(
         ) in process.err
 
 
+@pytest.mark.parametrize(
+    ("architecture", "refused"),
+    [
+        ("BertModel", True),
+        ("ModernBertForMaskedLM", True),
+        ("LlamaModel", True),
+        ("Phi3Model", True),
+        ("Qwen2ForSequenceClassification", True),
+        ("LlamaForCausalLM", False),
+        ("GPT2LMHeadModel", False),
+        ("InternVLChatModel", False),
+        ("MossAudioModel", False),
+    ],
+)
+def test_perplexity_of_other_than_language_models_is_refused(
+    folder: Path, without_engine: list[Any], architecture: str, refused: bool
+) -> None:
+    """The engine is not started, neither for such a model nor for such a reference."""
+    config = {"architectures": [architecture], "vocab_size": 26}
+    (folder / "other" / "config.json").write_text(json.dumps(config))
+    (folder / "a.txt").write_text("a b c d")
+    write_tokenizer(folder / "other", "abcd")
+    data = ("--data", folder / "a.txt", "--seqlen", 4)
+    for models in ((folder / "other",), (folder, "--against", folder / "other")):
+        process = Done("eval", "perplexity", *models, *data)
+        assert process.code == (2 if refused else 0)
+        assert bool(without_engine) != refused
+        fact = f"{folder / 'other'}: perplexity is for language models (...ForCausalLM or ...ForConditionalGeneration)"
+        fact += f", but config.json names {architecture}; if it embeds texts, run slidesparse eval embedding"
+        assert (fact in process.err) == refused
+
+
+def test_perplexity_of_sentence_transformers_is_refused(folder: Path, without_engine: list[Any]) -> None:
+    """As vLLM embeds texts with such a model even if it is a decoder."""
+    (folder / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    (folder / "modules.json").write_text("[]")
+    process = Done("eval", "perplexity", folder, "--data", "missing.txt")
+    assert (process.code, without_engine) == (2, [])
+    assert "but modules.json marks this as an embedding model; if it" in process.err
+
+
 def test_top_beyond_the_vocabulary_is_refused(folder: Path, without_engine: list[Any]) -> None:
     with pytest.raises(SlideSparseError, match=r"--top 27 is more than the 26 tokens .*; use -1 for all"):
         perplexity.measure(folder, [[1] * 4], None, 27)
