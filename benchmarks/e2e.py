@@ -57,9 +57,8 @@ PLUGIN_GROUPS = tuple(
 )
 
 DECODE_PROMPT_LEN = 16  # tokens, by default
-PREFILL_TOKENS = (
-    16384  # of a step that prefills the prompts of decode: vLLM's own limit for offline use on these GPUs
-)
+# Of a step that prefills the prompts of decode: vLLM's own limit for offline use on these GPUs.
+PREFILL_TOKENS = 16384
 WARMUP_STEPS = 2  # of prefill, before the clock starts; decode warms up with all its sequences
 MIN_SEQUENCES = 256  # vLLM's own limit while serving: the CUDA graphs it captures depend on it
 # Room for prompts, beyond a quarter of their length: a random one may be longer than requested, and vLLM refuses a text

@@ -41,11 +41,8 @@ OTHER_COLUMNS = {
     **{f"{CUSPARSELT} {name}": f"`{CUSPARSELT}` {name}" for name in ("6:8", "2:4")},
 }
 PATTERNS = ("2:4", "4:6", "6:8", "8:10")
-CONTEXTS = {
-    16: "e2e",
-    2048: "e2e_context_2048",
-    8192: "e2e_context_8192",
-}  # tokens of a prompt, and the table
+# Tokens of a prompt, and the table.
+CONTEXTS = {16: "e2e", 2048: "e2e_context_2048", 8192: "e2e_context_8192"}
 CONTEXT_BATCHES = (16, 32, 64, 128)
 CONTEXT_COLUMNS = {BLOCKS: "not pruned", "6:8": "6:8", "2:4": "2:4"}
 QWEN, LLAMA = "Qwen2.5-7B", "Llama3.2-1B"
