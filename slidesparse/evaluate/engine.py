@@ -27,7 +27,7 @@ CONTINUED_ERROR = re.compile(r"ValidationError: \d+ ")  # from pydantic; the nex
 # Make the log contain the plugin's line, whatever the user configured
 LOGGING = {"VLLM_CONFIGURE_LOGGING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
 LOGGING_CONFIG = "VLLM_LOGGING_CONFIG_PATH"
-MAX_LINES = 5  # lines of the log in an error message
+MAX_LINES, MAX_CHARACTERS = 5, 500  # lines of the log in an error message, and characters of each
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _environment(stock: bool) -> dict[str, str]:
 
 
 def find_errors(log: str) -> str:
-    """Return the lines of vLLM's log with the errors raised, or else its last lines."""
+    """Return the lines of vLLM's log with the errors raised, or else its last lines; long ones are shortened."""
     lines = log.splitlines()
     raised = []
     for i, line in enumerate(lines):
@@ -115,4 +115,5 @@ def find_errors(log: str) -> str:
             raised.append(line)
             if CONTINUED_ERROR.search(line) and i + 1 < len(lines):
                 raised.append(lines[i + 1])
-    return "\n".join(raised[:MAX_LINES] or lines[-MAX_LINES:])
+    found = raised[:MAX_LINES] or lines[-MAX_LINES:]
+    return "\n".join(line[:MAX_CHARACTERS] + " ..." * (len(line) > MAX_CHARACTERS) for line in found)

@@ -258,6 +258,21 @@ def test_token_ids_beyond_the_vocabulary_are_refused(
         ) in process.err
 
 
+def test_errors_in_a_log_are_few_and_short() -> None:
+    """vLLM's message about an unknown weight lists every parameter of the model on one line."""
+    unknown = (
+        "(Worker pid=7) ValueError: There is no module or parameter named 'x'; available: "
+        + "a.weight, " * 500
+    )
+    text = engine.find_errors("\n".join(["INFO starting", unknown, *["RuntimeError: the engine died"] * 9]))
+    first, *others = text.splitlines()
+    assert first.startswith("(Worker pid=7) ValueError: There is no module or parameter named 'x'")
+    assert first.endswith(" ...")
+    assert len(first) < 600
+    assert others == ["RuntimeError: the engine died"] * 4
+    assert engine.find_errors("INFO starting\nsegmentation fault") == "INFO starting\nsegmentation fault"
+
+
 @pytest.mark.parametrize(
     ("architecture", "refused"),
     [
