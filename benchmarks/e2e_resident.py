@@ -38,6 +38,7 @@ from slidesparse.checkpoint.storage import text_config
 
 BLOCK = 16  # tokens of a block of vLLM's KV cache
 CACHE_HEADROOM = 1.1  # relative to what the runs need: finished sequences are still there when new ones begin
+MIN_CACHE = 4096  # tokens; with less than two of a CPU's blocks, which are larger, vLLM waits forever
 ROOT = Path(__file__).resolve().parents[1]  # the folder from which engines import this package
 WORKER = (sys.executable, "-m", "benchmarks.e2e_worker")
 # --gpu-memory-utilization: the cache's size is given, so this only has to be free at the start.
@@ -84,7 +85,7 @@ def cache_tokens(runs: Sequence[Run]) -> int:
         tokens = -(-(size.prompt + size.output) // BLOCK) * BLOCK
         sequences = run.m if run.stage == DECODE else min(size.sequences, 2 * run.m // size.prompt + 1)
         needed = max(needed, tokens * sequences)
-    return int(needed * CACHE_HEADROOM)
+    return max(int(needed * CACHE_HEADROOM), MIN_CACHE)
 
 
 def bytes_per_token(folder: Path) -> int:

@@ -13,6 +13,7 @@ from packaging.version import Version
 from benchmarks import e2e_runs
 from benchmarks.e2e import Workload, command, environment, runs
 from benchmarks.e2e_models import E2eError, Model, find_model
+from benchmarks.e2e_resident import cache_tokens
 from benchmarks.e2e_runs import Figures, RunError, check_log, check_room, read_figures
 
 
@@ -134,6 +135,13 @@ def test_log_identifies_the_system(tmp_path: Path) -> None:
     mixed = sparse.replace("6:8 (2 of every 8 pruned", "2:4@50% (2 of every 4 pruned in 50% of the blocks")
     with pytest.raises(RunError, match=r"served 2:4@50% .* not .* 6:8"):
         check_log(by["sparse"], mixed)
+
+
+def test_the_cache_of_an_engine_holds_its_largest_run(tmp_path: Path) -> None:
+    """Few short sequences still get some blocks of a CPU, of 128 tokens, without which vLLM waits forever."""
+    small, large = one_run(tmp_path / "a", "decode", m=2), one_run(tmp_path / "b", "decode", m=64)
+    assert cache_tokens([small]) == 4096
+    assert cache_tokens([small, large]) == int(1.1 * 64 * (16 + 256))
 
 
 def test_a_cache_too_small_for_m_is_refused(tmp_path: Path) -> None:
