@@ -27,9 +27,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow, pytest.mark.a
 
 MODEL = "Qwen2.5-7B"
 ROUNDS = 3
-# Times of stock's dense load, at most. Measured were 1.2 to 1.3 for the dense layout, where each weight is also
-# rewritten as the kernels read it, and 1.6 to 1.8 for the packed one, where each weight is expanded before.
-TIMES = {"dense": 1.5, "packed": 2.0}
+TIMES = 1.2  # of the dense load, at most
 # Size of a packed 6:8 weight relative to the dense one (half of 1.5 K values, and two bits for each), and the share of
 # the saving that must be visible: torch allocates blocks of 2 MiB, which weights of 11 to 122 MiB do not fill.
 PACKED, SEEN = 15 / 16, 0.8
@@ -50,7 +48,7 @@ def load(folder: Path, stock: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("quant", "layout"), [("int8", "dense"), ("fp8", "dense"), ("int8", "packed")])
 def test_sparse_7b_loads_in_time_and_memory_of_the_dense_one(tmp_path: Path, quant: str, layout: str) -> None:
-    """The median time is at most TIMES of stock's, the peak at most one decoder layer higher, and less memory is
+    """The median time is at most 1.2 times stock's, the peak at most one decoder layer higher, and less memory is
     allocated afterwards.
     """
     backend = require_served()
@@ -72,4 +70,4 @@ def test_sparse_7b_loads_in_time_and_memory_of_the_dense_one(tmp_path: Path, qua
     )
     assert peaks[1] <= peaks[0] + LAYER_MIB
     assert resident[0] - resident[1] >= SEEN * (1 - PACKED) * LAYERS * LAYER_MIB
-    assert seconds[1] <= TIMES[layout] * seconds[0]
+    assert seconds[1] <= TIMES * seconds[0]
