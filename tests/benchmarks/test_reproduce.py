@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from benchmarks import e2e, reproduce
 from benchmarks.cli import app
 from slidesparse.cli.main import app as product
+from slidesparse.convert.synth_model import PUBLIC
 from slidesparse.errors import ENVIRONMENT, FAILED
 from slidesparse.tune.measure import Deadline
 
@@ -107,7 +108,8 @@ def test_every_command_has_valid_options(tmp_path: Path, monkeypatch: pytest.Mon
                     write_config(path, None if path.name == "dense" else path.name, synth_command[5])
                     / "config.json"
                 )
-                content = json.loads(config.read_text()) | {"max_position_embeddings": 16384}
+                positions = PUBLIC[synth_command[2]]["max_position_embeddings"]
+                content = json.loads(config.read_text()) | {"max_position_embeddings": positions}
                 config.write_text(json.dumps(content))
         program, *arguments = step.command
         if program == "e2e":
