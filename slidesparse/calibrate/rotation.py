@@ -23,7 +23,7 @@ from torch import Tensor
 
 from slidesparse.calibrate.models import HEAD, LayeredModel, is_tied
 from slidesparse.checkpoint.architectures import architecture_of
-from slidesparse.checkpoint.storage import MODULES, Checkpoint, Reader
+from slidesparse.checkpoint.storage import MODULES, Checkpoint, Reader, is_embedding_model
 
 KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3")
 # The tensors that a model of KINDS may have; any other might read the residual stream and is not rotated
@@ -54,7 +54,7 @@ def rotation_obstacle(checkpoint: Checkpoint) -> str | None:
         return (
             f"{architecture or 'a model without a named architecture'} is not one of {', '.join(supported)}"
         )
-    if checkpoint.is_embedding_model:
+    if is_embedding_model(checkpoint.folder):
         return f"{MODULES} marks this as an embedding model, whose embeddings rotation would change"
     unknown = next((name for name in checkpoint.tensors if not _TENSOR.fullmatch(name)), None)
     return f"tensor {unknown} is not one that rotation knows how to transform" if unknown else None

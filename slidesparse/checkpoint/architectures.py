@@ -15,7 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slidesparse.checkpoint.storage import MAX_DIMENSION_SIZE, MODULES, CheckpointError, text_config
+from slidesparse.checkpoint.storage import (
+    MAX_DIMENSION_SIZE,
+    MODULES,
+    CheckpointError,
+    is_embedding_model,
+    text_config,
+)
 from slidesparse.errors import shown
 
 # Output heads, embeddings and routers are never pruned, even if a user's regex matches them
@@ -261,7 +267,7 @@ def other_use(folder: Path, config: Mapping[str, Any]) -> str | None:
     headless = _kind(architecture) in _KINDS and not architecture.endswith((CAUSAL, MULTIMODAL))
     if headless or re.search(r"Bert|Roberta", architecture):
         return f"config.json names {architecture}"
-    if (folder / MODULES).exists():
+    if is_embedding_model(folder):
         return f"{MODULES} marks this as an embedding model"
     return None
 

@@ -182,11 +182,6 @@ class Checkpoint:
         with checkpoint.reader() as reader:
             return replace(checkpoint, tensors=_joined(checkpoint, reader))
 
-    @property
-    def is_embedding_model(self) -> bool:
-        """Whether sentence-transformers embeds texts with it, so that its last hidden states are its output."""
-        return (self.folder / MODULES).exists()
-
     def quantization_config(self) -> dict[str, Any] | None:
         """Return ``quantization_config`` of config.json, or its older form ``compression_config``, or None.
 
@@ -219,6 +214,11 @@ class Checkpoint:
     def reader(self) -> Reader:
         """Return a context manager for reading tensors; `Reader.rows` may be called from several threads."""
         return Reader(self)
+
+
+def is_embedding_model(folder: Path) -> bool:
+    """Return whether sentence-transformers embeds texts with a model: its last hidden states are then its output."""
+    return (folder / MODULES).exists()
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
