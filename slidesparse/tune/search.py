@@ -18,7 +18,8 @@ from slidesparse.gemm.problem import TN, Layout, LibraryError, Plan, Problem
 from slidesparse.tune.inputs import Operands
 from slidesparse.tune.measure import EXACT_US, QUICK_US, SAMPLES, Clock, Launch, Replay, Timing
 
-FINALISTS = 3
+FINALISTS = 6  # that are timed precisely; quick estimates of equally fast algorithms differ by some percent
+KEPT = 3  # finalists in the result
 SPLIT_K_CANDIDATES = 4  # algorithms whose split-K variants are tried, the fastest ones
 FINAL_SAMPLES = 5  # samples of each finalist; the winner gets the rest of SAMPLES
 MAX_SLOWDOWN = 2.0  # algorithms slower than this many times the best so far are not timed further
@@ -34,7 +35,7 @@ class SearchResult:
 
     algorithm: str
     timing: Timing
-    others: tuple[tuple[str, float], ...]  # the other finalists, the fastest first, and their microseconds
+    others: tuple[tuple[str, float], ...]  # the KEPT - 1 next fastest finalists, and their microseconds
     tried: int
     refused: int
     wrong: int
@@ -159,7 +160,7 @@ def time_finalists(
         replays.append((candidate, replay, replay.samples(FINAL_SAMPLES)))
     (winner, replay, samples), *others = sorted(replays, key=lambda entry: Timing.of(entry[2]).p50)
     samples = samples + replay.samples(SAMPLES - FINAL_SAMPLES)
-    slower = tuple((candidate.algorithm, Timing.of(times).p50) for candidate, _, times in others)
+    slower = tuple((candidate.algorithm, Timing.of(times).p50) for candidate, _, times in others[: KEPT - 1])
     return SearchResult(winner.algorithm, Timing.of(samples, replay.graphed), slower, tried, refused, wrong)
 
 

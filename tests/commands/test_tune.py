@@ -26,7 +26,7 @@ from slidesparse.tune import machine, measure, shapes
 from slidesparse.tune.inputs import Inputs
 from slidesparse.tune.jobs import gemm_jobs, tune
 from slidesparse.tune.measure import EXACT_US, MAX_COPIES, SAMPLES, Timing, copies_for, launches_for
-from slidesparse.tune.search import FINAL_SAMPLES, SearchResult, outputs_agree, search
+from slidesparse.tune.search import FINAL_SAMPLES, FINALISTS, SearchResult, outputs_agree, search
 from slidesparse.tune.session import served_outputs
 from slidesparse.tune.shapes import Layer, ShapeError
 
@@ -60,16 +60,14 @@ def test_search_takes_the_fastest_correct_algorithm(problem: Problem) -> None:
 
 
 def test_search_times_only_finalists_thoroughly() -> None:
-    library = FakeLibrary(times={"good": 10.0, "b": 11.0, "c": 12.0, "d": 13.0, "awful": 500.0})
+    names = [f"a{i}" for i in range(FINALISTS + 2)]
+    library = FakeLibrary(times={name: 10.0 + i for i, name in enumerate(names)} | {"awful": 500.0})
     clock = FakeClock(library)
-    assert find(library, INT8, clock).algorithm == "good"
+    result = find(library, INT8, clock)
+    assert (result.algorithm, [name for name, _ in result.others]) == ("a0", ["a1", "a2"])
     quick = 2
-    assert clock.sampled == {
-        "good": quick + SAMPLES,
-        "b": quick + FINAL_SAMPLES,
-        "c": quick + FINAL_SAMPLES,
-        "d": quick,
-    }
+    finalists = dict.fromkeys(names[1:FINALISTS], quick + FINAL_SAMPLES)
+    assert clock.sampled == {"a0": quick + SAMPLES, **finalists, **dict.fromkeys(names[FINALISTS:], quick)}
 
 
 def test_search_tries_split_k_only_for_fast_algorithms() -> None:
