@@ -7,7 +7,7 @@ fastest and what an algorithm's name means.  A file ships with the package, or i
      "entries": {"int8 -> bf16, scale both, bias no, n 4608, k 5376": {
          "64": {"algorithm": "...", "us": 9.1, "others": {"...": 9.2, "...": 9.4}, "tried": 60}}}}
 
-``others`` are the second and third of ``tried`` algorithms; a table may lack both.
+``others`` are the second and third of ``tried`` algorithms.  A shipped table has neither: ``"64": ["...", 9.1]``.
 """
 
 from __future__ import annotations
@@ -136,14 +136,18 @@ def select_algorithm(
 ) -> tuple[str | None, str]:
     """Return the algorithm to use for ``problem``, and its origin as text; "" if it was tuned for that shape.
 
-    An untuned shape uses the algorithm of a near tuned one (see `nearest_algorithm`), else the one for fewer tokens,
-    else None: the library's own choice.  A bias does not matter, so it is ignored.
+    An untuned shape uses the algorithm of a near tuned one (see `nearest_algorithm`), else of one tuned on another GPU
+    of the same compute capability, else the one for fewer tokens, else None: the library's own choice.  A bias does not
+    matter, so it is ignored.
     """
     plain = replace(problem, bias=False)
     if algorithm := tuned_algorithm(subject, plain):
         return algorithm, ""
     if algorithm := nearest_algorithm(subject, plain, max_distance, suits):
         return algorithm, "that of a near tuned shape"
+    for other in _similar_gpus(subject):
+        if algorithm := nearest_algorithm(other, plain, max_distance, suits):
+            return algorithm, f"one that was tuned on an {other.gpu}"
     if algorithm := tuned_algorithm(subject, plain, any_tokens=True):
         return algorithm, "that for fewer tokens"
     return None, "its own heuristic"
@@ -256,12 +260,17 @@ def _to_text(subject: Subject, entries: Entries) -> str:
     return head + ',\n "entries": {\n' + ",\n".join(shapes) + "\n }\n}\n"
 
 
-def _entry_to_json(best: Tuned) -> dict[str, Any]:
-    searched = {"others": {algorithm: round(us, 3) for algorithm, us in best.others}, "tried": best.tried}
-    return {"algorithm": best.algorithm, "us": round(best.us, 3)} | (searched if best.tried else {})
+def _entry_to_json(best: Tuned) -> dict[str, Any] | list[Any]:
+    if not best.tried:
+        return [best.algorithm, round(best.us, 3)]
+    others = {algorithm: round(us, 3) for algorithm, us in best.others}
+    return {"algorithm": best.algorithm, "us": round(best.us, 3), "others": others, "tried": best.tried}
 
 
 def _entry_from_json(entry: Any) -> Tuned:
+    if isinstance(entry, list):
+        algorithm, us = entry
+        return Tuned(str(algorithm), float(us))
     others = tuple((str(algorithm), float(us)) for algorithm, us in entry.get("others", {}).items())
     return Tuned(str(entry["algorithm"]), float(entry["us"]), others, int(entry.get("tried", 0)))
 
@@ -278,6 +287,15 @@ def _write_atomically(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+@cache
+def _similar_gpus(subject: Subject) -> tuple[Subject, ...]:
+    """Return other GPUs of this compute capability that tables of this library ship for, the largest table first."""
+    pattern = "*" + replace(subject, gpu="").file_name
+    paths = sorted(SHIPPED_TABLES.glob(pattern), key=lambda path: -path.stat().st_size)
+    names = [json.loads(path.read_text(encoding="utf-8"))["gpu"] for path in paths]
+    return tuple(replace(subject, gpu=name) for name in names if name != subject.gpu)
 
 
 @cache

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,8 @@ import pytest
 from slidesparse.gemm import tuned
 from slidesparse.gemm.problem import Problem
 from slidesparse.gemm.tuned import Subject, TableError, Tuned
+from slidesparse.pattern import round_up
+from slidesparse.tune.shapes import parse_shapes, slided_columns
 
 SUBJECT = Subject("cusparselt", "0.8.0", "NVIDIA H200", (9, 0))
 FILE = "nvidia-h200_sm90_cusparselt-0.8.0.json"
@@ -27,6 +31,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Use a new folder for the user's tables, and no shipped tables."""
     monkeypatch.setenv(tuned.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(tuned, "SHIPPED_TABLES", tmp_path / "shipped")
+    tuned._similar_gpus.cache_clear()
     tuned.note_untuned.cache_clear()
     tuned.note_refused.cache_clear()
     return tmp_path / "cache" / "tuned"
@@ -106,7 +111,7 @@ def test_table_file_format() -> None:
         "version": "0.8.0",
     }
     key = "int8 -> bf16, scale both, bias no, n 4608, k 5376"
-    assert entries == {key: {"64": {"algorithm": "a", "us": 1.0}}}
+    assert entries == {key: {"64": ["a", 1.0]}}
 
 
 def test_save_keeps_runners_up_and_search_size(cache: Path) -> None:
@@ -114,10 +119,14 @@ def test_save_keeps_runners_up_and_search_size(cache: Path) -> None:
     save_results((64, "plain"))
     best = Tuned("a", 1.0, (("b", 1.25), ("c", 1.5)), 60)
     tuned.save(SUBJECT, [(replace(PROBLEM, m=128), best)])
-    save_results((256, "plain"))
+    path = save_results((256, "plain"))
+    before = '{"algorithm": "plain", "us": 1.0}'  # as tables were written before 0.2.0
+    path.write_text(path.read_text().replace('["plain", 1.0]', before))
+    tuned._merged_table.cache_clear()
+    save_results((512, "new"))
     assert tuned.find_entry(SUBJECT, replace(PROBLEM, m=128)) == best
     (entries,) = json.loads((cache / FILE).read_text())["entries"].values()
-    assert entries["64"] == entries["256"] == {"algorithm": "plain", "us": 1.0}
+    assert entries["64"] == entries["256"] == ["plain", 1.0]
     assert entries["128"] == {"algorithm": "a", "us": 1.0, "others": {"b": 1.25, "c": 1.5}, "tried": 60}
 
 
@@ -216,6 +225,24 @@ def test_empty_entry_is_ignored() -> None:
     assert tuned.select_algorithm(SUBJECT, PROBLEM) == (None, "its own heuristic")
 
 
+def test_a_gpu_without_a_table_uses_another_of_its_compute_capability() -> None:
+    """The library must accept the algorithm for this GPU; the GPU's own table and near shapes come first."""
+    tuned.SHIPPED_TABLES.mkdir()
+    near = replace(PROBLEM, n=2 * PROBLEM.n)
+    for subject, algorithm in ((SUBJECT, "a"), (replace(SUBJECT, gpu="Old", capability=(8, 0)), "old")):
+        path = tuned.save(subject, [(PROBLEM, Tuned(algorithm, 1.0))])
+        path.rename(tuned.SHIPPED_TABLES / path.name)
+    tuned._merged_table.cache_clear()
+    other = replace(SUBJECT, gpu="NVIDIA H20")
+    for problem in (PROBLEM, near):
+        assert tuned.select_algorithm(other, problem) == ("a", "one that was tuned on an NVIDIA H200")
+    assert tuned.select_algorithm(other, near, 0.5) == (None, "its own heuristic")
+    assert tuned.select_algorithm(other, PROBLEM, suits=lambda name: name != "a")[0] is None
+    assert tuned.select_algorithm(replace(other, version="0.9"), PROBLEM)[0] is None
+    tuned.save(other, [(near, Tuned("own", 1.0))])
+    assert tuned.select_algorithm(other, PROBLEM) == ("own", "that of a near tuned shape")
+
+
 def test_untuned_shape_is_logged_once_with_the_command(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "slidesparse"):
         for _ in range(2):
@@ -231,3 +258,26 @@ def test_untuned_shape_is_logged_once_with_the_command(caplog: pytest.LogCapture
     assert second.endswith("slidesparse tune --library cublaslt --dtype int8 --shapes 4608x5376")
     assert "refuses the algorithm 7" in third
     assert third.endswith("too large")
+
+
+def test_documented_shapes_are_tuned() -> None:
+    """See "Tuned models" in docs/install.md: each shape at these patterns, in both types, on an H200."""
+    root = Path(__file__).parents[2]
+    rows = re.findall(r"^\| (.+) \| `([0-9x,]+)` \|$", (root / "docs/install.md").read_text(), re.MULTILINE)
+    assert len(rows) > 25
+    path = root / "slidesparse/tuned_tables/nvidia-h200_sm90_hopper-4.json"
+    entries = json.loads(path.read_text())["entries"].keys()
+    few = ("2:4", "4:6", "6:8", "8:10")
+    for model, shapes in rows:
+        every = model in {"Llama-3.2-1B", "Llama-3.2-3B", "Qwen2.5-7B", "Qwen2.5-14B", "BitNet b1.58 2B"}
+        patterns = (*few, "10:12", "12:14", "14:16", "16:18", "2_inf") if every else few
+        for layer in parse_shapes(shapes):
+            for dtype, (blocks, k) in product(
+                ("int8", "fp8"),
+                [
+                    *(("2:4", slided_columns(layer.k, pattern, 128)) for pattern in patterns),
+                    *((blocks, round_up(layer.k, 128)) for blocks in ("dense", "mixed")),
+                ],
+            ):
+                problem = Problem(dtype, "bf16", layer.n, k, 1, "both", blocks=blocks)
+                assert str(tuned.Shape.of_problem(problem)) in entries, (model, problem)

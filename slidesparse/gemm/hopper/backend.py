@@ -239,9 +239,9 @@ class Hopper(CudaBackend):
     def _configuration_table(self, layer: Layer, device: torch.device) -> list[tuple[int, tuple[str, ...]]]:
         """Return the configurations of a layer by number of tokens, see `native.make_plan`.
 
-        They are the same for outputs in BF16 and FP16, with and without a bias.  Where no near tuned shape has one that
-        suits, it is the one that the cost model predicts to be fastest.  Weights with dense blocks use those of 2:4
-        blocks unless they were tuned themselves; slid weights have no dense blocks.
+        They are the same for outputs in BF16 and FP16, with and without a bias.  Where no near shape that was tuned on
+        this GPU or a similar one has one that suits, it is the one that the cost model predicts to be fastest.  Weights
+        with dense blocks use those of 2:4 blocks unless they were tuned themselves; slid weights have no dense blocks.
         """
         table: list[tuple[int, tuple[str, ...]]] = []
         if layer.n == 0:
