@@ -54,7 +54,7 @@ WHOLE_MODELS = (
 ROUNDS = 2
 E2E_STEPS = ("--prefill-steps", "8", "--decode-steps", "128")
 # Decode of longer prompts, each in a table of its own: tokens of a prompt, and the batch sizes.
-CONTEXTS = {("Qwen2.5-7B", "int8"): {2048: "16,64,128", 8192: "16,32"}}
+CONTEXTS = {("Qwen2.5-7B", dtype): {2048: "16,64,128", 8192: "16,32"} for dtype in ("int8", "fp8")}
 CONTEXT_PATTERNS = "6:8,2:4"
 E2E_TOKENS = ("--m", "512,1024,2048,4096,8192,16384,32768", "--decode-m", "1,4,16,32,64,128,256,512")
 

@@ -116,12 +116,13 @@ def few_bitnet() -> str:
 def contexts() -> str:
     """Decode over stock vLLM, by the tokens that each sequence has at the start; medians over the rounds."""
     rows = []
-    for tokens, name in CONTEXTS.items():
-        ratios = _speedups(name, STOCK).loc[QWEN, "int8", "decode"]
-        batches = sorted(set(ratios.index.get_level_values("M")) & set(CONTEXT_BATCHES))
-        for number, m in enumerate(batches):
-            figures = map(times, ratios.loc[m].reindex(columns=[*CONTEXT_COLUMNS]).median())
-            rows.append((f"{tokens}" if number == 0 else "", m, *figures))
+    for dtype in ("int8", "fp8"):
+        for tokens, name in CONTEXTS.items():
+            ratios = _speedups(name, STOCK).loc[QWEN, dtype, "decode"]
+            batches = sorted(set(ratios.index.get_level_values("M")) & set(CONTEXT_BATCHES))
+            for number, m in enumerate(batches):
+                figures = map(times, ratios.loc[m].reindex(columns=[*CONTEXT_COLUMNS]).median())
+                rows.append((f"{dtype.upper()}, {tokens}" if number == 0 else "", m, *figures))
     return table(("tokens at the start", "batch size", *CONTEXT_COLUMNS.values()), rows, 2)
 
 

@@ -421,11 +421,9 @@ def system_names(rows: pd.DataFrame) -> pd.Series:
 
 
 def by_kind(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return microseconds of a step of e2e_profile.csv: a row for each of KINDS and "all", a column for each system."""
+    """Return microseconds of a step of e2e_profile.csv: a row for each of KINDS, a column for each system."""
     wide = rows.pivot_table(index="class", columns="system", values="us", aggfunc="sum")
-    wide = wide.reindex(index=list(KINDS), columns=rows["system"].unique()).fillna(0.0).rename(index=KINDS)
-    wide.loc["all"] = wide.sum()
-    return wide
+    return wide.reindex(index=list(KINDS), columns=rows["system"].unique()).fillna(0.0).rename(index=KINDS)
 
 
 # --- the paper and the reference implementation
