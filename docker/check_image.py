@@ -1,6 +1,7 @@
 """Check that an image, built on a machine without a GPU, can run the plugin on one with.  Exit code 1 with the reason.
 
-vLLM must load the plugin and be new enough for it; cuSPARSELt and cuBLASLt must be there in a supported version.
+vLLM must load the plugin and be new enough for it; cuSPARSELt and cuBLASLt must be there in a supported version, and
+the compiled kernels in files that SlideSparse agrees to load.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 from slidesparse.vllm_patch import compat
 
 from slidesparse import doctor, versions
-from slidesparse.build import find
+from slidesparse.build import compile, find
 from slidesparse.errors import SlideSparseError
 
 
@@ -30,6 +31,11 @@ def problems() -> list[str]:
             library = find.find_library(name)
             if library.version:
                 find.require_supported(name, versions.numbers(library.version))
+        except SlideSparseError as error:
+            found.append(str(error))
+    for target in compile.TARGETS:
+        try:
+            compile.build(target)
         except SlideSparseError as error:
             found.append(str(error))
     return found

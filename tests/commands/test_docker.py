@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
+import stat
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from slidesparse import doctor
-from slidesparse.build import find
+from slidesparse.build import compile, find
+from slidesparse.build.find import ToolchainError
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
@@ -33,8 +36,26 @@ def test_dockerfile_keeps_the_base_entry_point() -> None:
     assert ("FROM", "vllm/vllm-openai:v${VLLM_VERSION}") in instructions
     assert {name for name, _ in instructions} == {"ARG", "FROM", "RUN", "COPY", "ENV", "LABEL"}
     steps = [rest for name, rest in instructions if name == "RUN"]
-    assert steps[-2].startswith("slidesparse build")
+    assert steps[-2].startswith("slidesparse build ")
     assert steps[-1] == "slidesparse doctor && python3 /opt/slidesparse/docker/check_image.py"
+
+
+def test_compiled_kernels_of_the_image_are_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other users may read all of the cache, and write only what is measured later."""
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("SLIDESPARSE_CACHE", str(cache))
+    kernels = cache / "extensions" / "key" / "kernels.so"
+    kernels.parent.mkdir(parents=True)
+    kernels.touch(mode=0o700)
+    (step,) = re.findall(r"^RUN slidesparse build(.*?)\n\n", DOCKERFILE, re.M | re.S)
+    subprocess.run(["sh", "-ec", f"chgrp() {{ :; }}; true {step}"], check=True)
+    compile._require_trusted(kernels)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) & 0o077 for path in [cache, *cache.rglob("*")]}
+    readable = dict.fromkeys(("cache", "extensions", "key", "kernels.so"), 0o055)
+    assert modes == {**readable, "tuned": 0o075, "losses": 0o075}
+    kernels.chmod(0o775)
+    with pytest.raises(ToolchainError, match="another user may be able to replace"):
+        compile._require_trusted(kernels)
 
 
 @pytest.mark.vllm
@@ -43,6 +64,7 @@ def test_check_image_names_what_is_missing(
     version: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "plugin", lambda: {"loads": version == "0.8.0", "words": "not installed"})
+    monkeypatch.setattr(compile, "build", lambda name: Path(name))
     monkeypatch.setattr(find, "find_library", lambda name: find.FoundFile(name, "a wheel", version))
     with pytest.raises(SystemExit) as exit_info:
         runpy.run_path(str(ROOT / "docker" / "check_image.py"), run_name="__main__")
