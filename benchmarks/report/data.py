@@ -289,7 +289,7 @@ def e2e_sections(e2e: Table) -> dict[str, Sections]:
 
 
 def _token_us(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return microseconds per token: stock vLLM's median, times the median of the ratios to it within a round.
+    """Return microseconds per token: stock vLLM's median, over the median speed-up over it within a round.
 
     The speed of a machine varies from round to round, for all systems.  Without a round that has both, the system's
     own median is used.
@@ -298,12 +298,12 @@ def _token_us(rows: pd.DataFrame) -> pd.DataFrame:
     stock = rows[rows["provider"] == STOCK][["M", "round", rate]]
     joined = rows.merge(stock, on=["M", "round"], how="left", suffixes=("", "_stock"))
     medians = (
-        joined.assign(ratio=joined[f"{rate}_stock"] / joined[rate])
+        joined.assign(ratio=joined[rate] / joined[f"{rate}_stock"])
         .groupby(key, sort=False)[["ratio", rate]]
         .median()
     )
     medians = medians.reset_index().join(stock.groupby("M")[rate].median().rename("stock"), on="M")
-    return medians.assign(us=(1e6 / medians["stock"] * medians["ratio"]).fillna(1e6 / medians[rate]))
+    return medians.assign(us=(1e6 / medians["stock"] / medians["ratio"]).fillna(1e6 / medians[rate]))
 
 
 def rounds(e2e: Table) -> pd.DataFrame:
