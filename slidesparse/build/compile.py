@@ -30,6 +30,7 @@ from slidesparse.build.find import ToolchainError
 
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 HOPPER = ("-gencode=arch=compute_90a,code=sm_90a",)
+LAUNCHERS = ("ccache", "sccache", "distcc")  # before the compiler's name in $CXX
 NVCC_FLAGS = ("-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden")
 NVCC_LINK_FLAGS = ("-shared", "-cudart=static")
 COMPILE_SECONDS = 900  # time limit of one compiler run
@@ -200,11 +201,13 @@ def _require_trusted(path: Path) -> None:
         status = (place if place != cache else cache.resolve()).lstat()
         if stat.S_ISLNK(status.st_mode):
             raise ToolchainError(f"{place} in the cache is a symbolic link", "remove it")
-        if status.st_uid not in (os.getuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        foreign = status.st_uid not in (os.getuid(), 0)
+        if foreign or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            remedy = f"chown -R {os.getuid()} {cache}" if foreign else f"chmod -R go-w {cache}"
             raise ToolchainError(
                 f"{place} belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}, so another "
                 "user may be able to replace the compiled code in it",
-                f"chmod -R go-w {cache} if you trust what is in it, else remove it; or set SLIDESPARSE_CACHE",
+                f"{remedy} if you trust what is in it, else remove it; or set SLIDESPARSE_CACHE",
             )
 
 
@@ -267,6 +270,8 @@ def _cuda_commands(
 ) -> tuple[list[list[str]], list[str]]:
     """Return the command lines that compile the units of a CUDA target, and the one that links them."""
     host = [] if os.environ.get("NVCC_CCBIN") else _host_compiler()
+    if host and Path(host[0]).name in LAUNCHERS:
+        host = host[1:]  # nvcc runs the compiler itself
     options = [f"-ccbin={word}" if n == 0 else f"-Xcompiler={word}" for n, word in enumerate(host)]
     compiles = [
         [nvcc, *options, *NVCC_FLAGS, *gpus, *macros, "-c", str(source), "-o", f"{index}.o"]
@@ -339,7 +344,8 @@ def _file_lock(path: Path) -> Iterator[None]:
 
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # a file system without locks: two processes may compile the same
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
         os.close(lock)

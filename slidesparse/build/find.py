@@ -129,7 +129,10 @@ def require_supported(name: str, version: Sequence[int]) -> None:
 
 
 def find_nvcc() -> FoundFile:
-    """Find an nvcc of any version (see `nvcc_version`).  Raises ToolchainError."""
+    """Find the first nvcc that is recent enough, or else any (see `nvcc_version`).  Raises ToolchainError.
+
+    The one of $SLIDESPARSE_NVCC is taken whatever its version.
+    """
 
     def places() -> Iterator[FoundFile | str]:
         yield _from_variable("nvcc", NVCC, _is_executable, "a program")
@@ -148,7 +151,20 @@ def find_nvcc() -> FoundFile:
         for wheel in NVCC_WHEELS:
             yield _find_in_wheel(wheel, "nvcc", lambda path: path.name == "nvcc" and _is_executable(path))
 
-    return _first_found("nvcc", NVCC_INSTALL, places())
+    def recent() -> Iterator[FoundFile | str]:
+        refused = []
+        for place in places():
+            if isinstance(place, FoundFile) and place.source != NVCC:
+                try:
+                    nvcc_version(place.path)
+                except ToolchainError as error:
+                    refused.append(place)
+                    yield error.what
+                    continue
+            yield place
+        yield from refused
+
+    return _first_found("nvcc", NVCC_INSTALL, recent())
 
 
 def nvcc_version(path: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -85,6 +86,21 @@ def test_build_compiles_a_target_once(name: str, root: Path) -> None:
         1 if name != "hopper" else 1 + len(compile._read_units(root / "csrc/hopper/units.txt"))
     )
     assert sorted(path.name for path in place.parent.iterdir()) == [place.name, f"{place.name}.lock"]
+
+
+def test_nvcc_runs_the_compiler_behind_a_launcher(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(root, "ccache")
+    monkeypatch.setenv("CXX", f"{root}/bin/ccache {root}/bin/c++ -O1")
+    compile.build("hopper")
+    assert all(f"-ccbin={root}/bin/c++ -Xcompiler=-O1" in line for line in runs(root))
+
+
+def test_a_cache_without_locks_still_serves(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    assert compile.build("cublaslt").is_file()
 
 
 def test_build_command_lines(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,6 +325,9 @@ def test_modules_writable_by_others_are_not_loaded(root: Path, planted: str) -> 
         if os.getuid():
             pytest.skip("only root can give a file to somebody else")
         os.chown(target, 12345, -1)
+        with pytest.raises(ToolchainError) as error:
+            compile.build("cublaslt")
+        assert error.value.remedy.startswith(f"chown -R 0 {compile.cache_folder()} ")
     else:
         place.chmod(place.stat().st_mode | (0o002 if planted == "file" else 0o020))
     with pytest.raises(

@@ -126,6 +126,21 @@ def test_find_nvcc_search_order(
     assert find.find_nvcc().source == "SLIDESPARSE_NVCC"
 
 
+def test_an_nvcc_that_is_too_old_is_passed_over(
+    root: Path, wheels: dict[str, Wheel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found only where no other is, so that the error names its version; a variable's own is always taken."""
+    release = "Cuda compilation tools, release {}, V0"
+    old = program(root / "old" / "bin" / "nvcc", release.format("11.8"))
+    monkeypatch.setenv("CUDA_HOME", str(old.parents[1]))
+    assert find.find_nvcc().path == str(old)
+    wheels["nvidia-cuda-nvcc"] = Wheel(root / "wheel", "bin/nvcc", "13.0.88")
+    new = program(root / "wheel" / "bin" / "nvcc", release.format("13.0"))
+    assert find.find_nvcc().path == str(new)
+    monkeypatch.setenv("SLIDESPARSE_NVCC", str(old))
+    assert find.find_nvcc().path == str(old)
+
+
 def test_nvcc_version_is_parsed_and_checked(root: Path) -> None:
     def version(output: str) -> str:
         return find.nvcc_version(str(program(root / "nvcc", output)))
