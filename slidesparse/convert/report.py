@@ -128,8 +128,8 @@ def read_back(folder: Path, source: Checkpoint) -> list[Facts]:
     checkpoint, metadata = open_checkpoint(folder)
     assert metadata
     names = sorted(metadata.layers, key=natural)
-    with checkpoint.reader() as reader, workers() as pool:
-        read_layer = partial(_facts, checkpoint, metadata, reader, source)
+    with checkpoint.reader() as reader, source.reader() as original, workers() as pool:
+        read_layer = partial(_facts, checkpoint, metadata, reader, original)
         results = list(pool.map(read_layer, names))
     for _, error in results:
         if error:
@@ -138,7 +138,7 @@ def read_back(folder: Path, source: Checkpoint) -> list[Facts]:
 
 
 def _facts(
-    checkpoint: Checkpoint, metadata: Metadata, reader: Reader, source: Checkpoint, name: str
+    checkpoint: Checkpoint, metadata: Metadata, reader: Reader, original: Reader, name: str
 ) -> tuple[Facts, DamagedError | None]:
     spec, entry = checkpoint.tensors[name + WEIGHT].spec, metadata.layers[name]
     alive = torch.zeros(entry.in_features, dtype=torch.bool)
@@ -153,7 +153,7 @@ def _facts(
         zeros += int((~values).sum())
     if lacking := lacking_share(checkpoint, reader, metadata, name):
         broken, first = lacking.violation.total, lacking
-    dead = 0 if bool(alive.all()) else int((_columns_used(source, name, len(alive)) & ~alive).sum())
+    dead = 0 if bool(alive.all()) else int((_columns_used(original, name, len(alive)) & ~alive).sum())
     scale = reader.whole(name + SCALE).float().abs()  # some tools write negative ones
     used = scale[scale > 0]
     facts = Facts(
@@ -170,15 +170,14 @@ def _facts(
     return facts, first
 
 
-def _columns_used(source: Checkpoint, name: str, in_features: int) -> Tensor:
+def _columns_used(source: Reader, name: str, in_features: int) -> Tensor:
     """Return whether each in-feature of a source layer has a non-zero weight, bool [K]; all True if it is slided."""
-    spec = source.tensors[name + WEIGHT].spec
+    spec = source.checkpoint.tensors[name + WEIGHT].spec
     if spec.columns != in_features:
         return torch.ones(in_features, dtype=torch.bool)
     used = torch.zeros(in_features, dtype=torch.bool)
-    with source.reader() as reader:
-        for rows in spec.chunks():
-            used |= nonzero(reader.rows(spec.name, rows)).any(0)
+    for rows in spec.chunks():
+        used |= nonzero(source.rows(spec.name, rows)).any(0)
     return used
 
 
