@@ -35,6 +35,9 @@ FORMAT = 1
 # tuned for 1024 tokens of 2:4 weights.
 MAX_EXTRAPOLATION = 2
 MIN_EXTRAPOLATED_TOKENS = 2048
+# A tuned M serves fewer tokens, too: down to one for FEW_TOKENS, else down to this share of it, as for one token the
+# choice for 4096 can be far from the best.
+MIN_SHARE, FEW_TOKENS = 1 / 8, 64
 CACHE_VARIABLE = "SLIDESPARSE_CACHE"  # environment variable: the folder, instead of ~/.cache/slidesparse
 SHIPPED_TABLES = Path(__file__).parent.parent / "tuned_tables"
 
@@ -148,19 +151,22 @@ def select_algorithm(
     for other in _similar_gpus(subject):
         if algorithm := nearest_algorithm(other, plain, max_distance, suits):
             return algorithm, f"one that was tuned on an {other.gpu}"
-    if algorithm := tuned_algorithm(subject, plain, any_tokens=True):
+    if algorithm := tuned_algorithm(subject, plain, more_tokens=True):
         return algorithm, "that for fewer tokens"
     return None, "its own heuristic"
 
 
-def tuned_algorithm(subject: Subject, problem: Problem, any_tokens: bool = False) -> str | None:
+def tuned_algorithm(subject: Subject, problem: Problem, more_tokens: bool = False) -> str | None:
     """Return the algorithm tuned for ``problem``, or None.
 
-    Types, epilogue, n and k must be equal.  The smallest tuned M of at least m is used, else the largest where that
-    is close enough (see MAX_EXTRAPOLATION) or with ``any_tokens``.  Raises TableError for a damaged file.
+    Types, epilogue, n and k must be equal.  The smallest tuned M of at least m is used, else the largest, where that is
+    close enough (see MIN_SHARE and MAX_EXTRAPOLATION); with ``more_tokens``, the largest for any more tokens.  Raises
+    TableError for a damaged file.
     """
     measured = _merged_table(subject, tables_folder()).get(Shape.of_problem(problem))
-    if not measured or not (any_tokens or _covers_tokens(measured, problem.m)):
+    if not measured:
+        return None
+    if not (_covers_tokens(measured, problem.m) or (more_tokens and problem.m > max(measured))):
         return None
     return _algorithm_for_tokens(measured, problem.m)
 
@@ -194,6 +200,9 @@ def nearest_algorithm(
 
 
 def _covers_tokens(measured: Iterable[int], m: int) -> bool:
+    at_least = [tokens for tokens in measured if tokens >= m]
+    if at_least:
+        return min(at_least) <= FEW_TOKENS or m >= MIN_SHARE * min(at_least)
     largest = max(measured)
     return m <= (MAX_EXTRAPOLATION * largest if largest >= MIN_EXTRAPOLATED_TOKENS else largest)
 

@@ -52,7 +52,8 @@ def save_results(*results: tuple[int, str], problem: Problem = PROBLEM) -> Path:
         (64, "a"),
         (65, "b"),
         (128, "b"),
-        (129, "c"),
+        (255, None),
+        (256, "c"),
         (2048, "c"),
         (2049, "c"),
         (4096, "c"),
@@ -60,6 +61,7 @@ def save_results(*results: tuple[int, str], problem: Problem = PROBLEM) -> Path:
     ],
 )
 def test_lookup_takes_the_next_larger_tuned_m(m: int, expected: str | None) -> None:
+    """One that is more than eight times as large is no substitute, but for few tokens."""
     save_results((2048, "c"), (64, "a"), (128, "b"))
     assert choose(replace(PROBLEM, m=m)) == expected
 
@@ -72,7 +74,10 @@ def test_far_more_tokens_use_a_neighbouring_shape() -> None:
     assert choose(replace(PROBLEM, m=128)) is None
     many = replace(PROBLEM, m=2000)
     assert choose(many) is None
-    assert tuned.tuned_algorithm(SUBJECT, many, any_tokens=True) == "few"
+    assert tuned.tuned_algorithm(SUBJECT, many, more_tokens=True) == "few"
+    lone = replace(PROBLEM, n=64)
+    save_results((8192, "large"), problem=lone)
+    assert tuned.select_algorithm(SUBJECT, replace(lone, m=16), 0.5) == (None, "its own heuristic")
     assert tuned.nearest_algorithm(SUBJECT, many) == "near"
     assert tuned.nearest_algorithm(SUBJECT, replace(PROBLEM, m=10000)) == "far"
     assert tuned.nearest_algorithm(SUBJECT, replace(PROBLEM, m=10000), max_distance=1) is None
