@@ -20,17 +20,15 @@ from slidesparse import doctor, flags, gemm
 from slidesparse.checkpoint.architectures import (
     FAMILIES,
     HEAD,
-    UNKNOWN,
     WEIGHT,
     ZERO_POINT,
     architecture_of,
-    known_family,
     layer_names,
 )
 from slidesparse.checkpoint.bitnet import METHOD as BITNET
 from slidesparse.checkpoint.bitnet import BitNetCheckpoint
 from slidesparse.checkpoint.converted import DamagedError, open_checkpoint, restore
-from slidesparse.checkpoint.inspection import RATIOS, expert_dtypes, linear_layers
+from slidesparse.checkpoint.inspection import RATIOS, expert_dtypes, fused_layers, linear_layers
 from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, Metadata
 from slidesparse.checkpoint.storage import FLOATS, Checkpoint, CheckpointError, Reader
 from slidesparse.checkpoint.w8a8 import KINDS, Quantization, holds_floats, parse_block, require_float
@@ -307,15 +305,8 @@ def _layers(
     resolution: Resolution | None,
 ) -> Iterable[Layer]:
     """Yield the linear layers as vLLM fuses them.  Raises ResolveError for a layer that is not served."""
-    names = linear_layers(checkpoint, metadata)
-    family = known_family(checkpoint.config) or UNKNOWN
-    order = [part for group in family.fused for part in group]
-    groups = {group[0]: group for group in family.groups(names)}
-    fused = {name for group in groups.values() for name in group[1:]}
-    for first in names:
-        if first in fused:
-            continue
-        unit = sorted(groups.get(first, (first,)), key=lambda name: (*order, _last(name)).index(_last(name)))
+    for unit in fused_layers(checkpoint, metadata):
+        first = unit[0]
         specs = [checkpoint.tensors[name + WEIGHT].spec for name in unit]
         entries = {name: metadata.layers.get(name) if metadata else None for name in unit}
         entry = common_entry("+".join(unit), entries)

@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slidesparse.checkpoint.architectures import SCALE, WEIGHT, is_expert, known_family, layer_names
+from slidesparse.checkpoint.architectures import (
+    SCALE,
+    UNKNOWN,
+    WEIGHT,
+    is_expert,
+    known_family,
+    layer_names,
+)
 from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.converted import DamagedError, lacking_share, natural, open_checkpoint, restore
 from slidesparse.checkpoint.metadata import Metadata, sparsity_of
@@ -157,6 +164,21 @@ def linear_layers(checkpoint: Checkpoint, metadata: Metadata | None) -> list[str
         ]
     matrices = {name for name in names if len(checkpoint.tensors[name + WEIGHT].spec.shape) == 2}
     return sorted(matrices.union(metadata.layers if metadata else ()), key=natural)
+
+
+def fused_layers(checkpoint: Checkpoint, metadata: Metadata | None) -> list[list[str]]:
+    """List `linear_layers`, those that vLLM runs as one layer, such as q, k and v, together and in its order."""
+    names = linear_layers(checkpoint, metadata)
+    family = known_family(checkpoint.config) or UNKNOWN
+    order = [part for group in family.fused for part in group]
+    groups = {group[0]: group for group in family.groups(names)}
+    inner = {name for group in groups.values() for name in group[1:]}
+
+    def place(name: str) -> int:
+        last = name.rpartition(".")[2]
+        return order.index(last) if last in order else len(order)
+
+    return [sorted(groups.get(name, (name,)), key=place) for name in names if name not in inner]
 
 
 def _inspect_layer(

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slidesparse.checkpoint.storage import parse_json, text_config
+from slidesparse.checkpoint.architectures import WEIGHT
+from slidesparse.checkpoint.converted import open_checkpoint
+from slidesparse.checkpoint.inspection import fused_layers
+from slidesparse.checkpoint.storage import FLOATS, parse_json, text_config
 from slidesparse.convert.synth_model import PUBLIC
 from slidesparse.errors import SlideSparseError, shown
 from slidesparse.pattern import SlidePattern, parse_pattern, round_up
@@ -58,7 +61,11 @@ def slided_columns(k: int, pattern: str, alignment: int) -> int:
 
 
 def find_model(name: str) -> tuple[str, tuple[Layer, ...]]:
-    """Return name and layers of one of MODELS, or of a Hugging Face folder.  Raises ShapeError or CheckpointError."""
+    """Return name and layers of one of MODELS, or of a Hugging Face folder.  Raises ShapeError or CheckpointError.
+
+    Those of a folder with weights are its linear layers as vLLM fuses them, but for the unquantized ones of a converted
+    checkpoint; those of a folder with config.json alone are the four of a decoder.
+    """
     if name in MODELS:
         return name, MODELS[name]
     path = Path(name) / "config.json"
@@ -66,6 +73,8 @@ def find_model(name: str) -> tuple[str, tuple[Layer, ...]]:
         raise ShapeError(
             f"{name!r} is neither one of the models {', '.join(MODELS)} nor a folder with a config.json"
         )
+    if any(Path(name).glob("*.safetensors")):
+        return Path(name).resolve().name, _stored_layers(name)
     config = parse_json(path.read_bytes(), path)
     try:
         return Path(name).resolve().name, decoder_layers(text_config(config))
@@ -73,6 +82,22 @@ def find_model(name: str) -> tuple[str, tuple[Layer, ...]]:
         raise ShapeError(f"{path} is not the configuration of a model: {error}") from error
     except KeyError as error:
         raise ShapeError(f"{path} has no {error}: give the layers with --shapes NxK,NxK instead") from error
+
+
+def _stored_layers(folder: str) -> tuple[Layer, ...]:
+    """Return a layer of each shape of a checkpoint's linear layers.  Raises CheckpointError or ShapeError."""
+    checkpoint, metadata = open_checkpoint(folder)
+    layers: dict[tuple[int, int], Layer] = {}
+    for unit in fused_layers(checkpoint, metadata):
+        specs = [checkpoint.tensors[name + WEIGHT].spec for name in unit]
+        entry = metadata.layers.get(unit[0]) if metadata else None
+        if metadata and specs[0].dtype in FLOATS:
+            continue
+        shape = sum(spec.rows for spec in specs), entry.in_features if entry else specs[0].columns
+        layers.setdefault(shape, Layer("+".join(name.rpartition(".")[2] for name in unit), *shape))
+    if not layers:
+        raise ShapeError(f"{folder} has no linear layers to tune: give them with --shapes NxK,NxK instead")
+    return tuple(layers.values())
 
 
 def parse_shapes(text: str) -> tuple[Layer, ...]:

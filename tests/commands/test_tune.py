@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import bert
 from fake_library import CPU, GPU, FakeClock, FakeLibrary, Ticks, session
 from models import quantization_config
 from typer.testing import CliRunner
@@ -17,6 +18,8 @@ from typer.testing import CliRunner
 from slidesparse import gemm
 from slidesparse.checkpoint.metadata import KEY, LayerEntry, Metadata
 from slidesparse.cli.main import app
+from slidesparse.convert.options import ConvertOptions
+from slidesparse.convert.stream import convert
 from slidesparse.errors import SlideSparseError
 from slidesparse.gemm import tuned
 from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
@@ -139,6 +142,8 @@ def test_served_outputs_of_each_library() -> None:
     sparse, dense = FakeLibrary(scale="both"), FakeLibrary("cublaslt", sparse=False, outs=("int32", "int8"))
     assert served_outputs(sparse, "int8") == [("bf16", "both"), ("int32", "none")]
     assert served_outputs(sparse, "fp8") == [("bf16", "both")]
+    both = FakeLibrary(outs=("bf16", "fp32"))  # the latter for models in float16
+    assert served_outputs(both, "fp8") == [("bf16", "none"), ("fp32", "none")]
     assert served_outputs(dense, "int8") == [("int32", "none")]
     assert served_outputs(FakeLibrary(outs=("int32",)), "int8") == [("int32", "none")]
     assert served_outputs(dense, "bf16") == []
@@ -326,6 +331,19 @@ def test_layer_shapes_of_a_config(tmp_path: Path) -> None:
             shapes.find_model(str(tmp_path))
     with pytest.raises(ShapeError, match="Llama9"):
         shapes.find_model("Llama9")
+
+
+def test_layer_shapes_of_stored_weights(tmp_path: Path) -> None:
+    """An encoder has no gate; unquantized layers of a converted model are not tuned."""
+    source = bert(tmp_path / "bert")
+
+    def found(folder: Path) -> list[tuple[int, int]]:
+        return sorted((layer.n, layer.k) for layer in shapes.find_model(str(folder))[1])
+
+    assert found(source) == [(32, 32), (32, 48), (48, 32), (96, 32)]
+    options = ConvertOptions(SlidePattern(8), layout="slided", ignore=("output",))
+    convert(source, tmp_path / "out", options)
+    assert found(tmp_path / "out") == [(48, 32), (96, 32)]
 
 
 def test_parse_shapes_tokens_and_patterns() -> None:

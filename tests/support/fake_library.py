@@ -96,7 +96,8 @@ class FakeLibrary:
         return None
 
     def output_types(self, dtype: str) -> tuple[str, ...]:
-        return {"int8": self.outs, "fp8": ("bf16",)}.get(dtype, ())
+        fp8 = ("bf16", "fp32") if "fp32" in self.outs else ("bf16",)
+        return {"int8": self.outs, "fp8": fp8}.get(dtype, ())
 
     def epilogue(self, dtype: str, out: str) -> str:
         return "none" if out == "int32" else self.scale
