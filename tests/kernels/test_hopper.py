@@ -44,7 +44,8 @@ def test_plan_runs_the_tuned_configuration_of_each_token_count(
     standing_in: StandIn, caplog: pytest.LogCaptureFixture
 ) -> None:
     """K' of 48 columns is looked up as 128; far above the tuned token counts, the last configuration runs."""
-    names = {1: "split:1x8/1x1/2", 16: "stream:1x16/2/1", 64: "split:9x9/1x1/1", 16384: "stream:2x256/2/1"}
+    names = {1: "split:1x8/1x1/2", 16: "stream:1x16/2/1", 64: "split:9x9/1x1/1"}
+    names |= dict.fromkeys((512, 4096, 16384), "stream:2x256/2/1")  # each serves down to an eighth of it
     tuned.save(
         SUBJECT,
         [(Problem("int8", "bf16", 64, 128, m, "both"), Tuned(name, 1.0)) for m, name in names.items()],
@@ -55,8 +56,8 @@ def test_plan_runs_the_tuned_configuration_of_each_token_count(
         (16, names[16]),
         (17, standing_in.candidates[0]),  # the configuration for 64 tokens is refused and logged
         (64, standing_in.candidates[0]),
-        (65, names[16384]),
-        (40000, names[16384]),
+        (65, names[512]),
+        (40000, names[512]),
     ):
         run(m, 48)
         assert standing_in.calls[-1] == (expected, m, 77)
