@@ -35,9 +35,8 @@ FORMAT = 1
 # tuned for 1024 tokens of 2:4 weights.
 MAX_EXTRAPOLATION = 2
 MIN_EXTRAPOLATED_TOKENS = 2048
-# A tuned M serves fewer tokens, too: down to one for FEW_TOKENS, else down to this share of it, as for one token the
-# choice for 4096 can be far from the best.
-MIN_SHARE, FEW_TOKENS = 1 / 8, 64
+# A tuned M serves fewer tokens, too: any number if it is at most SMALL_M, else down to this share of it.
+MIN_SHARE, SMALL_M = 1 / 8, 64
 CACHE_VARIABLE = "SLIDESPARSE_CACHE"  # environment variable: the folder, instead of ~/.cache/slidesparse
 SHIPPED_TABLES = Path(__file__).parent.parent / "tuned_tables"
 
@@ -164,11 +163,8 @@ def tuned_algorithm(subject: Subject, problem: Problem, more_tokens: bool = Fals
     TableError for a damaged file.
     """
     measured = _merged_table(subject, tables_folder()).get(Shape.of_problem(problem))
-    if not measured:
-        return None
-    if not (_covers_tokens(measured, problem.m) or (more_tokens and problem.m > max(measured))):
-        return None
-    return _algorithm_for_tokens(measured, problem.m)
+    m = _serving_m(measured, problem.m, more_tokens) if measured else None
+    return measured[m].algorithm if measured and m else None
 
 
 def nearest_algorithm(
@@ -186,30 +182,23 @@ def nearest_algorithm(
     """
     types = Shape.of_problem(problem).types
     candidates = [
-        (abs(math.log2(problem.n / shape.n)) + abs(math.log2(problem.k / shape.k)), shape, measured)
+        (abs(math.log2(problem.n / shape.n)) + abs(math.log2(problem.k / shape.k)), shape, measured[m])
         for shape, measured in _merged_table(subject, tables_folder()).items()
-        if shape.types == types and _covers_tokens(measured, problem.m)
+        if shape.types == types and (m := _serving_m(measured, problem.m))
     ]
     near = sorted(candidates, key=lambda candidate: candidate[:2])
-    algorithms = (
-        _algorithm_for_tokens(measured, problem.m)
-        for distance, _, measured in near
-        if distance <= max_distance
-    )
+    algorithms = (best.algorithm for distance, _, best in near if distance <= max_distance)
     return next(filter(suits, algorithms), None)
 
 
-def _covers_tokens(measured: Iterable[int], m: int) -> bool:
-    at_least = [tokens for tokens in measured if tokens >= m]
-    if at_least:
-        return min(at_least) <= FEW_TOKENS or m >= MIN_SHARE * min(at_least)
+def _serving_m(measured: Iterable[int], m: int, more_tokens: bool = False) -> int | None:
+    """Return the tuned M whose algorithm serves m tokens, see `tuned_algorithm`, or None."""
+    if at_least := [tokens for tokens in measured if tokens >= m]:
+        smallest = min(at_least)
+        return smallest if smallest <= SMALL_M or m >= MIN_SHARE * smallest else None
     largest = max(measured)
-    return m <= (MAX_EXTRAPOLATION * largest if largest >= MIN_EXTRAPOLATED_TOKENS else largest)
-
-
-def _algorithm_for_tokens(measured: dict[int, Tuned], m: int) -> str:
-    at_least = [tokens for tokens in measured if tokens >= m]
-    return measured[min(at_least) if at_least else max(measured)].algorithm
+    near = largest >= MIN_EXTRAPOLATED_TOKENS and m <= MAX_EXTRAPOLATION * largest
+    return largest if near or more_tokens else None
 
 
 def find_entry(subject: Subject, problem: Problem) -> Tuned | None:
