@@ -271,7 +271,7 @@ def test_documented_shapes_are_tuned() -> None:
     rows = re.findall(r"^\| (.+) \| `([0-9x,]+)` \|$", (root / "docs/install.md").read_text(), re.MULTILINE)
     assert len(rows) > 25
     path = root / "slidesparse/tuned_tables/nvidia-h200_sm90_hopper-4.json"
-    entries = json.loads(path.read_text())["entries"].keys()
+    entries = json.loads(path.read_text())["entries"]
     few = ("2:4", "4:6", "6:8", "8:10")
     for model, shapes in rows:
         every = model in {"Llama-3.2-1B", "Llama-3.2-3B", "Qwen2.5-7B", "Qwen2.5-14B", "BitNet b1.58 2B"}
@@ -285,4 +285,5 @@ def test_documented_shapes_are_tuned() -> None:
                 ],
             ):
                 problem = Problem(dtype, "bf16", layer.n, k, 1, "both", blocks=blocks)
-                assert str(tuned.Shape.of_problem(problem)) in entries, (model, problem)
+                measured = entries.get(str(tuned.Shape.of_problem(problem)), {})
+                assert {"1", "16", "64", "512"} <= measured.keys(), (model, problem)
