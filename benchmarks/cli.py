@@ -6,9 +6,7 @@ Without a GPU, a command that needs one reports what is missing and exits with 3
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -47,7 +45,6 @@ app = application(
     "Measure SlideSparse on this machine, and turn the results into tables, pages and plots.",
     name="benchmarks",
 )
-ACCURACY = Path(__file__).with_name("accuracy")
 
 Models = Annotated[
     str | None,
@@ -546,30 +543,8 @@ def docs(
         ),
     ] = False,
 ) -> None:
-    """Regenerate every table of figures in README.md and docs/ from the CSV files; prints which pages changed."""
+    """Regenerate every table of figures in docs/ from the CSV files; prints which pages changed."""
     from benchmarks.report import docs as pages
 
     for path in pages.check() if check else pages.write():
         print(path)
-
-
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-)
-def accuracy(
-    context: typer.Context,
-    program: Annotated[
-        str | None, typer.Argument(help="The program to run; without it, all are listed.")
-    ] = None,
-) -> None:
-    """Run or list the programs behind docs/accuracy (``python -m benchmarks.accuracy.NAME``)."""
-    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(ACCURACY.glob("*.py"))}
-    programs = {name: text.split('"""')[1] for name, text in texts.items() if "__main__" in text}
-    if program in programs:
-        sys.stdout.flush()
-        command = [sys.executable, "-m", f"benchmarks.accuracy.{program}", *context.args]
-        os.execv(command[0], command)
-    if program not in (None, "-h", "--help"):
-        fail(USAGE, f"there is no program {program!r}; there are {', '.join(programs)}")
-    for name, text in programs.items():
-        print(f"{name:<14} {text.splitlines()[0]}")

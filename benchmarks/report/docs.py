@@ -1,4 +1,4 @@
-"""``python -m benchmarks docs``: generate every table of figures in README.md and docs/ from the CSVs in docs/.
+"""``python -m benchmarks docs``: generate every table of figures in docs/ from the CSVs in docs/.
 
 A page holds a table between the lines ``<!-- table: NAME -->`` and ``<!-- end -->``; NAME is one of `TABLES`.  The
 pages of docs/benchmarks/h100 and h200 are generated completely.
@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pandas as pd
 
-from benchmarks.accuracy import language_results as accuracy
 from benchmarks.e2e import BLOCKS
 from benchmarks.records import E2E, RecordsError
 from benchmarks.report import data, pages
@@ -25,14 +24,13 @@ from benchmarks.report.markdown import percent, span, table, times, tops
 from slidesparse.convert.times import FOLDER
 from slidesparse.errors import CheckFailed
 from slidesparse.gemm.tuned import slug
-from slidesparse.pattern import SlidePattern
 from slidesparse.tune.shapes import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS, ACCURACY = ROOT / "docs" / "benchmarks", ROOT / "docs" / "accuracy"
+BENCHMARKS = ROOT / "docs" / "benchmarks"
 H200, H100, REFERENCE = BENCHMARKS / "h200", BENCHMARKS / "h100", BENCHMARKS / "reference.csv"
 FOLDERS = {H100: None, H200: REFERENCE}
-MARKED_PAGES = (ROOT / "README.md", BENCHMARKS / "README.md", ACCURACY / "README.md")
+MARKED_PAGES = (BENCHMARKS / "README.md",)
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 WHOLE_MODEL_COLUMNS = {BLOCKS: "not pruned", **{name: name for name in ("8:10", "6:8", "4:6", "2:4")}}
@@ -56,15 +54,7 @@ POPULAR_SHAPES = {  # of their four linear layers, as SHAPES names them
     "Llama-3.1-70B, one of four GPUs": ("2560x8192", "8192x2048", "14336x8192", "8192x7168"),
 }
 MAX_FEW_TOKENS = 256  # tokens up to which a layer is bound by reading its weights
-GAINS_STEPS = {"decode": (1, 4, 16, 32, 64, 128), "prefill": (2048, 8192, 32768)}  # of README's table
 STEPS = {"prefill": "prefill, {} tokens per step", "decode": "decode, batch size {}"}
-# The patterns of budget.csv, as its table shows them
-GOALS = {
-    **{ratio: ratio for ratio in PATTERNS[::-1]},
-    **{f"zeros {share}": f"`--zeros {share}`" for share in ("25%", "33.3%")},
-    **{f"loss {share}": f"`--max-loss {share}`" for share in ("1%", "2%")},
-    "speedup 1.08": "`--min-speedup 1.08`",
-}
 
 
 @cache
@@ -138,33 +128,6 @@ def _whole_model_table(ratios: pd.DataFrame, columns: Mapping[str, str]) -> str:
             figures = map(times, ratios.loc[dtype, stage, m].reindex(columns=[*columns]).median())
             rows.append((dtype.upper() if number == 0 else "", _step(stage, m), *figures))
     return table(("", "", *columns.values()), rows, 2)
-
-
-def gains() -> str:
-    """Zeros, loss, speed of a model in INT8 and memory, not pruned and of three patterns."""
-    patterns = ("6:8", "4:6", "2:4")
-    parsed = [SlidePattern.parse(pattern) for pattern in patterns]
-    loss = partial(Budgets("G", "in").mean, scaled="on")
-    uniform = (f"{loss(pattern):+.2f}%" for pattern in (DENSE, *patterns))
-    chosen = (f"{loss(f'zeros {share}'):+.2f}%" for share in ("25%", "33.3%"))
-    rows: list[tuple[str, ...]] = [
-        ("zero weights", "", *(f"{1 - float(pattern.density):.0%}" for pattern in parsed)),
-        ("perplexity of a 107M model, increase over BF16 (1)", *uniform),
-        ("the same sparsity with a pattern per layer (`--zeros`)", "", *chosen, ""),
-    ]
-    ratios = (
-        _speedups("e2e", STOCK).groupby(level=["model", "dtype", "stage", "M"]).median().loc[QWEN, "int8"]
-    )
-    for stage, m in ratios.index:
-        if m not in GAINS_STEPS[stage]:
-            continue
-        note = " (2)" if (stage, m) == ("decode", 1) else ""
-        cells = (f"{ratios[name][stage, m]:.2f}x" for name in (BLOCKS, *patterns))
-        rows.append((_step(stage, m) + note, *cells))
-    # 0.5 of the bytes and 2 bits of metadata for each of them, of 2 - 2/N times as many columns
-    memory = [0.625 * float(2 - 2 / (pattern.length or 0) * 2) for pattern in parsed]
-    rows.append(("GPU memory for weights", "1x", *(f"{share:.3f}x" for share in memory)))
-    return table(("", "not pruned", *patterns), rows, 5)
 
 
 def fusion() -> str:
@@ -375,102 +338,14 @@ def blocks() -> str:
     return table(("tokens", *ratios), rows, 1)
 
 
-def bitnet() -> str:
-    """The loss of a ternary model by pattern and method, and how many of its codes are pruned."""
-    frame = pd.read_csv(ACCURACY / "bitnet.csv").set_index(["pattern", "method"])
-    rows = []
-    for pattern in frame.index.unique("pattern").drop("dense"):
-        cells = frame.loc[pattern]
-        over, gone = (percent(cells[name].iloc[0]) for name in ("blocks_over", "nonzeros_gone"))
-        losses = (
-            f"{cells['perplexity_up_pct'][method]:.1f}%" for method in ("sparsegpt", "wanda", "magnitude")
-        )
-        rows.append((pattern, over, gone, *losses))
-    return table(
-        ("", "blocks with too many non-zeros", "non-zeros pruned", "sparsegpt", "wanda", "magnitude"), rows, 1
-    )
-
-
-class Budgets:
-    """The perplexities in budget.csv of one model on one text, "in" or "out" (see protocol_a.TEXTS)."""
-
-    def __init__(self, model: str, text: str, rotate: str = "on", base: str = "bf16") -> None:
-        rows = pd.read_csv(ACCURACY / "budget.csv", keep_default_na=False)
-        rows = rows.set_index(["model", "rotate", "text"]).loc[(model, rotate, text)]
-        self._ppl = rows.groupby(["pattern", "distilled", "quant", "scaled"])["ppl"].agg(list).to_dict()
-        (self._base,) = self._ppl[DENSE, "", base, "off"]
-
-    def losses(self, goal: str, quant: str = "int8", scaled: str = "off", distilled: str = "") -> list[float]:
-        """Return the perplexity of each seed above the base, in percent, at a pattern or budget."""
-        return [100 * (ppl / self._base - 1) for ppl in self._ppl.get((goal, distilled, quant, scaled), [])]
-
-    def mean(self, goal: str, **kind: str) -> float:
-        """Return the mean of `losses`."""
-        losses = self.losses(goal, **kind)
-        return sum(losses) / len(losses)
-
-
-def _mean_and_seeds(losses: list[float]) -> str:
-    seeds = f" ({len(losses)})" if len(losses) > 1 else ""
-    return f"{sum(losses) / len(losses):+.2f}{seeds}" if losses else "-"
-
-
-def costs() -> str:
-    """The losses of models G and H by `convert --calib`: perplexity above their BF16 perplexity."""
-    kinds: dict[str, tuple[str, dict[str, str]]] = {
-        "INT8": ("G", {"scaled": "on"}),
-        "INT8, no channel scaling": ("G", {"scaled": "off"}),
-        "FP8": ("G", {"quant": "fp8"}),
-        "H, INT8": ("H", {"scaled": "on"}),
-    }
-    texts = {"": "in", ", WikiText-2": "out"}
-    rows = [("not pruned", DENSE, ""), *((shown, goal, "") for goal, shown in GOALS.items())]
-    lines = []
-    for label, goal, distilled in (*rows, ("2:4, distilled", "2:4", "kl")):
-        losses = [
-            Budgets(model, text).losses(goal, distilled=distilled, **kind)
-            for model, kind in kinds.values()
-            for text in texts.values()
-        ]
-        if any(losses):
-            lines.append((label, *map(_mean_and_seeds, losses)))
-    return table(("", *(kind + text for kind in kinds for text in texts)), lines, 1)
-
-
-def budgets() -> str:
-    """The losses of earlier models by pruning: perplexity above the unpruned INT8 model's."""
-    columns = {
-        "D, 107 M": Budgets("D", "in", "on", "int8"),
-        "D, WikiText-2": Budgets("D", "out", "on", "int8"),
-        "C, 107 M": Budgets("C", "in", "on", "int8"),
-        "C, WikiText-2": Budgets("C", "out", "on", "int8"),
-        "B, 30 M": Budgets("B", "in", "on", "int8"),
-        "B, WikiText-2": Budgets("B", "out", "on", "int8"),
-        "C, not rotated": Budgets("C", "in", "off", "int8"),
-        "B, not rotated": Budgets("B", "in", "off", "int8"),
-        "A, 30 M, not rotated": Budgets("A", "in", "off", "int8"),
-    }
-    rows = [
-        (shown, *(_mean_and_seeds(budget.losses(goal)) for budget in columns.values()))
-        for goal, shown in GOALS.items()
-        if any(budget.losses(goal) for budget in columns.values())
-    ]
-    distilled = (_mean_and_seeds(budget.losses("2:4", distilled="kl")) for budget in columns.values())
-    return table(("", *columns), [*rows, ("2:4, distilled", *distilled)], 1)
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "whole_7b": partial(whole, QWEN),
     "whole_14b": partial(whole, "Qwen2.5-14B"),
     "whole_3b": partial(whole, "Llama3.2-3B"),
-    **{make.__name__: make for make in (gains, contexts, other, few_bitnet, fusion, step)},
+    **{make.__name__: make for make in (contexts, other, few_bitnet, fusion, step)},
     **{make.__name__: make for make in (layers, popular, ranges, verdicts, gemms, hopper_gemms)},
     **{make.__name__: make for make in (heuristics, bandwidth)},
-    **{make.__name__: make for make in (reference, efficiency, bitnet, blocks, costs, budgets)},
-    "losses": lambda: accuracy.losses(ACCURACY / "protocol_a.csv"),
-    "losses-256": lambda: accuracy.losses(ACCURACY / "protocol_a_256.csv"),
-    "encoder": lambda: accuracy.encoder(ACCURACY / "protocol_b.csv"),
-    "parity": lambda: accuracy.parity(ACCURACY / "parity.csv"),
+    **{make.__name__: make for make in (reference, efficiency, blocks)},
 }
 
 

@@ -370,7 +370,6 @@ def test_without_a_gpu_commands_say_so_and_exit_3(
         ("convert --size big", "'big'"),
         ("convert --quant big", "'big'"),
         ("report missing-folder", "missing-folder"),
-        ("accuracy nothing", "nothing"),
     ],
 )
 def test_wrong_usage_exits_2(command: str, fact: str) -> None:
