@@ -222,37 +222,6 @@ def bandwidth(out: Out = OUT, time_limit: Limit = None, as_json: Json = False) -
 
 
 @app.command()
-def layout(
-    model: ModelNames = "Qwen2.5-7B",
-    shapes: Shapes = None,
-    dtype: Dtypes = "int8,fp8,bf16",
-    m: Annotated[str, typer.Option("--m", help="Token counts, comma-separated.")] = "64,2048",
-    out: Out = OUT,
-    time_limit: Limit = None,
-    as_json: Json = False,
-) -> None:
-    """Time cuSPARSELt and cuBLASLt at 6:8 in the eight memory layouts; writes OUT/layout.csv."""
-    began = time.monotonic()
-    from benchmarks.conditions import gpu_conditions
-    from benchmarks.layout import PATTERN, LayoutBench, output_types, products
-    from benchmarks.records import write_conditions
-    from slidesparse.gemm.problem import OPERANDS
-    from slidesparse.tune import machine
-    from slidesparse.tune.shapes import parse_choice, parse_tokens
-
-    dtypes, tokens = parse_choice("--dtype", dtype, OPERANDS), parse_tokens(m)
-    layers = [
-        layer for _, model_layers in parse_models(None if shapes else model, shapes) for layer in model_layers
-    ]
-    gpu = machine.require_gpu()
-    libraries = machine.require_libraries(gpu, ("cublaslt", "cusparselt"))
-    todo = products(libraries, layers, dtypes)
-    facts = {**gpu_conditions(gpu, libraries), "pattern": PATTERN, "outputs": output_types(todo)}
-    write_conditions(out / "layout.json", facts)
-    _fill(began, time_limit, gpu, as_json, lambda session: LayoutBench(session, out, todo, tokens))
-
-
-@app.command()
 def spmm(
     sizes: Annotated[
         str, typer.Option(help="Sizes of square products, M = N = K, comma-separated.")

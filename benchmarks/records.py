@@ -40,12 +40,10 @@ class Format:
 
 TIMES = ("p20_us", "p50_us", "p80_us")
 _KERNEL = ("mode", "model", "layer", "dtype", "pattern", "M", "N", "K", "provider")
-_LAYOUT = ("library", "dtype", "weight", "activations", "output", "M", "N", "K")
 _CELL = ("model", "dtype", "stage", "M", "pattern", "system")
 KERNEL = Format("kernel", _KERNEL, (*TIMES, "algorithm"))  # K is that of the dense weight
 LINEAR = Format("linear", ("model", "layer", "dtype", "pattern", "M", "provider"), TIMES)
 BANDWIDTH = Format("bandwidth", ("kernel", "dtype", "M", "K"), ("us", "GBps", "copy_GBps", "fraction"))
-LAYOUT = Format("layout", _LAYOUT, ("taken", "heuristic_us", "p50_us", "algorithm", "reason"))
 # tokens_per_joule is from the GPU's energy counter.  step_ms is the median time of a step of M tokens.  Both are of
 # resident engines, on a GPU and anywhere; otherwise they are empty.
 E2E = Format("e2e", (*_CELL, "round"), ("tokens_per_s", "tokens_per_joule", "step_ms"))

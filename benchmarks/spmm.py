@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernel import DENSE, SQUARE
-from benchmarks.layout import exact_product
 from benchmarks.records import SPMM, Records
 from benchmarks.timing import percentiles, time_exactly
 from slidesparse.gemm.backend import TWO_FOUR, Tunable
@@ -42,6 +41,7 @@ LIBRARY_TYPES = ("int8", "fp8", "fp16")
 OWN, SHARED, NONE = "own", "strip", "-"
 CPU_MAX_SIZE = 1024  # the largest square that one thread multiplies
 CPU_SAMPLES, CPU_SECONDS = 5, 1.0
+CHUNK_ELEMENTS = 2**26  # float64 elements that the check computes at a time
 MAX_ERROR = 1e-3  # absolute limit for our kernels
 ROUNDING_UNITS = {"fp32": 0.0, "fp16": 2.0**-11}  # for the rounding of a stored result
 
@@ -274,6 +274,16 @@ class SpmmBench:
         return Timing.of(samples), error, most
 
 
+def exact_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x [m, k] @ weight [n, k].T in float64, some rows of the weight at a time."""
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float64, device=x.device)
+    x = x.double()
+    step = max(1, CHUNK_ELEMENTS // max(weight.shape[1], x.shape[0]))
+    for start in range(0, weight.shape[0], step):
+        out[:, start : start + step] = x @ weight[start : start + step].double().t()
+    return out
+
+
 class _Expected:
     """The exact product, computed on first use."""
 
@@ -285,7 +295,7 @@ class _Expected:
         """Return the largest error of an output, relative to the sum of the magnitudes of its products."""
         if self._known is None:
             pair = (self._x, self._weight), (self._x.abs(), self._weight.abs())
-            right, sizes = (exact_product(x, weight, torch.float64) for x, weight in pair)
+            right, sizes = (exact_product(x, weight) for x, weight in pair)
             self._known = right, sizes.clamp_min_(torch.finfo(torch.float64).tiny)
         right, sizes = self._known
         return float(((result.double() - right).abs() / sizes).max())

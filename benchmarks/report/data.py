@@ -33,7 +33,6 @@ NUMBERS = (
     "GBps",
     "copy_GBps",
     "fraction",
-    "heuristic_us",
     "tokens_per_s",
     "tokens_per_joule",
     "step_ms",
@@ -43,10 +42,6 @@ NUMBERS = (
 ALLOWED = {
     "mode": ("square", "model"),
     "stage": STAGES,
-    "taken": ("yes", "no"),
-    "weight": ("K", "N"),
-    "activations": ("K", "M"),
-    "output": ("N", "M"),
 }
 REQUIRED_COLUMNS = {
     "kernel": TIMES,

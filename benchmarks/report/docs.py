@@ -266,23 +266,6 @@ def hopper_gemms() -> str:
     return table(("", "M", "dense cuBLASLt", *patterns), rows, 1)
 
 
-def heuristics() -> str:
-    """cuSPARSELt's own choice of an algorithm beside the best one, in the layout that serving uses."""
-    rows = _results(H200).tables["layout"].rows
-    rows = rows[(rows[["weight", "activations", "output"]] == pages.SERVED).all(axis=1)]
-    ratio = (rows["heuristic_us"] / rows["p50_us"]).groupby([rows["library"], rows["dtype"], rows["M"]])
-    order = sorted(ratio, key=lambda group: (group[0][0], data.dtype_order(group[0][1]), group[0][2]))
-    return table(
-        ("library", "", "M", "shapes", "time by its heuristic / by the fastest algorithm"),
-        [
-            (name, dtype.upper(), m, part.count(), span(part))
-            for (name, dtype, m), part in order
-            if part.count()
-        ],
-        2,
-    )
-
-
 def bandwidth() -> str:
     """Memory-bound kernels, as shares of a copy's rate."""
     rows = _results(H200).tables["bandwidth"].rows.set_index("kernel")["fraction"]
@@ -344,7 +327,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "whole_3b": partial(whole, "Llama3.2-3B"),
     **{make.__name__: make for make in (contexts, other, few_bitnet, fusion, step)},
     **{make.__name__: make for make in (layers, popular, ranges, verdicts, gemms, hopper_gemms)},
-    **{make.__name__: make for make in (heuristics, bandwidth)},
+    **{make.__name__: make for make in (bandwidth,)},
     **{make.__name__: make for make in (reference, efficiency, blocks)},
 }
 

@@ -13,7 +13,6 @@ from benchmarks.records import (
     BANDWIDTH,
     E2E,
     KERNEL,
-    LAYOUT,
     LINEAR,
     PROFILE,
     SPMM,
@@ -47,7 +46,6 @@ KINDS = {  # classes of kernels in e2e_profile.csv, as pages show them
     "sampling and the rest": "sampling and the rest",
     "idle": "idle",
 }
-SERVED = ("K", "K", "N")  # the contiguous dimensions of weight, activations and output in serving
 REFERENCE_COLUMNS = ("results", "model", "dtype", "pattern", "M", "speedup")
 RESULTS = {  # kinds of figures in docs/benchmarks/reference.csv
     "square": "square GEMMs",
@@ -72,7 +70,6 @@ SUBJECTS = {
     KERNEL_HOPPER: "GEMMs of models by `hopper`, another run",
     "linear": "linear layers with quantization and scaling, against stock vLLM",
     "bandwidth": "memory-bound kernels",
-    "layout": "supported memory layouts and their speed",
     "e2e": "whole models in vLLM: tokens per second",
     "e2e_profile": "the GPU time of a step of a whole model, by kind of kernel",
     "spmm": "hand-written N:M kernels, compared with cuBLAS and with a study's claims",
@@ -84,7 +81,7 @@ class Results:
     """The tables of a folder.  Raises RecordsError when it has none, and for an invalid file."""
 
     def __init__(self, folder: Path) -> None:
-        forms = {form.name: form for form in (KERNEL, LINEAR, BANDWIDTH, LAYOUT, E2E, PROFILE, SPMM)}
+        forms = {form.name: form for form in (KERNEL, LINEAR, BANDWIDTH, E2E, PROFILE, SPMM)}
         forms[KERNEL_HOPPER] = KERNEL
         self.counters = data.read(folder, SPMM_COUNTERS)
         self.folder = folder
@@ -124,7 +121,6 @@ class Results:
             self._kernel_hopper,
             self._linear,
             self._bandwidth,
-            self._layout,
             self._e2e,
             self._profile,
             self._spmm,
@@ -204,7 +200,7 @@ class Results:
             parts += [_heading(section), *_speedups(section, [_baseline(section)])]
         return parts
 
-    # --- memory-bound kernels, and memory layouts
+    # --- memory-bound kernels
 
     def _bandwidth(self, bandwidth: Table) -> list[str]:
         shares = bandwidth.rows.pivot(index=["kernel", "dtype"], columns=["K", "M"], values="fraction")
@@ -222,24 +218,6 @@ class Results:
             "parentheses, the increase over quantization alone.",
             _sliding(data.sliding(bandwidth)),
         ]
-
-    def _layout(self, layout: Table) -> list[str]:
-        parts = [
-            "# Memory layouts",
-            "The dimension of each matrix that is contiguous in memory: K or N of the weight, K or M of the "
-            "activations, N or M of the output. Serving uses K, K, N. Times are medians of the GEMM alone, summed "
-            "over the measured shapes, with the best algorithm of the library and with its own choice (heuristic); a "
-            "sum is shown only if every shape was supported and timed. Ratio: time of the layout used in serving / "
-            "time of this layout, so above 1 this one is faster. Below the table are the unsupported layouts with the "
-            "errors.",
-        ]
-        outputs = layout.conditions.get("outputs") or {}
-        groups = dict(iter(layout.rows.groupby(["dtype", "library"])))
-        for dtype, library in sorted(groups, key=lambda key: (data.dtype_order(key[0]), key[1])):
-            out = outputs.get(f"{library} {dtype}")
-            title = f"## {library}, {dtype.upper()}" + (f" to {str(out).upper()}" if out else "")
-            parts += [title, *_layouts(groups[dtype, library])]
-        return parts
 
     # --- whole models
 
@@ -360,37 +338,6 @@ def verdicts(speedups: pd.DataFrame, by: str) -> str:
     if not rows:
         return "No cell has both stock vLLM and a pattern measured."
     return table(("", "pattern", "cells", "faster", "within 1%", "slower", "best", "worst"), rows, 2)
-
-
-def _layouts(rows: pd.DataFrame) -> list[str]:
-    """Return the results of one library and type: a row for each layout that it took, and its errors for the others."""
-    key = ["weight", "activations", "output"]
-    shapes = len(rows[["N", "K"]].drop_duplicates())
-    taken = (rows["taken"] == "yes").groupby([rows[name] for name in key]).agg(["sum", "size"])
-    taken = taken[taken["sum"] > 0]
-    sums = rows.groupby([*key, "M"])[["p50_us", "heuristic_us"]].sum(min_count=shapes).unstack("M")
-    ms = sorted(rows["M"].unique())
-    lines = []
-    for layout in sorted(
-        taken.index, key=lambda layout: [data.ALLOWED[n].index(w) for n, w in zip(key, layout, strict=True)]
-    ):
-        line = [*layout, "{} of {}".format(*taken.loc[layout])]
-        for m in ms:
-            best, own = sums.loc[layout, ("p50_us", m)], sums.loc[layout, ("heuristic_us", m)]
-            served = sums["p50_us", m].get(SERVED, math.nan)
-            line += [microseconds(best), microseconds(own), times(served / best)]
-        lines.append(line)
-    header = [
-        *key,
-        "shapes",
-        *(f"M {m} {heading}" for m in ms for heading in ("us", "heuristic us", "ratio")),
-    ]
-    refused = rows[rows["reason"] != ""]
-    reasons = []
-    for reason, group in refused.groupby(refused["reason"].str.split(";").str[0]):
-        places = [f"{', '.join(layout)} ({len(part)})" for layout, part in group.groupby(key, sort=False)]
-        reasons.append(f"{'; '.join(places)}: {cell(reason)}")
-    return [table(header, lines, 4), bullets(reasons)]
 
 
 def _noise(rates: pd.DataFrame) -> str:

@@ -21,13 +21,12 @@ from benchmarks import convert as conversion
 from benchmarks.bandwidth import BandwidthBench, Cell
 from benchmarks.cli import app
 from benchmarks.kernel import Group, KernelBench, model_groups
-from benchmarks.layout import WRONG_PRODUCT, LayoutBench, exact_product, products
 from benchmarks.linear import LinearBench
 from benchmarks.stock import Stock
 from slidesparse.blocks import dense_blocks
 from slidesparse.gemm import tuned
 from slidesparse.gemm.backend import LayerSpec
-from slidesparse.gemm.problem import LAYOUTS, TN, Layout, Problem
+from slidesparse.gemm.problem import Problem
 from slidesparse.tune import machine, measure
 from slidesparse.tune.inputs import Inputs, Operands
 from slidesparse.tune.machine import MissingError
@@ -238,82 +237,6 @@ def test_every_kernel_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert float(row["GBps"]) == pytest.approx((64 * 64 * 3 + 64 * 4) / copied / 1e3, abs=1e-3)
 
 
-# --- layout
-
-REFUSED, WEIGHT_N = Layout(False, False, False), Layout(weight_k=False)
-
-
-def layout_libraries() -> tuple[FakeLibrary, FakeLibrary]:
-    """Layouts have the algorithms slow and good, but for two of cuSPARSELt."""
-    times = {"heuristic": 12.0, "slow": 30.0, "good": 10.0, "other": 7.0, "wrong": 1.0}
-    named: dict[Layout, list[str]] = {layout: ["slow", "good"] for layout in LAYOUTS}
-    return (
-        FakeLibrary("cublaslt", sparse=False, times=dict(times), outs=("int32",), named=dict(named)),
-        FakeLibrary("cusparselt", times=dict(times), named=named | {REFUSED: [], WEIGHT_N: ["other"]}),
-    )
-
-
-def layout_bench(folder: Path, found: Session, *both: FakeLibrary) -> LayoutBench:
-    layers = [Layer("qkv", 64, 48), Layer("o", 32, 64)]
-    return LayoutBench(found, folder, products(both, layers, ["int8"]), [16, 32])
-
-
-def test_every_layout_of_both_libraries_is_measured(tmp_path: Path, cache: Path) -> None:
-    dense, sparse = layout_libraries()
-    bench = layout_bench(tmp_path, session(dense, sparse), dense, sparse)
-    assert bench.run()
-    rows = bench.records.rows
-    assert len(rows) == bench.count == 2 * 2 * 2 * 8
-    served = [row for row in rows if (row["weight"], row["activations"], row["output"]) == TN.contiguous]
-    assert {(row["taken"], row["algorithm"], row["reason"]) for row in served} == {("yes", "good", "")}
-    assert set(times_of(served)) == {10.03}
-    assert {row["heuristic_us"] for row in rows if row["taken"] == "yes"} == {"12.070"}
-    # 48 columns at 6:8 are 72 slided ones, in multiples of 32
-    assert {problem.k for problem in sparse.searched if problem.n == 64} == {96}
-    assert not cache.exists()  # winners of layouts that serving does not use are no business of it
-    refused = [row for row in rows if row["taken"] == "no"]
-    assert {(row["library"], row["weight"], row["activations"], row["output"]) for row in refused} == {
-        ("cusparselt", *REFUSED.contiguous)
-    }
-    assert all(row["reason"].startswith("NOT_SUPPORTED; int8 [") and not row["p50_us"] for row in refused)
-
-
-@pytest.mark.parametrize(("broken", "layout"), [("wrong", TN), ("wrong", REFUSED), ("refused", WEIGHT_N)])
-def test_a_wrong_product_is_not_timed_and_a_refused_heuristic_hides_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, layout: Layout
-) -> None:
-    """All algorithms of a layout are wrong alike, or its heuristic is refused."""
-    dense, _ = layout_libraries()
-    dense_plan = dense.plan
-    if broken == "wrong":
-        dense.named[layout] = ["wrong"]
-
-    def plan(problem: Problem, device: torch.device, name: str | None = None, at: Layout = TN) -> object:
-        if at == layout:
-            name = "wrong" if broken == "wrong" else name or "refused"
-        return dense_plan(problem, device, name, at)
-
-    monkeypatch.setattr(dense, "plan", plan)
-    bench = layout_bench(tmp_path, session(dense), dense)
-    assert bench.run()
-    noted = [row for row in bench.records.rows if row["reason"]]
-    assert {(row["weight"], row["activations"], row["output"]) for row in noted} == {layout.contiguous}
-    for row in noted:
-        assert (row["taken"], row["heuristic_us"]) == ("yes", "")
-        assert (row["p50_us"], row["reason"] == WRONG_PRODUCT) == (
-            ("", True) if broken == "wrong" else ("10.030", False)
-        )
-
-
-@pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16"])
-def test_the_product_in_chunks_is_the_product(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.layout.CHUNK_ELEMENTS", 100)
-    inputs = Inputs(CPU, 0)
-    x, weight = inputs.weight(dtype, 5, 32, False), inputs.weight(dtype, 11, 32, False)
-    expected = (x.double() @ weight.double().t()).float()
-    assert torch.equal(exact_product(x, weight, torch.float32), expected)
-
-
 # --- command line
 
 
@@ -339,15 +262,10 @@ def test_the_commands_from_options_to_tables(tmp_path: Path, monkeypatch: pytest
     document = json.loads((tmp_path / "out" / "kernel.json").read_text())
     assert document["gpu"] == GPU.name
     assert len(document["commands"]) == 2
-    for library in (dense, sparse):
-        library.times["heuristic"] = 12.0
-    assert run("layout", *options)["rows"] == 2 * 2 * 2 * 8
-    outputs = json.loads((tmp_path / "out" / "layout.json").read_text())["outputs"]
-    assert outputs == {"cublaslt int8": "int32", "cusparselt int8": "bf16"}
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built with CUDA")
-@pytest.mark.parametrize("command", ["layout", "spmm"])  # test_reproduce.py has the others
+@pytest.mark.parametrize("command", ["spmm"])  # test_reproduce.py has the others
 def test_without_a_gpu_commands_say_so_and_exit_3(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,7 +282,6 @@ def test_without_a_gpu_commands_say_so_and_exit_3(
         ("kernel --mode round", "round"),
         ("kernel --m x", "'x'"),
         ("linear --shapes 64", "'64'"),
-        ("layout --dtype fp4", "fp4"),
         ("spmm --dtype int8", "int8"),
         ("spmm --sparsity 5:4", "5:4"),
         ("convert --size big", "'big'"),
