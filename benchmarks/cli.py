@@ -208,20 +208,6 @@ def linear(
 
 
 @app.command()
-def bandwidth(out: Out = OUT, time_limit: Limit = None, as_json: Json = False) -> None:
-    """Compare the kernels that quantize and scale with a copy of as many bytes; writes OUT/bandwidth.csv."""
-    began = time.monotonic()
-    from benchmarks.bandwidth import BandwidthBench, libraries
-    from benchmarks.conditions import gpu_conditions
-    from benchmarks.records import write_conditions
-    from slidesparse.tune import machine
-
-    gpu = machine.require_gpu()
-    write_conditions(out / "bandwidth.json", gpu_conditions(gpu, libraries(gpu.device)))
-    _fill(began, time_limit, gpu, as_json, lambda session: BandwidthBench(session, out))
-
-
-@app.command()
 def spmm(
     sizes: Annotated[
         str, typer.Option(help="Sizes of square products, M = N = K, comma-separated.")

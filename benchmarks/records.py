@@ -43,7 +43,6 @@ _KERNEL = ("mode", "model", "layer", "dtype", "pattern", "M", "N", "K", "provide
 _CELL = ("model", "dtype", "stage", "M", "pattern", "system")
 KERNEL = Format("kernel", _KERNEL, (*TIMES, "algorithm"))  # K is that of the dense weight
 LINEAR = Format("linear", ("model", "layer", "dtype", "pattern", "M", "provider"), TIMES)
-BANDWIDTH = Format("bandwidth", ("kernel", "dtype", "M", "K"), ("us", "GBps", "copy_GBps", "fraction"))
 # tokens_per_joule is from the GPU's energy counter.  step_ms is the median time of a step of M tokens.  Both are of
 # resident engines, on a GPU and anywhere; otherwise they are empty.
 E2E = Format("e2e", (*_CELL, "round"), ("tokens_per_s", "tokens_per_joule", "step_ms"))

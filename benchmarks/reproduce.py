@@ -37,7 +37,6 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "kernel, squares": ("kernel", "--mode", "square", "--pattern", ALL_PATTERNS),
     "kernel, BF16": ("kernel", "--dtype", "bf16", "--pattern", ALL_PATTERNS),
     "linear": ("linear", "--m", f"{FEW_TOKENS},{MANY_TOKENS}", "--pattern", ALL_AND_MIXED_PATTERNS),
-    "bandwidth": ("bandwidth",),
 }
 # A model, its operand types, the systems, and the patterns that are measured together.  Engines of one group are loaded
 # side by side, in the 141 GB of an H200; stock vLLM has no BitNet.

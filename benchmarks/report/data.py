@@ -30,9 +30,6 @@ NUMBERS = (
     "K",
     "round",
     "us",
-    "GBps",
-    "copy_GBps",
-    "fraction",
     "tokens_per_s",
     "tokens_per_joule",
     "step_ms",
@@ -47,16 +44,7 @@ REQUIRED_COLUMNS = {
     "kernel": TIMES,
     "linear": TIMES,
     "spmm": TIMES,
-    "bandwidth": ("GBps",),
     "e2e": ("tokens_per_s",),
-}
-# Kernels of bandwidth.csv that quantize, and the one without sliding that each is compared with.
-SLIDING_KERNELS = {
-    "quant_only": "",
-    "quant_slide 6:8": "quant_only",
-    "quant_only, lift 6:8": "quant_only",
-    "hopper quant_only": "",
-    "hopper quant_slide 6:8": "hopper quant_only",
 }
 
 
@@ -226,16 +214,6 @@ class Sections:
             joined = frame.groupby(others, sort=False)[column].agg(", ".join)
             frame = joined.reset_index()[list(frame.columns)]
         return frame
-
-
-def sliding(bandwidth: Table) -> pd.DataFrame:
-    """Return microseconds by dtype, K and M, columns of SLIDING_KERNELS; NaN where not measured."""
-    rows = bandwidth.rows
-    rows = rows[rows["kernel"].isin(SLIDING_KERNELS)]
-    us = rows.pivot(index=["dtype", "K", "M"], columns="kernel", values="us").reindex(
-        columns=[*SLIDING_KERNELS]
-    )
-    return us.sort_index(key=lambda level: level.map(dtype_order) if level.name == "dtype" else level)
 
 
 def square_sections(kernel: Table) -> Sections:

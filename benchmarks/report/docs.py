@@ -266,21 +266,6 @@ def hopper_gemms() -> str:
     return table(("", "M", "dense cuBLASLt", *patterns), rows, 1)
 
 
-def bandwidth() -> str:
-    """Memory-bound kernels, as shares of a copy's rate."""
-    rows = _results(H200).tables["bandwidth"].rows.set_index("kernel")["fraction"]
-    lines = []
-    for label, *kernels in (
-        ("quantize", "quant_only", "hopper quant_only"),
-        ("quantize and slide, 6:8", "quant_slide 6:8", "hopper quant_slide 6:8"),
-        ("after RMSNorm with the residual", "norm, quant_slide 6:8", "hopper norm_quant_slide 6:8"),
-        ("after SiLU and gate", "silu, quant_slide 6:8", "hopper silu_quant_slide 6:8"),
-        ("scale and add the bias", "dequant_bias", ""),
-    ):
-        lines.append((label, *(span(rows[[name]], percent) if name else "" for name in kernels)))
-    return table(("", "Triton (after torch.compile's kernel)", "`hopper`, one kernel"), lines, 1)
-
-
 def reference() -> str:
     """Our speed-ups beside the paper's and the reference implementation's."""
     return pages.summary(pages.compare_reference(_results(H200), REFERENCE))
@@ -327,7 +312,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "whole_3b": partial(whole, "Llama3.2-3B"),
     **{make.__name__: make for make in (contexts, other, few_bitnet, fusion, step)},
     **{make.__name__: make for make in (layers, popular, ranges, verdicts, gemms, hopper_gemms)},
-    **{make.__name__: make for make in (bandwidth,)},
     **{make.__name__: make for make in (reference, efficiency, blocks)},
 }
 

@@ -16,9 +16,8 @@ from fake_library import CPU, GPU, FakeClock, FakeLibrary, Ticks, session, times
 from torch import Tensor
 from typer.testing import CliRunner
 
-from benchmarks import bandwidth, linear, stock
 from benchmarks import convert as conversion
-from benchmarks.bandwidth import BandwidthBench, Cell
+from benchmarks import linear, stock
 from benchmarks.cli import app
 from benchmarks.kernel import Group, KernelBench, model_groups
 from benchmarks.linear import LinearBench
@@ -204,37 +203,6 @@ def test_the_layer_that_is_timed_computes_the_product() -> None:
         assert isinstance(y, Tensor)
         assert (y.shape, y.dtype) == ((4, 64), torch.bfloat16)
         assert float(y.float().abs().mean()) > 1.0
-
-
-# --- bandwidth
-
-
-def test_bytes_that_a_kernel_moves() -> None:
-    assert Cell("quant_only", "int8", 16, 64).moved == 16 * 64 * 3 + 16 * 4
-    assert Cell("hopper quant_only", "int8", 16, 64).moved == 16 * 64 * 3 + 16 * 4
-    for slid in ("quant_slide 6:8", "quant_only, lift 6:8"):
-        assert Cell(slid, "fp8", 16, 64).moved == 16 * (64 * 2 + 96) + 16 * 4
-    for norm in ("hopper norm_quant_slide 6:8", "norm, quant_slide 6:8"):
-        assert Cell(norm, "int8", 16, 64).moved == 16 * (64 * 2 * 3 + 96) + 64 * 2 + 16 * 4
-    for silu in ("hopper silu_quant_slide 6:8", "silu, quant_slide 6:8"):
-        assert Cell(silu, "int8", 16, 64).moved == 16 * (64 * 2 * 2 + 96) + 16 * 4
-    assert Cell("dequant_bias", "int32", 16, 64).moved == 16 * 64 * (4 + 2) + 16 * 4 + 64 * (4 + 2)
-
-
-def test_every_kernel_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bandwidth, "TOKENS", (64,))
-    monkeypatch.setattr(bandwidth, "WIDTHS", (64,))
-    launched: list[str] = []
-    monkeypatch.setattr(
-        BandwidthBench, "_launch", lambda bench, cell, copies: lambda i: launched.append(cell.kernel)
-    )
-    bench = BandwidthBench(session(), tmp_path)
-    assert bench.run()
-    assert {row["kernel"] for row in bench.records.rows} == set(launched)
-    assert len(bench.records.rows) == bench.count == 2 * 5 + 2
-    copied = 5.07  # of the fake clock, for any launch
-    row = bench.records.rows[0]
-    assert float(row["GBps"]) == pytest.approx((64 * 64 * 3 + 64 * 4) / copied / 1e3, abs=1e-3)
 
 
 # --- command line

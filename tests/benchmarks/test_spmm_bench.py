@@ -15,7 +15,6 @@ from torch import Tensor
 from benchmarks import spmm as bench
 from benchmarks import spmm_counters
 from benchmarks.records import COUNTERS, SPMM_COUNTERS, read_rows
-from benchmarks.report import render
 from benchmarks.spmm import SpmmBench, jobs, layers, parse_sparsities, squares
 from slidesparse.gemm.problem import LibraryError
 from slidesparse.spmm import Compressed, reference
@@ -169,14 +168,3 @@ def test_missing_counters_are_explained(
     monkeypatch.setattr(spmm_counters, "find_program", lambda: None)
     assert "not found" in spmm_counters.measure(tmp_path)
     assert not (tmp_path / "spmm_counters.csv").exists()
-
-
-# --- the page, which test_docs.py compares with the results in docs/
-
-
-def test_folder_without_spmm_results_has_no_page(tmp_path: Path) -> None:
-    (tmp_path / "bandwidth.csv").write_text(
-        "kernel,dtype,M,K,us,GBps,copy_GBps,fraction\na,int8,1,1,1,1,1,1\n"
-    )
-    assert not [path for path in render(tmp_path) if "spmm" in path.name]
-    assert "spmm" not in (tmp_path / "README.md").read_text()
