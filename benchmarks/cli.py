@@ -5,7 +5,6 @@ Without a GPU, a command that needs one reports what is missing and exits with 3
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -245,25 +244,6 @@ def spmm(
     left = None if time_limit is None else began + time_limit - time.monotonic()
     if left is None or left > 0:
         amend_conditions(conditions, {"counters": spmm_counters.measure(out, left)})
-
-
-@app.command()
-def convert(
-    size: Annotated[
-        str, typer.Option(help="Size of the synthetic BF16 model, such as 500MB or 2GB.")
-    ] = "2GB",
-    sparsity: Annotated[str, typer.Option("--sparsity", "-s", help="The sparsity pattern.")] = "6:8",
-    quant: Annotated[str, typer.Option(help="int8 or fp8.")] = "int8",
-    layout: Annotated[str, typer.Option(help="dense or slided.")] = "dense",
-    as_json: Json = False,
-) -> None:
-    """Measure the throughput and peak memory of converting a synthetic Llama-style model, in $TMPDIR."""
-    from benchmarks import convert as bench
-    from slidesparse.convert.synth import parse_size
-    from slidesparse.pattern import SlidePattern
-
-    result = bench.run(parse_size("--size", size), SlidePattern.parse(sparsity), quant, layout)
-    print(json.dumps(result.to_json(), indent=2) if as_json else result.render())
 
 
 @app.command()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from contextlib import nullcontext
 from fractions import Fraction
 from pathlib import Path
@@ -16,7 +15,6 @@ from fake_library import CPU, GPU, FakeClock, FakeLibrary, Ticks, session, times
 from torch import Tensor
 from typer.testing import CliRunner
 
-from benchmarks import convert as conversion
 from benchmarks import linear, stock
 from benchmarks.cli import app
 from benchmarks.kernel import Group, KernelBench, model_groups
@@ -252,8 +250,6 @@ def test_without_a_gpu_commands_say_so_and_exit_3(
         ("linear --shapes 64", "'64'"),
         ("spmm --dtype int8", "int8"),
         ("spmm --sparsity 5:4", "5:4"),
-        ("convert --size big", "'big'"),
-        ("convert --quant big", "'big'"),
         ("report missing-folder", "missing-folder"),
     ],
 )
@@ -270,22 +266,6 @@ def test_stock_without_its_kernels_is_refused(tmp_path: Path, monkeypatch: pytes
         stock.find(tmp_path / "lib.so")
     monkeypatch.setattr(stock, "_installed", list)
     assert stock.find(None) is None
-
-
-def test_convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of one small layer."""
-    for name, value in (("HIDDEN", 256), ("INTERMEDIATE", 512), ("VOCABULARY", 1000)):
-        monkeypatch.setattr(conversion, name, value)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    found = run("convert", "--size", "2MB", "--layout", "slided")
-    assert found["bytes_in"] >= 2_000_000
-    assert found["largest_tensor"] == 1000 * 256 * 2
-    assert found["rate"] == pytest.approx(found["bytes_in"] / 1e6 / found["seconds"])
-    assert found["start_bytes"] <= found["peak_bytes"] <= found["allowed_bytes"]
-    assert [path.name for path in tmp_path.iterdir()] == []
-    del found["allowed_bytes"]
-    monkeypatch.setattr(conversion, "run", lambda *_: conversion.Result(**found))
-    assert f"{found['rate']:.0f} MB/s" in CliRunner().invoke(app, ["convert"]).stdout
 
 
 @pytest.mark.parametrize(("share", "most"), [(Fraction(1, 2), 7), (Fraction(1, 3), 5)])
