@@ -428,32 +428,6 @@ def _report(bench: E2eBench, runs: Sequence[Run], finished: bool, as_json: bool)
 
 
 @app.command()
-def reproduce(
-    out: Annotated[
-        Path, typer.Argument(help="Folder of the tables; rows that are there are kept.", metavar="OUT")
-    ],
-    time_limit: Annotated[
-        float, typer.Option(min=300, help="Stop after about this many seconds; run again to continue.")
-    ] = 510,
-    dry_run: DryRun = False,
-) -> None:
-    """Measure everything that docs/benchmarks compares with the paper, in parts; prints what remains to be run."""
-    from benchmarks import reproduce as steps
-    from slidesparse.tune.measure import Deadline
-
-    if dry_run:
-        for line in steps.commands(out):
-            print(line)
-        return
-    try:
-        steps.run_steps(out, Deadline(time_limit), lambda line: err.print(escape(line)))
-    finally:
-        for step, report in steps.progress(out):
-            count = f"{report['cells']} of {report['planned']}" if report else "not begun"
-            print(f"{'done' if steps.is_done(report) else 'left':<6}{step.name:<40}{count}")
-
-
-@app.command()
 def report(
     folder: Annotated[Path, typer.Argument(help="The results of the measuring commands.", metavar="FOLDER")],
     reference: Annotated[

@@ -231,7 +231,7 @@ def test_the_commands_from_options_to_tables(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built with CUDA")
-@pytest.mark.parametrize("command", ["spmm"])  # test_reproduce.py has the others
+@pytest.mark.parametrize("command", ["spmm"])
 def test_without_a_gpu_commands_say_so_and_exit_3(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
