@@ -16,7 +16,7 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from slidesparse.cli.console import Json, application, err, fail
+from slidesparse.cli.console import Json, application, err
 from slidesparse.cli.tune import (
     Limit,
     Shapes,
@@ -28,7 +28,7 @@ from slidesparse.cli.tune import (
     print_result,
     start_progress,
 )
-from slidesparse.errors import FAILED, USAGE, EnvironmentFault
+from slidesparse.errors import FAILED, EnvironmentFault
 
 if TYPE_CHECKING:
     from benchmarks.e2e import Run, Workload
@@ -304,20 +304,6 @@ def e2e(
             "--resident", help="Keep all engines loaded side by side on the GPU, and run them in turn."
         ),
     ] = False,
-    profile: Annotated[
-        bool,
-        typer.Option(
-            "--profile",
-            help="With --resident, on a GPU: record the kernels of a step in OUT/e2e_profile.csv.",
-        ),
-    ] = False,
-    profile_m: Annotated[
-        str | None, typer.Option("--profile-m", help="With --profile: only at these M.")
-    ] = None,
-    profile_patterns: Annotated[
-        str | None,
-        typer.Option("--profile-patterns", help="With --profile: only these patterns, and dense systems."),
-    ] = None,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
@@ -325,14 +311,12 @@ def e2e(
     from benchmarks.e2e import DECODE, PREFILL, SLIDED_SYSTEMS, STAGES, SYSTEMS, TOKENS, Workload
     from benchmarks.e2e import runs as plan
     from benchmarks.e2e_models import find_model
-    from benchmarks.e2e_resident import Profiled, ResidentBench
+    from benchmarks.e2e_resident import ResidentBench
     from benchmarks.e2e_runs import E2eBench
     from slidesparse.evaluate.engine import vllm_command
     from slidesparse.tune.measure import Deadline
     from slidesparse.tune.shapes import parse_choice, parse_patterns, parse_tokens
 
-    if (profile and not resident) or ((profile_m or profile_patterns) and not profile):
-        fail(USAGE, "--profile-m and --profile-patterns need --profile, and that --resident")
     deadline = Deadline(time_limit)
     chosen = parse_choice("--systems", systems, tuple(SYSTEMS))
     selected = parse_patterns(patterns, mixed=True) if patterns else None
@@ -347,12 +331,8 @@ def e2e(
         return
     vllm = vllm_command()
     version = _write_e2e_conditions(out, subject, chosen, dense, work, resident)
-    cells = Profiled(
-        frozenset(parse_tokens(profile_m)) if profile_m else None,
-        frozenset(parse_patterns(profile_patterns, mixed=True)) if profile_patterns else None,
-    )
     common = (out, vllm, version, work, deadline, run_limit)
-    bench = ResidentBench(*common, profile=cells if profile else None) if resident else E2eBench(*common)
+    bench = ResidentBench(*common) if resident else E2eBench(*common)
     with closing(bench):
         finished = _run(bench, runs)
     _report(bench, runs, finished, as_json)

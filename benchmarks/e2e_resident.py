@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import shutil
 import subprocess
 import sys
 import time
@@ -20,9 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks import e2e_profile
 from benchmarks.e2e import DECODE, Run, Size, command, environment
-from benchmarks.e2e_models import DENSE
 from benchmarks.e2e_runs import (
     E2eBench,
     Figures,
@@ -33,7 +30,6 @@ from benchmarks.e2e_runs import (
     log_path,
     read_figures,
 )
-from benchmarks.records import PROFILE, Records
 from slidesparse.checkpoint.storage import text_config
 
 BLOCK = 16  # tokens of a block of vLLM's KV cache
@@ -97,19 +93,6 @@ def bytes_per_token(folder: Path) -> int:
     return 2 * int(config["num_hidden_layers"]) * kv_heads * head * 2
 
 
-@dataclass(frozen=True)
-class Profiled:
-    """The cells to profile, by M and by pattern, dense systems in any case; None stands for all."""
-
-    m: frozenset[int] | None = None
-    patterns: frozenset[str] | None = None
-
-    def has(self, run: Run) -> bool:
-        """Return whether the cell of ``run`` is to be profiled."""
-        of_patterns = self.patterns is None or run.pattern == DENSE or run.pattern in self.patterns
-        return of_patterns and (self.m is None or run.m in self.m)
-
-
 class Worker:
     """A process with an engine."""
 
@@ -163,7 +146,6 @@ class Worker:
 class ResidentBench(E2eBench):
     """`E2eBench` with engines that stay; `close` ends them."""
 
-    profile: Profiled | None = None  # cells of whose steps the kernels are recorded, too
     _workers: dict[Engine, Worker] = field(default_factory=dict)
     _broken: dict[Engine, str] = field(default_factory=dict)
 
@@ -195,8 +177,6 @@ class ResidentBench(E2eBench):
         arguments = self.arguments(run, largest(runs))
         cache = cache_tokens(runs) * bytes_per_token(engine.folder)
         arguments += ["--kv-cache-memory-bytes", str(cache), "--gpu-memory-utilization", str(MEMORY_SHARE)]
-        if self.profile:
-            arguments += e2e_profile.options(self._traces(engine))
         env = environment(run.system, os.environ)
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
         # vLLM's caches of compiled code do not support processes that write the same entry concurrently
@@ -235,31 +215,4 @@ class ResidentBench(E2eBench):
         text = worker.text()
         line = check_log(run, text)
         check_room(run, text)
-        figures = read_figures(run, json.loads(result.read_text(encoding="utf-8")), worker.answer)
-        if self.profile and run.round == 1 and self.profile.has(run):
-            try:
-                self._record(run, engine, worker)
-            except RunError as error:  # the measurement is valid
-                self._note(run, f"its profile: {error}")
-        return figures, line
-
-    def _traces(self, engine: Engine) -> Path:
-        return self.out / "traces" / engine.file_name
-
-    def _record(self, run: Run, engine: Engine, worker: Worker) -> None:
-        """Run the cell again under vLLM's profiler, and record its kernels.  Raises RunError."""
-        folder = self._traces(engine)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        worker.send([run.m if run.stage != DECODE else 0, [*self.arguments(run, run.size), "--profile"]])
-        if not worker.wait(self._seconds(time.monotonic())):
-            raise RunError("profiling took too long")
-        try:
-            kernels = e2e_profile.read(folder)
-        except e2e_profile.ProfileError as error:
-            raise RunError(str(error)) from None
-        key = {name: value for name, value in run.key.items() if name != "round"}
-        table = Records(self.out, PROFILE)
-        for row in e2e_profile.rows(key, kernels):
-            if not table.has(row):
-                table.add(row)
+        return read_figures(run, json.loads(result.read_text(encoding="utf-8")), worker.answer), line

@@ -63,7 +63,6 @@ COUNTERS = {  # column -> metric of Nsight Compute
     },
 }
 SPMM_COUNTERS = Format("spmm_counters", _SPMM, tuple(COUNTERS))
-PROFILE = Format("e2e_profile", (*_CELL, "kernel"), ("class", "calls", "us"))  # calls and us of one step
 
 
 class RecordsError(SlideSparseError, RuntimeError):

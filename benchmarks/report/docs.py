@@ -144,33 +144,6 @@ def fusion() -> str:
     return table(("", *shown.values()), lines, 1)
 
 
-def step() -> str:
-    """Milliseconds of GPU time in one step in INT8, and the time of the step without the profiler."""
-    rows = _results(H200).tables["e2e_profile"].rows
-    rows = rows.assign(system=pages.system_names(rows))
-    steps = data.read(H200, E2E, "e2e").rows
-    steps = steps.assign(system=pages.system_names(steps))
-    names = {"stock": "stock", "dense": "not pruned", "sparse 6:8": "6:8", "sparse 2:4": "2:4"}
-    columns = {}
-    for stage, m in (("prefill", 8192), ("decode", 64)):
-        cell = (QWEN, stage, "int8", m)
-        selected, timed = (
-            part[(part[["model", "stage", "dtype", "M"]] == cell).all(axis=1)] for part in (rows, steps)
-        )
-        kinds = pages.by_kind(selected) / 1e3
-        for name, shown in names.items():
-            column = kinds[name].copy()
-            column["step"] = timed[timed["system"] == name]["step_ms"].astype(float).median()
-            columns[f"{stage} {m}: {shown}"] = column
-    frame = pd.DataFrame(columns).loc[[*list(pages.KINDS.values())[:-1], "step"]]
-    frame = frame[(frame != 0).any(axis=1)]
-    return table(
-        ("ms", *frame),
-        [(name, *(f"{v:.2f}" if v else "-" for v in row)) for name, *row in frame.itertuples(name=None)],
-        1,
-    )
-
-
 # --- layers and kernels
 
 
@@ -310,7 +283,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "whole_7b": partial(whole, QWEN),
     "whole_14b": partial(whole, "Qwen2.5-14B"),
     "whole_3b": partial(whole, "Llama3.2-3B"),
-    **{make.__name__: make for make in (contexts, other, few_bitnet, fusion, step)},
+    **{make.__name__: make for make in (contexts, other, few_bitnet, fusion)},
     **{make.__name__: make for make in (layers, popular, ranges, verdicts, gemms, hopper_gemms)},
     **{make.__name__: make for make in (reference, efficiency, blocks)},
 }

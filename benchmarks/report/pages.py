@@ -13,7 +13,6 @@ from benchmarks.records import (
     E2E,
     KERNEL,
     LINEAR,
-    PROFILE,
     SPMM,
     SPMM_COUNTERS,
     RecordsError,
@@ -35,15 +34,6 @@ from benchmarks.report.markdown import (
 
 EQUAL_TOLERANCE = 0.01  # relative difference up to which times count as equal
 BASELINE_NAMES = {CUBLASLT: "dense cuBLASLt", STOCK: "stock vLLM"}
-KINDS = {  # classes of kernels in e2e_profile.csv, as pages show them
-    "quantize": "quantize",
-    "product": "GEMM",
-    "scale": "scale",
-    "attention": "attention",
-    "norm and activation": "norm and activation",
-    "sampling and the rest": "sampling and the rest",
-    "idle": "idle",
-}
 REFERENCE_COLUMNS = ("results", "model", "dtype", "pattern", "M", "speedup")
 RESULTS = {  # kinds of figures in docs/benchmarks/reference.csv
     "square": "square GEMMs",
@@ -60,13 +50,12 @@ BASELINES = {
 }
 REFERENCE_GPU = "H100 PCIe"
 KERNEL_HOPPER = "kernel_hopper"  # like kernel.csv, another run: `hopper` beside cuBLASLt and stock vLLM
-OPTIONAL_PARTS = (KERNEL_HOPPER, "e2e_profile", "spmm")  # not every folder has them
+OPTIONAL_PARTS = (KERNEL_HOPPER, "spmm")  # not every folder has them
 SUBJECTS = {
     "kernel": "GEMMs alone: square ones and those of models",
     KERNEL_HOPPER: "GEMMs of models by `hopper`, another run",
     "linear": "linear layers with quantization and scaling, against stock vLLM",
     "e2e": "whole models in vLLM: tokens per second",
-    "e2e_profile": "the GPU time of a step of a whole model, by kind of kernel",
     "spmm": "hand-written N:M kernels, compared with cuBLAS and with a study's claims",
     "comparison": "comparison with the paper and the reference implementation",
 }
@@ -76,7 +65,7 @@ class Results:
     """The tables of a folder.  Raises RecordsError when it has none, and for an invalid file."""
 
     def __init__(self, folder: Path) -> None:
-        forms = {form.name: form for form in (KERNEL, LINEAR, E2E, PROFILE, SPMM)}
+        forms = {form.name: form for form in (KERNEL, LINEAR, E2E, SPMM)}
         forms[KERNEL_HOPPER] = KERNEL
         self.counters = data.read(folder, SPMM_COUNTERS)
         self.folder = folder
@@ -116,7 +105,6 @@ class Results:
             self._kernel_hopper,
             self._linear,
             self._e2e,
-            self._profile,
             self._spmm,
         )
         both = zip(self.tables.items(), makers, strict=True)
@@ -226,24 +214,6 @@ class Results:
                 parts += _speedups(section, [_baseline(section)], latencies=False)
         return parts
 
-    def _profile(self, profile: Table) -> list[str]:
-        parts = [
-            "# A step of a whole model",
-            "Microseconds of GPU time in one step by kind of kernel, recorded by vLLM's profiler (that of PyTorch). "
-            "The profiler slows the host, so `idle`, the time when no kernel ran, is an upper bound. GEMMs include "
-            "lm_head; norms and activations that are fused with quantization count as quantization. Our kernels "
-            "start before the previous one has ended, and the time for which they wait for it counts as theirs: the "
-            "kinds add up to more than the step, above all in decode. e2e_profile.csv has each kernel.",
-        ]
-        rows = profile.rows.assign(system=system_names(profile.rows))
-        steps = dict(iter(rows.groupby(["model", "dtype", "stage", "M"])))
-        for step in sorted(steps, key=lambda k: (k[0], data.dtype_order(k[1]), STAGES.index(k[2]), k[3])):
-            model, dtype, stage, m = step
-            kinds = by_kind(steps[step])
-            shown = kinds.map(lambda us: microseconds(us) if us else NO_VALUE).rename_axis("")
-            parts += [f"## {model}, {dtype.upper()}, {stage}, M {m}", grid(shown, 1)]
-        return parts
-
     def _spmm(self, measured: Table) -> list[str]:
         return spmm.page(measured, self.counters, self._images("spmm"))
 
@@ -323,17 +293,6 @@ def _rates(section: Section, rows: pd.DataFrame) -> str:
     wide = rows.pivot(index="M", columns="name", values="shown").fillna(NO_VALUE)
     dense = sorted(section.dense, key=lambda name: (name != STOCK, name == CUBLASLT, name))
     return grid(wide[[*dense, *section.patterns]])
-
-
-def system_names(rows: pd.DataFrame) -> pd.Series:
-    """Return names of systems such as ``stock`` and ``sparse 6:8``."""
-    return rows["system"].where(rows["pattern"] == DENSE, rows["system"] + " " + rows["pattern"])
-
-
-def by_kind(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return microseconds of a step of e2e_profile.csv: a row for each of KINDS, a column for each system."""
-    wide = rows.pivot_table(index="class", columns="system", values="us", aggfunc="sum")
-    return wide.reindex(index=list(KINDS), columns=rows["system"].unique()).fillna(0.0).rename(index=KINDS)
 
 
 # --- the paper and the reference implementation

@@ -142,7 +142,6 @@ REFUSED: dict[str, Callable[[Path], list[str]]] = {
     "slided": lambda at: ["--model", str(write_config(at / "slid", "6:8", layout="slided"))],
     "fp8": lambda at: ["--model", str(write_config(at / "tiny" / "2_6", "4:6", "fp8").parent)],
     "cutlass": lambda at: ["--model", f"{at}/tiny", "--systems", "cutlass"],
-    "--profile": lambda at: ["--model", f"{at}/tiny", "--resident", "--profile-m", "64"],
 }
 
 
@@ -198,27 +197,6 @@ def test_engine_that_does_not_start_fails_only_its_runs(fake: Fake, monkeypatch:
     report, _ = measure(fake, monkeypatch, broken="sparse")
     assert (report["code"], report["rows"], len(report["failed"])) == (1, 2 * 2 * 2, 2 * 2 * 2 * 2)
     assert (report["cells"], report["planned"]) == (8, 8 + 16)
-
-
-@pytest.mark.parametrize(
-    ("options", "patterns", "tokens"),
-    [
-        (["--profile-m", "128", "--profile-patterns", "6:8"], {"dense", "6:8"}, {128}),
-        ([], {"dense", "2:4", "6:8"}, {64, 128}),
-    ],
-)
-def test_kernels_of_requested_cells_are_recorded_once(
-    fake: Fake, monkeypatch: pytest.MonkeyPatch, options: list[str], patterns: set[str], tokens: set[int]
-) -> None:
-    recorded = []
-    monkeypatch.setattr(
-        e2e_resident.ResidentBench, "_record", lambda bench, run, engine, worker: recorded.append(run)
-    )
-    measure(fake, monkeypatch, "--profile", *options)
-    expected = {
-        (stage, m, pattern) for stage in ("prefill", "decode") for m in tokens for pattern in patterns
-    }
-    assert sorted((run.stage, run.m, run.pattern) for run in recorded) == sorted(expected)
 
 
 def test_the_scheduler_limits_and_records_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
