@@ -18,7 +18,6 @@ import csv
 import io
 import json
 import math
-import os
 import queue
 import re
 import shlex
@@ -48,6 +47,7 @@ from benchmarks.accuracy.texts import (
     tokenizer_of,
     windows,
 )
+from benchmarks.records import publish
 from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.errors import SlideSparseError
 from slidesparse.evaluate.intervals import Interval, bootstrap
@@ -60,7 +60,7 @@ COLUMNS = (
 DENSE, BF16, NONE = "dense", "bf16", "-"
 HUMANEVAL = "humaneval"
 GOALS = ("--max-loss", "--min-speedup", "--zeros")
-LISTED = (*GOALS, "--sparsity", "--quant", "--calib", "--samples", "--seqlen", "--seed", "--method")
+LISTED = {*GOALS, "--sparsity", "--quant", "--calib", "--samples", "--seqlen", "--seed", "--method"}
 
 
 class CellError(SlideSparseError, ValueError):
@@ -110,19 +110,14 @@ class Cell:
     def _method(self) -> str:
         """The method, and the options that no other column shows, such as ``sparsegpt rotate off``."""
         calibrated, pruned = bool(self._option("--calib")), self._option("--sparsity") != DENSE
-        words = (
-            [self._option("--method", "sparsegpt" if calibrated else "magnitude")]
-            if pruned
-            else ["calibrated"]
-        )
         if not self.options or not (calibrated or pruned):
             return NONE
-        rest = [
-            word
-            for i, word in enumerate(self.options)
-            if word not in LISTED and self.options[i - 1] not in LISTED
-        ]
-        return " ".join([*words, *(word.removeprefix("--").rpartition("/")[2] for word in rest)])
+        method = (
+            self._option("--method", "sparsegpt" if calibrated else "magnitude") if pruned else "calibrated"
+        )
+        pairs = zip(("", *self.options), self.options, strict=False)
+        rest = [word for before, word in pairs if not {before, word} & LISTED]
+        return " ".join([method, *(word.removeprefix("--").rpartition("/")[2] for word in rest)])
 
     @property
     def baseline(self) -> tuple[str, ...]:
@@ -155,9 +150,7 @@ class Texts:
         """Return the windows of each text.  Raises CellError without the model's own text."""
         held_out = self.work / f"{model}.held_out.npy"
         if not held_out.exists():
-            raise CellError(
-                f"{held_out} is missing; write it: python -m benchmarks accuracy prepare {model} WORK"
-            )
+            raise CellError(f"{held_out} is missing: python -m benchmarks accuracy prepare {model} WORK")
         tokenizer = tokenizer_of(self.work / model)
         found = {OWN: np.load(held_out)[: self.windows].tolist()}
         if self.wikitext:
@@ -176,25 +169,19 @@ def measure(cell: Cell, texts: Texts, engine: Engine, folder: Path) -> dict[str,
     if cell.options:
         model, began = folder / "checkpoint", time.monotonic()
         own = str(texts.work / f"{cell.model}.own.npy")
-        command = [
-            "convert",
-            str(source),
-            str(model),
-            *(own if word == OWN else word for word in cell.options),
-        ]
-        engine.execute("from slidesparse.cli import main; main()", command)
+        words = ["convert", str(source), str(model), *(own if word == OWN else word for word in cell.options)]
+        engine.execute("from slidesparse.cli import main; main()", words)
         minutes, share = (time.monotonic() - began) / 60, zeros(model)
     found, tokenizer = texts.of(cell.model), tokenizer_of(source)
     problems = humaneval.problems(texts.code)[: texts.problems] if MODELS[cell.model].code else []
     prompts = [humaneval.prompt_ids(tokenizer, problem) for problem in problems]
     greedy = {
-        "max_tokens": humaneval.MAX_TOKENS,
         "temperature": 0.0,
         "stop_token_ids": [tokenizer.eos_token_id],
+        "max_tokens": humaneval.MAX_TOKENS,
     }
-    nll, outputs = engine.run(
-        model, [ids for each in found.values() for ids in each], prompts, [greedy] * len(prompts)
-    )
+    score = [ids for each in found.values() for ids in each]
+    nll, outputs = engine.run(model, score, prompts, [greedy] * len(prompts))
     parts = np.split(nll, np.cumsum([len(each) for each in found.values()])[:-1])
     figures: dict[str, Any] = {"zeros": 100 * share, "minutes": minutes}
     figures["nll"] = {name: part.tolist() for name, part in zip(found, parts, strict=True)}
@@ -209,9 +196,8 @@ def zeros(folder: Path) -> float:
     """Return the share of weights of a converted checkpoint's quantized layers that patterns prune."""
     block = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
     metadata = Metadata.of_config(block)
-    densities = (
-        {name: float(entry.pattern.density) for name, entry in metadata.layers.items()} if metadata else {}
-    )
+    layers = metadata.layers if metadata else {}
+    densities = {name: float(entry.pattern.density) for name, entry in layers.items()}
     total = pruned = 0.0
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "np") as file:
@@ -241,9 +227,8 @@ def run(
     Returns a line for each cell that failed.
     """
     slots: queue.Queue[str | None] = queue.Queue()
-    for _ in range(each):
-        for gpu in gpus or (None,):
-            slots.put(gpu)
+    for gpu in [gpu for _ in range(each) for gpu in gpus or (None,)]:
+        slots.put(gpu)
     results, failures, lock = texts.work / "results", list[str](), threading.Lock()
     results.mkdir(parents=True, exist_ok=True)
 
@@ -282,13 +267,8 @@ def load(cells: Sequence[Cell], results: Path) -> dict[Cell, dict[str, Any]]:
 
 def find_baseline(cell: Cell, done: Sequence[Cell]) -> Cell | None:
     """Return the cell over which a cell's loss counts, if there is one: of the same seed, else of any."""
-    key = ("model", "quant", "pattern", "method")
-    found = [
-        each for each in done if tuple(each.columns[name] for name in key) == cell.baseline and each != cell
-    ]
-    return next(
-        (each for each in found if each.columns["seed"] == cell.columns["seed"]), found[0] if found else None
-    )
+    found = [each for each in done if tuple(each.columns.values())[:4] == cell.baseline and each != cell]
+    return min(found, key=lambda each: each.columns["seed"] != cell.columns["seed"], default=None)
 
 
 def table_rows(cells: Sequence[Cell], results: Path) -> list[dict[str, str]]:
@@ -298,33 +278,20 @@ def table_rows(cells: Sequence[Cell], results: Path) -> list[dict[str, str]]:
         base = find_baseline(cell, list(done))
         common = {**cell.columns, "zeros": f"{figures['zeros']:.1f}", "minutes": f"{figures['minutes']:.1f}"}
         for text, nll in figures["nll"].items():
-            row = {
-                **common,
-                "text": text,
-                "perplexity": f"{perplexity(nll):.3f}",
-                "delta_pct": "",
-                "humaneval": "",
-            }
+            row = {**common, "text": text, "perplexity": f"{perplexity(nll):.3f}"}
             if base and text in done[base]["nll"]:
                 row["delta_pct"] = f"{100 * (perplexity(nll) / perplexity(done[base]['nll'][text]) - 1):.2f}"
             rows.append(row)
         if passed := figures.get(HUMANEVAL):
             score = f"{100 * sum(passed) / len(passed):.1f}"
-            rows.append({**common, "text": HUMANEVAL, "perplexity": "", "delta_pct": "", "humaneval": score})
+            rows.append({**common, "text": HUMANEVAL, "humaneval": score})
     return rows
-
-
-def publish(path: Path, text: str) -> None:
-    """Write a file at once."""
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def write_table(cells: Sequence[Cell], results: Path, table: Path) -> None:
     """Write the table of the cells that are done."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n", restval="")
     writer.writeheader()
     writer.writerows(table_rows(cells, results))
     publish(table, text.getvalue())
