@@ -1,4 +1,4 @@
-"""A program in place of `benchmarks.e2e.worker`, whose times depend only on the system, and models to measure with it."""
+"""A program in place of `benchmarks.e2e.worker`, whose times depend only on the system, and models to measure."""
 
 from __future__ import annotations
 
