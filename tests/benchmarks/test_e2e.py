@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from benchmarks.cli import app
 from benchmarks.e2e.plan import FLAGS, E2eError, Run, Workload, environment, find_model, runs
 from benchmarks.e2e.run import RunError, check_log, read_figures
-from slidesparse.convert.synth import synth
-from slidesparse.pattern import parse_pattern
+from slidesparse.cli.main import app as product
 
 
 def one_run(folder: Path, stage: str = "prefill", system: str = "stock", m: int = 128) -> Run:
@@ -162,7 +161,10 @@ def test_e2e_with_real_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for name, value in (settings | {"OMP_NUM_THREADS": "1"}).items():
         monkeypatch.setenv(name, value)
     (tmp_path / "config.json").write_text(json.dumps(QWEN.config()))
-    synth(str(tmp_path / "config.json"), tmp_path / "tiny-2_8", pattern=parse_pattern("6:8"))
+    made = CliRunner().invoke(
+        product, ["synth", str(tmp_path), str(tmp_path / "tiny-2_8"), "--sparsity", "6:8"]
+    )
+    assert made.exit_code == 0, made.output
     options = ["--model", str(tmp_path / "tiny-2_8"), "--out", str(tmp_path), "--m", "32", "--decode-m", "4"]
     options += ["--prompt", "16", "--prefill-steps", "4", "--decode-steps", "8", "--systems", "sparse"]
     result = CliRunner().invoke(app, ["e2e", *options, "--rounds", "1", "--vllm-args", "--enforce-eager"])
