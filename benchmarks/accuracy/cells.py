@@ -144,7 +144,6 @@ class Texts:
     wikitext: Path | None  # None leaves the text out
     code: Path | None  # of HumanEval; None: that of the package
     windows: int = 200
-    problems: int | None = None  # of HumanEval; None: all
 
     def of(self, model: str) -> dict[str, list[Ids]]:
         """Return the windows of each text.  Raises CellError without the model's own text."""
@@ -173,7 +172,7 @@ def measure(cell: Cell, texts: Texts, engine: Engine, folder: Path) -> dict[str,
         engine.execute("from slidesparse.cli import main; main()", words)
         minutes, share = (time.monotonic() - began) / 60, zeros(model)
     found, tokenizer = texts.of(cell.model), tokenizer_of(source)
-    problems = humaneval.problems(texts.code)[: texts.problems] if MODELS[cell.model].code else []
+    problems = humaneval.problems(texts.code) if MODELS[cell.model].code else []
     prompts = [humaneval.prompt_ids(tokenizer, problem) for problem in problems]
     greedy = {
         "temperature": 0.0,
@@ -226,23 +225,23 @@ def run(
 
     Returns a line for each cell that failed.
     """
-    slots: queue.Queue[str | None] = queue.Queue()
-    for gpu in [gpu for _ in range(each) for gpu in gpus or (None,)]:
-        slots.put(gpu)
+    slots: queue.Queue[Engine] = queue.Queue()
+    for number, gpu in enumerate([gpu for _ in range(each) for gpu in gpus or (None,)]):
+        slots.put(Engine(0.85 / each, gpu, texts.work / "cache" / str(number)))
     results, failures, lock = texts.work / "results", list[str](), threading.Lock()
     results.mkdir(parents=True, exist_ok=True)
 
     def one(cell: Cell) -> None:
-        path, gpu = results / f"{cell.tag}.json", slots.get()
+        path, engine = results / f"{cell.tag}.json", slots.get()
         folder = texts.work / "running" / cell.tag
         try:
-            figures = measure(cell, texts, Engine(0.85 / each, gpu), folder)
+            figures = measure(cell, texts, engine, folder)
         except Exception as error:  # the others go on
             failures.append(f"{cell.tag}: {error}")
             say(failures[-1])
             return
         finally:
-            slots.put(gpu)
+            slots.put(engine)
         with lock:
             publish(path, json.dumps({**cell.columns, **figures}))
             write_table(cells, results, table)

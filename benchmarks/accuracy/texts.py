@@ -58,10 +58,11 @@ def python_reference() -> str:
 
 @dataclass(frozen=True)
 class Engine:
-    """How vLLM serves a model: the share of a GPU's memory, and the GPU."""
+    """How vLLM serves a model."""
 
-    share: float = 0.85
+    share: float = 0.85  # of the GPU's memory
     gpu: str | None = None  # CUDA_VISIBLE_DEVICES; None leaves it as it is
+    cache: Path | None = None  # of code that vLLM compiles, which processes that run at once must not share
 
     def run(
         self,
@@ -102,13 +103,14 @@ class Engine:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        gpu = {} if self.gpu is None else {"CUDA_VISIBLE_DEVICES": self.gpu}
+        own = {} if self.gpu is None else {"CUDA_VISIBLE_DEVICES": self.gpu}
+        own |= {"VLLM_CACHE_ROOT": str(self.cache.resolve())} if self.cache else {}
         process = subprocess.run(
             [sys.executable, "-c", program, *words],
             input=stdin,
             text=True,
             errors="replace",
-            env={**defaults, **os.environ, **gpu, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
+            env={**defaults, **os.environ, **own, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             check=False,
