@@ -87,6 +87,11 @@ class Cell:
         return values[-1] if values else default
 
     @property
+    def calibrated(self) -> bool:
+        """Whether calibration data are used."""
+        return bool(self._option("--calib"))
+
+    @property
     def tag(self) -> str:
         """A file name, unique for the model and the options."""
         text = " ".join((self.model, *self.options))
@@ -118,16 +123,6 @@ class Cell:
         pairs = zip(("", *self.options), self.options, strict=False)
         rest = [word for before, word in pairs if not {before, word} & LISTED]
         return " ".join([method, *(word.removeprefix("--").rpartition("/")[2] for word in rest)])
-
-    @property
-    def baseline(self) -> tuple[str, ...]:
-        """The model, quant, pattern and method of the cell over which this one's loss counts.
-
-        That is the unpruned model of the same quant, calibrated if this one is; for it, the model in BF16.
-        """
-        if self.columns["pattern"] == DENSE:
-            return (self.model, BF16, DENSE, NONE)
-        return (self.model, self.columns["quant"], DENSE, "calibrated" if self._option("--calib") else NONE)
 
 
 def read_cells(path: Path) -> list[Cell]:
@@ -265,9 +260,25 @@ def load(cells: Sequence[Cell], results: Path) -> dict[Cell, dict[str, Any]]:
 
 
 def find_baseline(cell: Cell, done: Sequence[Cell]) -> Cell | None:
-    """Return the cell over which a cell's loss counts, if there is one: of the same seed, else of any."""
-    found = [each for each in done if tuple(each.columns.values())[:4] == cell.baseline and each != cell]
-    return min(found, key=lambda each: each.columns["seed"] != cell.columns["seed"], default=None)
+    """Return the cell over which a cell's loss counts, if there is one.
+
+    That is the unpruned model of the same quant, calibrated if this one is, preferably with the same other options and
+    seed; for an unpruned one, the model in BF16.
+    """
+    model, quant, pattern, method, seed = cell.columns.values()
+    wanted = (model, BF16 if pattern == DENSE else quant, DENSE)
+    kind = "calibrated" if pattern != DENSE and cell.calibrated else NONE
+    rest = method.partition(" ")[2]
+
+    def distance(other: Cell) -> tuple[bool, ...]:
+        its_rest = other.columns["method"].partition(" ")[2]
+        return its_rest != rest, bool(its_rest), other.columns["seed"] != seed
+
+    columns = {other: tuple(other.columns.values()) for other in done if other != cell}
+    found = [
+        other for other, its in columns.items() if its[:3] == wanted and its[3].partition(" ")[0] == kind
+    ]
+    return min(found, key=distance, default=None)
 
 
 def table_rows(cells: Sequence[Cell], results: Path) -> list[dict[str, str]]:

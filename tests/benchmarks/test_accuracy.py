@@ -43,6 +43,9 @@ def test_cells_name_their_columns_and_baselines(cells: list[Cell]) -> None:
     for cell, (columns, base) in zip(cells, CELLS.values(), strict=True):
         assert tuple(cell.columns.values())[1:] == columns
         assert find_baseline(cell, cells) == (None if base is None else cells[base])
+    closer = Cell.parse("smollm2 --sparsity dense --calib own --rotate off")
+    assert find_baseline(cells[3], [*cells, closer]) == closer
+    assert find_baseline(cells[5], [*cells, closer]) == cells[1]
     assert len({cell.tag for cell in cells}) == 6
     with pytest.raises(CellError, match="llama"):
         Cell.parse("llama --sparsity 6:8")
