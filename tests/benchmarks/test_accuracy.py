@@ -106,8 +106,7 @@ def test_windows_do_not_overlap_and_have_one_length() -> None:
 
     text = " ".join(map(str, range(3 * WINDOW - 1)))
     assert [(ids[0], ids[-1]) for ids in windows(words, text, 5)] == [(0, 1023), (1024, 2047)]
-    assert len(windows(words, text, 1)) == 1
-    assert len(python_reference()) > 300_000
+    assert len(windows(words, text, 1)) == 1 < 300_000 < len(python_reference())
 
 
 @pytest.mark.parametrize(
