@@ -102,8 +102,6 @@ def claim(
     """
     flag, method = flags.path_flag(), quantization_config.get("quant_method")
     if not flag and not (KEY in quantization_config or QUANT_METHOD in (method, user_quant)):
-        if method == COMPRESSED_TENSORS:
-            flags.require_known()
         return None
     platform, capability = machine()
     if platform not in ("cuda", "cpu"):
@@ -125,14 +123,6 @@ def claim(
             )
         return None
     return resolve(quantization_config, Flags.from_environment(), platform == "cuda", capability)
-
-
-def require_no_flag(model: str) -> None:
-    """Raise ResolveError when a flag asks for our path, for a model that is not quantized."""
-    if flags.path_flag():
-        raise ResolveError(
-            f"{flags.path_flag()} is set, but {model} is not quantized; {WHAT_IT_TAKES}{_or_unset()}"
-        )
 
 
 def require_dynamic_w8a8(quantization_config: Mapping[str, Any]) -> None:

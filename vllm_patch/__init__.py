@@ -23,9 +23,8 @@ def register() -> None:
 
     if not compat.works():
         return
-    from slidesparse.vllm_patch import config
+    from slidesparse.vllm_patch import config  # noqa: F401  registers the quantization method
 
-    config.watch_models_without_quantization()
     register_models()
 
 
