@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import sys
 
-from slidesparse.vllm_patch import compat
-
 from slidesparse import doctor, versions
 from slidesparse.build import compile, find
 from slidesparse.errors import SlideSparseError
@@ -21,11 +19,9 @@ def problems() -> list[str]:
     plugin = doctor.plugin()
     if not plugin["loads"]:
         found.append(f"vLLM will not load the plugin: {plugin['words']}")
-    vllm = compat.installed()
-    if vllm is None:
-        found.append("vLLM is not installed")
-    elif not compat.works():
-        found.append(f"{' '.join(vllm)} is too old: vLLM {versions.VLLM_OLDEST} or later is needed")
+    section, supported = doctor.vllm()
+    if not supported:
+        found.append(section["words"])
     for name in find.LIBRARIES:
         try:
             library = find.find_library(name)

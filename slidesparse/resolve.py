@@ -85,6 +85,12 @@ class Resolution:
 _TYPES = {"str": str, "bool": bool, "int": int}
 
 
+def needs_plugin(quantization_config: Mapping[str, Any], user_quant: str | None) -> bool:
+    """Return whether a checkpoint, a flag or ``--quantization`` asks for the plugin."""
+    methods = (quantization_config.get("quant_method"), user_quant)
+    return bool(flags.path_flag()) or KEY in quantization_config or QUANT_METHOD in methods
+
+
 def claim(
     quantization_config: Mapping[str, Any],
     user_quant: str | None,
@@ -101,7 +107,7 @@ def claim(
     Raises ResolveError for what cannot be served as requested, FlagError for invalid flags.
     """
     flag, method = flags.path_flag(), quantization_config.get("quant_method")
-    if not flag and not (KEY in quantization_config or QUANT_METHOD in (method, user_quant)):
+    if not needs_plugin(quantization_config, user_quant):
         return None
     platform, capability = machine()
     if platform not in ("cuda", "cpu"):

@@ -14,6 +14,7 @@ from slidesparse.vllm_patch import compat, fusion
 from slidesparse.vllm_patch.scheme import W8A8, SlideSparseScheme, refusal
 from slidesparse.vllm_patch.summary import LayerSummary
 from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
@@ -132,7 +133,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
 
         Raises ResolveError for quantized experts that vLLM has no kernel for.
         """
-        if not compat.is_moe(layer):
+        if not isinstance(layer, RoutedExperts):
             return super().get_quant_method(layer, prefix)
         try:
             method = super().get_quant_method(layer, prefix)

