@@ -39,6 +39,7 @@ CONVERT_STORED = "convert it: slidesparse convert SRC OUT --sparsity 2:4"
 FP8_CAPABILITY = (8, 9)
 NO_FP8_ACTIVATIONS = "vLLM does not quantize activations to FP8 on GPUs of compute capability below 8.9"
 
+SUMMARY = "SlideSparse summary: "  # begins the log line that holds the numbers of the next one in JSON
 BREAKS = "whose weights break the pattern"  # reason for a dense layer in the log
 
 NOT_PRUNED = MixedPattern(Fraction(0))
