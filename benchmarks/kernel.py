@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.records import KERNEL, Records
 from benchmarks.stock import Stock
 from benchmarks.timing import label_algorithm, percentiles, rest, time_exactly
-from slidesparse.gemm.backend import LayerSpec, Tunable
+from slidesparse.gemm.backend import Tunable
 from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
 from slidesparse.pattern import round_up
 from slidesparse.tune.inputs import clones
@@ -214,8 +214,7 @@ class _Weights:
             return inputs.packed(cell.library, problem, copies)
         weight = inputs.weight(problem.dtype, problem.n, problem.k, sparse=False)
         if cell.library:
-            spec = LayerSpec(problem.n, problem.k, None, 0, DTYPES[problem.dtype], DTYPES[problem.out])
-            weight = cell.library.pack(spec, weight)
+            weight = cell.library.pack(weight, None)
         return clones(weight, copies)
 
 

@@ -34,7 +34,7 @@ from slidesparse.checkpoint.storage import FLOATS, Checkpoint, CheckpointError, 
 from slidesparse.checkpoint.w8a8 import KINDS, Quantization, holds_floats, parse_block, require_float
 from slidesparse.convert.times import DEFAULT_GPU, DEFAULT_TOKENS, LayerTimes, TimesError
 from slidesparse.errors import ENVIRONMENT, FAILED, INSTALL_CUDA
-from slidesparse.gemm.backend import LayerSpec
+from slidesparse.gemm import problem as gemms
 from slidesparse.gemm.hopper.format import packed_bytes
 from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
 from slidesparse.gemm.tuned import Subject, TableError, select_algorithm, slug
@@ -112,11 +112,14 @@ class Layer:
         """The speedup over stock vLLM, for each of DEFAULT_TOKENS."""
         return [b / a if a else None for a, b in zip(self.us, self.stock_us, strict=True)]
 
-    def spec(self) -> LayerSpec:
-        """Return the layer as a backend sees it; only for one that is OURS."""
+    def slides(self) -> SlidePattern | None:
+        """Return the pattern that the weight is slid for; only for one that is OURS."""
         pattern = parse_pattern(self.pattern or "")
-        slides = pattern if isinstance(pattern, SlidePattern) else None
-        return LayerSpec(self.n, self.k, slides, 0, DTYPES[self.quant or ""], torch.bfloat16)
+        return pattern if isinstance(pattern, SlidePattern) else None
+
+    def packed(self, alignment: int) -> gemms.Layer:
+        """Return the layer as a backend with this ``alignment`` sees it; only for one that is OURS."""
+        return gemms.Layer.of(self.n, self.k, self.slides(), 0, DTYPES[self.quant or ""], alignment)
 
 
 @dataclass
@@ -382,9 +385,9 @@ def _measured(
         us.append(stock[-1])
         if resolution and layer.served == OURS:
             us[-1] = None
-            if layer.pattern == DENSE_WEIGHT or layer.spec().pattern:  # no times of mixed blocks are known
+            if layer.pattern == DENSE_WEIGHT or layer.slides():  # no times of mixed blocks are known
                 with contextlib.suppress(TimesError):
-                    us[-1] = times.us(quant, layer.spec().pattern, shape, tokens)
+                    us[-1] = times.us(quant, layer.slides(), shape, tokens)
     tuned = _tuned(layer, resolution, machine) if resolution and layer.served == OURS else ""
     return replace(layer, count=count, us=tuple(us), stock_us=tuple(stock), tuned=tuned)
 
@@ -394,7 +397,7 @@ def _tuned(layer: Layer, resolution: Resolution, machine: Machine) -> str:
     backend: Any = gemm.get(resolution.backend)
     if machine.gpu is None or machine.capability is None or not hasattr(backend, "algorithms"):
         return ""
-    columns = layer.spec().columns(backend.alignment)
+    columns = layer.packed(backend.alignment).columns
     try:
         out, scale = served_outputs(backend, layer.quant or "")[0]
         subject = Subject(backend.name, backend.version(), machine.gpu, machine.capability)
@@ -410,11 +413,11 @@ def _weight_bytes(checkpoint: Checkpoint, layers: Iterable[Layer], resolution: R
     total = sum(stored.spec.nbytes for stored in checkpoint.tensors.values())
     for layer in layers:
         if resolution and layer.served == OURS:
-            backend, spec = gemm.get(resolution.backend), layer.spec()
-            columns = spec.columns(backend.alignment)
-            halves = spec.pattern and backend.device_type == "cuda"
-            packed = packed_bytes(layer.n, columns) if halves else layer.n * columns
-            stored_columns = spec.layout.slided if resolution.layout == "slided" else layer.k
+            backend = gemm.get(resolution.backend)
+            served = layer.packed(backend.alignment)
+            halves = layer.slides() and backend.device_type == "cuda"
+            packed = packed_bytes(layer.n, served.columns) if halves else layer.n * served.columns
+            stored_columns = served.layout.slided if resolution.layout == "slided" else layer.k
             total += layer.count * (packed - layer.n * stored_columns)
     return total
 

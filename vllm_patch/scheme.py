@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +21,7 @@ from slidesparse import gemm, ops, profiling
 from slidesparse.checkpoint.metadata import LayerEntry
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.gemm import SPARSE
-from slidesparse.gemm.backend import TWO_FOUR, LayerSpec, require_output
-from slidesparse.gemm.problem import NAMES
+from slidesparse.gemm.problem import NAMES, TWO_FOUR, Layer
 from slidesparse.pattern import MixedPattern, Pattern, PatternError, SlidePattern
 from slidesparse.prune import prune
 from slidesparse.resolve import BREAKS, require_invariance
@@ -77,10 +75,9 @@ class SlideSparseScheme(CompressedTensorsScheme):
         self.pattern = pattern
         self.slided = config.resolution.layout == "slided" and entry is not None
         self.backend = gemm.get(config.resolution.backend)
-        # Once the weights are loaded, one of these is set: why vLLM's own scheme serves the layer, or the arguments of
-        # `ops.linear` after the tensors: length, phase, dtype, columns, backend.
+        # Once the weights are loaded, why vLLM's own scheme serves the layer, or ""
         self.dense_because = dense_because
-        self.arguments: tuple[int, int, torch.dtype, int, str] | None = None
+        self.serves = False  # whether our operators run the layer
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -118,22 +115,18 @@ class SlideSparseScheme(CompressedTensorsScheme):
             self.dense_because = f"{str(dtype).removeprefix('torch.')} outputs"
         if self.dense_because:
             return
-        self._require_able(layer.weight, dtype)
+        weight = layer.weight
+        self._require_able(weight, dtype)
         compat.forget_input_quant_key(layer)
         rank = getattr(layer, "tp_rank", 0) if shard != in_features else 0
-        self.spec = LayerSpec(
-            out_features=layer.weight.shape[0],
-            in_features=shard,
-            pattern=self._slides,
-            phase=self._slides.shard_phase(rank * shard) if self._slides else 0,
-            dtype=layer.weight.dtype,
-            out_dtype=dtype,
+        phase = self._slides.shard_phase(rank * shard) if self._slides else 0
+        self.layer = Layer.of(
+            weight.shape[0], shard, self._slides, phase, weight.dtype, self.backend.alignment
         )
         if self.slided:
             self._require_whole_blocks(shard, in_features)
-            weight = layer.weight
             slided = torch.empty(
-                weight.shape[0], self.spec.layout.slided, dtype=weight.dtype, device=weight.device
+                self.layer.n, self.layer.layout.slided, dtype=weight.dtype, device=weight.device
             )
             layer.register_parameter(
                 "weight",
@@ -157,17 +150,17 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
     def _require_able(self, weight: Tensor, dtype: torch.dtype) -> None:
         """Raise BackendError for settings that the backend cannot serve, before the weights are read."""
-        require_output(self.backend.name, dtype)
+        gemm.require_output(self.backend.name, dtype)
         require_invariance(self.backend.name, NAMES[weight.dtype])
         self._require_no_threads()
         if weight.device.type == current_platform.device_type:
             gemm.require(self.backend.name, weight.device)
 
     def _require_no_threads(self) -> None:
-        if compat.starts_threads() and (not self.backend.threads or self.config.resolution.profile):
+        if compat.starts_threads() and not self.backend.threads:
             raise gemm.BackendError(
-                f"backend {self.backend.name}, or SLIDESPARSE_PROFILE, keeps GEMM plans for one thread, but vLLM's "
-                "dual batch overlap runs each step in new ones: leave out --enable-dbo, or set DISABLE_SLIDESPARSE=1"
+                f"backend {self.backend.name} keeps GEMM plans for one thread, but vLLM's dual batch overlap runs each "
+                "step in new ones: leave out --enable-dbo, or set DISABLE_SLIDESPARSE=1"
             )
 
     def _require_whole_blocks(self, shard: int, in_features: int) -> None:
@@ -210,34 +203,30 @@ class SlideSparseScheme(CompressedTensorsScheme):
     def _loaded(self, layer: torch.nn.Module) -> Tensor:
         """Return the loaded weight; a random one, of dummy loading, is pruned first."""
         weight = layer.weight.data
-        pattern = TWO_FOUR if self.slided else self.spec.pattern
+        pattern: Pattern | None = TWO_FOUR if self.slided else self._slides
         if pattern is None and isinstance(self.pattern, MixedPattern) and self.pattern.share:
             pattern = self.pattern
-        return prune(weight, pattern, phase=self.spec.phase) if self.dummy and pattern else weight
+        return prune(weight, pattern, phase=self.layer.phase) if self.dummy and pattern else weight
 
     def _packed(self, weight: Tensor) -> Tensor | None:
         """Pack the loaded weight, [N, K] or [N, K'], for the backend; None if vLLM's scheme serves the layer."""
-        spec = (
-            replace(self.spec, in_features=weight.shape[1], pattern=TWO_FOUR, phase=0)
-            if self.slided
-            else self.spec
-        )
+        pattern, phase = (TWO_FOUR, 0) if self.slided else (self._slides, self.layer.phase)
         gemm.require(self.backend.name, weight.device)
         require_numbers(self.name, weight)
         _release_unused(weight)
         try:
-            packed = self.backend.pack(spec, weight)
+            packed = self.backend.pack(weight, pattern, phase)
         except PatternError as error:
             problem = f"{self.name}: {str(error).removeprefix('weight: ')}"
             if self.pruned_by_us or self.slided:
                 raise PatternError(problem) from None
-            if self.arguments:
+            if self.serves:
                 raise PatternError(
                     f"{problem}. The layer has been sparse since the server started; restart it to serve "
                     "these weights"
                 ) from None
             return None
-        if self.slided and not self.dummy and not is_slided(weight, self.spec.layout):
+        if self.slided and not self.dummy and not is_slided(weight, self.layer.layout):
             raise PatternError(
                 f"{self.name}: a weight stands in two windows of {self.pattern}, or outside of the layer; the "
                 "checkpoint is damaged, convert the original one again"
@@ -250,9 +239,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         setattr(layer.weight, PACKED, True)
         layer.weight_scale = torch.nn.Parameter(self._channel_scale(layer), requires_grad=False)
         layer.input_scale = None
-        layout, columns = self.spec.layout, self.spec.columns(self.backend.alignment)
-        self.arguments = (layout.length, layout.phase, self.spec.dtype, columns, self.backend.name)
-        self.config.summary.kinds[packed.data_ptr()] = self.name.rpartition(".")[2]
+        self.serves = True
 
     def _channel_scale(self, layer: torch.nn.Module) -> Tensor:
         """Return scales [N, 1] float32; a per-tensor scale is repeated for the rows of its part of a fused layer."""
@@ -266,11 +253,10 @@ class SlideSparseScheme(CompressedTensorsScheme):
         """Count the layer; after the last one, log the summary, or raise PatternError if no layer obeys the pattern."""
         summary, resolution = self.config.summary, self.config.resolution
         last = summary.count(self.name, self.dense_because, self.pattern.ratio)
-        # Not before the last layer: calls while loading are not profiled.
-        if resolution.profile and (last or profiling.enabled()):
-            profiling.enable().kinds.update(summary.kinds)
         if not last:
             return
+        if resolution.profile:  # calls while loading are not profiled
+            profiling.enable()
         broken = sorted(name for name, reason in summary.dense.items() if reason == BREAKS)
         if broken:
             fusion.add_cache_key(f"dense: {', '.join(broken)}")
@@ -290,9 +276,9 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
     def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Run the layer: x [..., K] -> [..., N] of x's dtype."""
-        if self.arguments is None:
+        if not self.serves:
             return self.inner.apply_weights(layer, x, bias)
-        return ops.linear(x, layer.weight, layer.weight_scale, bias, *self.arguments)
+        return ops.linear(x, layer.weight, layer.weight_scale, bias, self.layer, self.backend.name)
 
 
 def _release_unused(weight: Tensor) -> None:

@@ -17,7 +17,6 @@ class LayerSummary:
         self._pending: dict[str, weakref.ref[Any]] = {}
         self.sparse: dict[str, str] = {}  # layer -> its pattern
         self.dense: dict[str, str] = {}  # layer -> reason
-        self.kinds: dict[int, str] = {}  # address of a layer's weight -> its name in the profile
         self.listed = False  # whether the checkpoint's metadata list any of them
         self.fusion = ""  # the outcome of SLIDESPARSE_FUSE
 

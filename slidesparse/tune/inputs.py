@@ -14,13 +14,13 @@ from torch import Tensor
 
 from slidesparse.blocks import BLOCK, STRIP, blocks_of, strips_of
 from slidesparse.gemm.backend import Tunable
-from slidesparse.gemm.problem import ALL_2_4, DTYPES, MIXED, Plan, Problem
+from slidesparse.gemm.problem import ALL_2_4, DTYPES, MIXED, Plan, Problem, Tensors
 from slidesparse.pattern import round_up
 from slidesparse.tune.measure import Launch, copies_for
 
 CHUNK_ELEMENTS = 2**24  # elements that are generated at a time
 ALIGNMENT = 256  # bytes: alignment of each copy
-MAX_INTEGERS = {"int8": 127, "int32": 2**20}  # of random ones; INT32 operands are sums of INT8 products
+MAX_INT8 = 127
 FP8_MAX = 448.0  # largest E4M3 number
 FP8_SIGMA = 100.0  # puts the largest value of a row, at about 4 sigma, near FP8_MAX, as per-token scales do
 GOLDEN_RATIO_CONJUGATE = 0.6180339887  # the fractional parts of its multiples are evenly distributed
@@ -46,9 +46,8 @@ class Operands:
 
     def launch(self, plan: Plan) -> Launch:
         """Run ``plan`` on copy i."""
-        return lambda i: plan.run(
-            self.activations[i], self.weights[i], self.outs[i], self.scale_w, self.scale_x, self.bias
-        )
+        factors = self.scale_w, self.scale_x, self.bias
+        return lambda i: plan.run(Tensors(self.activations[i], self.weights[i], self.outs[i], *factors))
 
 
 class Inputs:
@@ -128,11 +127,10 @@ class Inputs:
             part.copy_(self._random(part.numel(), dtype, sparse))
 
     def _random(self, count: int, dtype: str, sparse: bool) -> Tensor:
-        if dtype in MAX_INTEGERS:
-            most = MAX_INTEGERS[dtype]
-            numbers = self._integers(-most, most + 1, count, DTYPES[dtype])
+        if dtype == "int8":
+            numbers = self._integers(-MAX_INT8, MAX_INT8 + 1, count, DTYPES[dtype])
             if sparse:  # no zeros other than those of the mask
-                numbers = torch.where(numbers == 0, most, numbers)
+                numbers = torch.where(numbers == 0, MAX_INT8, numbers)
         else:
             numbers = torch.randn(count, generator=self._generator, device=self.device)
             if dtype == "fp8":

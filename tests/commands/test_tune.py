@@ -73,29 +73,6 @@ def test_search_times_only_finalists_thoroughly() -> None:
     assert clock.sampled == {"a0": quick + SAMPLES, **finalists, **dict.fromkeys(names[FINALISTS:], quick)}
 
 
-def test_search_tries_split_k_only_for_fast_algorithms() -> None:
-    times = {str(i): 10.0 + i for i in range(8)} | {f"{i}/2x1": 9.0 + i for i in range(8)}
-    library = FakeLibrary(times=times | {"7/2x1": 1.0})
-    result = find(library, INT8)
-    assert (result.algorithm, result.tried) == ("0/2x1", 8 + 4)
-    only_split = FakeLibrary(times={"refused": 1.0, "1/2x1": 3.0, "2/2x1": 2.0})
-    assert find(only_split, INT8).algorithm == "2/2x1"
-
-
-def test_search_tries_all_algorithms_of_libraries_without_split_k() -> None:
-    """A slash in an algorithm's text is not a split-K suffix there."""
-    times = {f"a{i}": 10.0 + i for i in range(8)} | {"stream:1x8/1/2": 9.0, "split:1x8/1x4/2": 1.0}
-    result = find(FakeLibrary(times=times, splits=False), INT8)
-    assert (result.algorithm, result.tried) == ("split:1x8/1x4/2", 10)
-    assert find(FakeLibrary(times=times), INT8).tried == 8
-
-
-def test_unsplit_strips_the_split_k_suffix() -> None:
-    assert [gemm.get("cusparselt").unsplit(name) for name in ("3", "3/2x1", "12/1x4")] == [None, "3", "12"]
-    assert gemm.get("hopper").unsplit("split:1x8/1x4/2") is None
-    assert gemm.get("cublaslt").unsplit("0a1f-00000000") is None
-
-
 @pytest.mark.parametrize(
     ("times", "message"),
     [
@@ -234,8 +211,6 @@ def test_tune_command_tunes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "require_gpu", lambda: GPU)
     monkeypatch.setattr(machine, "require_libraries", lambda gpu, names: [dense, sparse])
     monkeypatch.setattr(gemm, "choose", lambda path, device: ("cusparselt", ""))
-    search_result = SearchResult("1024x1x4", Timing(1.0, 1.0, 1.0), (("256x1x4", 2.0),), 12, 0, 0)
-    monkeypatch.setattr("slidesparse.tune.jobs.search_launches", lambda *_: search_result)
     monkeypatch.setattr(measure, "CudaClock", lambda device: nullcontext(FakeClock(dense, sparse)))
     arguments = [
         "tune",
@@ -255,8 +230,7 @@ def test_tune_command_tunes_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert result.exit_code == 0, result.stderr
         return dict(json.loads(result.stdout))
 
-    # two layers and two M: dense; sparse with two outputs and patterns; a kernel per pattern, and one per type of sums
-    count = 2 * 2 * (1 + 2 * 2 + 2 + 2)
+    count = 2 * 2 * (1 + 2 * 2)  # two layers and two M: dense; sparse with two outputs and patterns
     assert (run()["tuned"], run()["known"]) == (count, count)
 
 
