@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from slidesparse.ops import NAMESPACE
-
+NAMESPACE = "slidesparse"  # of the operators
 KERNELS = (NAMESPACE, "quant_slide", "dequant_bias")  # parts of the names of our kernels
 _profiler: Any = None
 

@@ -47,6 +47,10 @@ class Replay(Protocol):
     """Launches that are ready to be timed."""
 
     graphed: bool
+    launches: int  # of one replay
+
+    def run(self) -> None:
+        """Replay once, without waiting for the end."""
 
     def samples(self, count: int) -> list[float]:
         """Return ``count`` times of one launch, in microseconds."""
@@ -145,8 +149,11 @@ def _captured(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
 
 class _CudaReplay:
     def __init__(self, run: Callable[[], None], launches: int, graphed: bool) -> None:
-        self._run, self._launches, self.graphed = run, launches, graphed
+        self._run, self.launches, self.graphed = run, launches, graphed
         run()  # the first replay uploads the graph
+
+    def run(self) -> None:
+        self._run()
 
     def samples(self, count: int) -> list[float]:
         events = [_events() for _ in range(count)]
@@ -155,7 +162,7 @@ class _CudaReplay:
             self._run()
             end.record()
         events[-1][1].synchronize()
-        return [float(start.elapsed_time(end)) * 1e3 / self._launches for start, end in events]
+        return [float(start.elapsed_time(end)) * 1e3 / self.launches for start, end in events]
 
 
 def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from spmm_cases import PATTERNS, SHAPES, bound, integers, operands
 
+from benchmarks.spmm.kernels import STRIP, VARIANTS, SpmmError, compress, decompress, prune, reference, spmm
 from slidesparse.gemm.problem import LibraryError
-from slidesparse.spmm import STRIP, VARIANTS, SpmmError, compress, decompress, prune, reference, spmm
 
 pytestmark = pytest.mark.gpu
 

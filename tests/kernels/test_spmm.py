@@ -19,10 +19,8 @@ from hypothesis import strategies as st
 from spmm_cases import PATTERNS, SHAPES, bound, integers, operands
 from torch import Tensor
 
-from slidesparse import spmm as spmm_module
-from slidesparse.build import compile, find
-from slidesparse.build.find import ToolchainError
-from slidesparse.spmm import (
+from benchmarks.spmm import kernels as spmm_module
+from benchmarks.spmm.kernels import (
     STRIP,
     VARIANTS,
     Compressed,
@@ -34,6 +32,8 @@ from slidesparse.spmm import (
     sequential,
     spmm,
 )
+from slidesparse.build import compile, find
+from slidesparse.build.find import ToolchainError
 
 SOURCE = Path(__file__).parents[1] / "support" / "spmm_on_cpu.cpp"
 Product = Callable[[Tensor, Compressed, str, int], Tensor]
@@ -117,7 +117,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Product:
     path = compile_kernels(tmp_path_factory.mktemp("spmm"), "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
     function: Any = ctypes.CDLL(str(path)).slidesparse_spmm
     function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_char_p
-    return lambda x, weight, variant, splits: spmm_module._launch(function, x, weight, variant, splits, 0)
+    return lambda x, weight, variant, splits: spmm_module.launch(function, x, weight, variant, splits, 0)
 
 
 @pytest.fixture(scope="module")

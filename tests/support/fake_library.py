@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from benchmarks.measure import Window
 from slidesparse import gemm
 from slidesparse.gemm.problem import DTYPES, TWO_FOUR, LibraryError, Problem, Tensors
 from slidesparse.pattern import SlidePattern
@@ -131,10 +132,13 @@ class FakeClock:
 
 
 class _FakeReplay:
-    graphed = True
+    graphed, launches = True, 1
 
     def __init__(self, clock: FakeClock, name: str, us: float) -> None:
         self._clock, self._name, self._us = clock, name, us
+
+    def run(self) -> None:
+        """Do nothing: `samples` has the times."""
 
     def samples(self, count: int) -> list[float]:
         self._clock.sampled[self._name] = self._clock.sampled.get(self._name, 0) + count
@@ -166,3 +170,18 @@ def times_of(rows: Sequence[dict[str, str]], **columns: object) -> list[float]:
         for row in rows
         if all(row[name] == str(value) for name, value in columns.items())
     ]
+
+
+class FakeGauge:
+    """A gauge whose launches have the times of `FakeClock` and draw 100 W; it records whose turn it was."""
+
+    def __init__(self, *libraries: FakeLibrary) -> None:
+        self._clock = FakeClock(*libraries)
+        self.turns: list[Replay] = []
+
+    def prepare(self, launch: Launch, copies: int) -> Replay:
+        return self._clock.prepare(launch, copies, 1.0, 1.0)
+
+    def window(self, replay: Replay, seconds: float) -> Window:
+        self.turns.append(replay)
+        return Window(replay.samples(3), 100.0)

@@ -16,11 +16,13 @@ racecheck and synccheck are not affected.
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # before torch is imported
+sys.path.append(str(Path(__file__).parents[2]))  # of the folder benchmarks, which is not installed
 
 import ctypes
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -32,7 +34,8 @@ from gpu_layers import hopper_quantize, run_hopper
 from spmm_cases import SHAPES, integers
 from torch import Tensor
 
-from slidesparse import gemm, reference, spmm
+from benchmarks.spmm import kernels as spmm
+from slidesparse import gemm, reference
 from slidesparse.blocks import BLOCK
 from slidesparse.gemm.backend import Tunable, TwoStep, quantize
 from slidesparse.gemm.hopper import format as hopper_format

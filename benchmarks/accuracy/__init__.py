@@ -1,1 +1,0 @@
-"""Accuracy protocols: what pruning costs, measured through vLLM."""
