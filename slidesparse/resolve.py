@@ -39,6 +39,7 @@ CONVERT_STORED = "convert it: slidesparse convert SRC OUT --sparsity 2:4"
 FP8_CAPABILITY = (8, 9)
 NO_FP8_ACTIVATIONS = "vLLM does not quantize activations to FP8 on GPUs of compute capability below 8.9"
 
+SUMMARY = "SlideSparse summary: "  # begins the log line that holds the numbers of the next one in JSON
 BREAKS = "whose weights break the pattern"  # reason for a dense layer in the log
 
 NOT_PRUNED = MixedPattern(Fraction(0))
@@ -85,6 +86,12 @@ class Resolution:
 _TYPES = {"str": str, "bool": bool, "int": int}
 
 
+def needs_plugin(quantization_config: Mapping[str, Any], user_quant: str | None) -> bool:
+    """Return whether a checkpoint, a flag or ``--quantization`` asks for the plugin."""
+    methods = (quantization_config.get("quant_method"), user_quant)
+    return bool(flags.path_flag()) or KEY in quantization_config or QUANT_METHOD in methods
+
+
 def claim(
     quantization_config: Mapping[str, Any],
     user_quant: str | None,
@@ -101,9 +108,7 @@ def claim(
     Raises ResolveError for what cannot be served as requested, FlagError for invalid flags.
     """
     flag, method = flags.path_flag(), quantization_config.get("quant_method")
-    if not flag and not (KEY in quantization_config or QUANT_METHOD in (method, user_quant)):
-        if method == COMPRESSED_TENSORS:
-            flags.require_known()
+    if not needs_plugin(quantization_config, user_quant):
         return None
     platform, capability = machine()
     if platform not in ("cuda", "cpu"):
@@ -125,14 +130,6 @@ def claim(
             )
         return None
     return resolve(quantization_config, Flags.from_environment(), platform == "cuda", capability)
-
-
-def require_no_flag(model: str) -> None:
-    """Raise ResolveError when a flag asks for our path, for a model that is not quantized."""
-    if flags.path_flag():
-        raise ResolveError(
-            f"{flags.path_flag()} is set, but {model} is not quantized; {WHAT_IT_TAKES}{_or_unset()}"
-        )
 
 
 def require_dynamic_w8a8(quantization_config: Mapping[str, Any]) -> None:

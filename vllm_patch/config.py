@@ -14,6 +14,7 @@ from slidesparse.vllm_patch import compat, fusion
 from slidesparse.vllm_patch.scheme import W8A8, SlideSparseScheme, refusal
 from slidesparse.vllm_patch.summary import LayerSummary
 from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
@@ -38,7 +39,6 @@ from slidesparse.resolve import (
     left_to_vllm,
     pattern_of,
     require_dynamic_w8a8,
-    require_no_flag,
     resolve,
     stamp,
     unread_storage,
@@ -81,6 +81,9 @@ class SlideSparseConfig(CompressedTensorsConfig):
         log_as_vllm_does()
         config = hf_quant_cfg or {}
         resolution = claim(config, user_quant, _machine)
+        unknown = flags.unknown_names()
+        if unknown and (resolution or config.get("quant_method") == COMPRESSED_TENSORS):
+            compat.warn(f"environment variables that SlideSparse does not read: {', '.join(unknown)}")
         if resolution is None:
             if config.get("quant_method") == COMPRESSED_TENSORS:
                 _warn_without_effect(config)
@@ -130,7 +133,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
 
         Raises ResolveError for quantized experts that vLLM has no kernel for.
         """
-        if not compat.is_moe(layer):
+        if not isinstance(layer, RoutedExperts):
             return super().get_quant_method(layer, prefix)
         try:
             method = super().get_quant_method(layer, prefix)
@@ -324,33 +327,6 @@ def _key(config: dict[str, Any], resolution: Resolution) -> str:
     """Return a digest of the resolution, without its reason, and of the checkpoint's metadata."""
     facts = {**asdict(resolution), "reason": "", "metadata": config.get(KEY)}
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def watch_models_without_quantization() -> None:
-    """Make vLLM's parser of config.json warn that a flag has no effect on a model that is not quantized.
-
-    vLLM never calls `override_quantization_method` for such a model.  Done only if one of our flags is set, because
-    vLLM warns about a parser that replaces its own.
-    """
-    if not flags.active_names():
-        return
-    try:
-        from vllm.transformers_utils.config import HFConfigParser, register_config_parser
-    except ImportError:
-        return  # a release without registered parsers: such a model is served without a warning
-
-    class Parser(HFConfigParser):  # type: ignore[misc]
-        def parse(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-            parsed = super().parse(model, *args, **kwargs)
-            # A config.json without an architecture belongs to a tokenizer; vLLM parses it, too.
-            is_model = bool(parsed[0].get("architectures"))
-            if is_model and not any(isinstance(value, dict) for value in _config_dicts(None, parsed[1])):
-                require_no_flag(str(model))
-                idle = ", ".join(flags.active_names())
-                compat.warn(f"SlideSparse flags have no effect on {model}, which is not quantized: {idle}")
-            return parsed
-
-    register_config_parser("hf")(Parser)
 
 
 def log_as_vllm_does() -> None:

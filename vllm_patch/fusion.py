@@ -40,6 +40,7 @@ from torch._inductor.pattern_matcher import (
 )
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
+from vllm.compilation.passes.inductor_pass import InductorPass
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
@@ -75,8 +76,6 @@ def register(key: str, resolution: Resolution) -> str:
         return f"norms and activations not fused: backend {resolution.backend} quantizes by itself"
     if not compat.compiles_by_inductor(config):
         return "norms and activations not fused: the model is not compiled by Inductor"
-    if FusionPass.__base__ is object:
-        return "norms and activations not fused: this vLLM takes no passes"
     if not isinstance(custom_pass, FusionPass):
         return f"norms and activations not fused: {PASS_KEY} is taken by {type(custom_pass).__name__}"
     custom_pass.fuses = True
@@ -90,10 +89,7 @@ def add_cache_key(key: str) -> Any:
     which the cache key of models that are not nested contains.
     """
     config = compat.current_config()
-    if FusionPass.__base__ is object:
-        custom_pass = None
-    else:
-        custom_pass = config.compilation_config.inductor_compile_config.setdefault(PASS_KEY, FusionPass())
+    custom_pass = config.compilation_config.inductor_compile_config.setdefault(PASS_KEY, FusionPass())
     if isinstance(custom_pass, FusionPass):
         custom_pass.keys = tuple(sorted({*custom_pass.keys, key}))
     elif isinstance(config.additional_config, dict):
@@ -102,7 +98,7 @@ def add_cache_key(key: str) -> Any:
     return custom_pass
 
 
-class FusionPass(compat.inductor_pass()):  # type: ignore[misc]
+class FusionPass(InductorPass):  # type: ignore[misc]
     """The pass over each graph that Inductor compiles.  It is copied and pickled with configs."""
 
     def __init__(self) -> None:

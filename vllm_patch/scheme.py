@@ -260,7 +260,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         broken = sorted(name for name, reason in summary.dense.items() if reason == BREAKS)
         if broken:
             fusion.add_cache_key(f"dense: {', '.join(broken)}")
-        line = summary.line(resolution)
+        numbers, line = summary.lines(resolution)
         metadata = self.config.metadata
         if metadata and metadata.layers:
             if not summary.listed:  # in a pipeline stage or a draft model
@@ -272,6 +272,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
                 f"to run sparse. Convert it: slidesparse convert SRC OUT --sparsity {resolution.pattern}; "
                 "or set DISABLE_SLIDESPARSE=1"
             )
+        logger.info("%s", numbers)
         logger.info("%s", line)
 
     def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:

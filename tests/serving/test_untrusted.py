@@ -14,6 +14,8 @@ from engines import Engines, Request
 from models import QWEN, converted, write_float, write_w8a8
 from safetensors.torch import load_file
 
+from slidesparse.evaluate.engine import summaries
+
 pytestmark = pytest.mark.vllm
 
 DOWN = "model.layers.0.mlp.down_proj"
@@ -38,21 +40,20 @@ def quantization(folder: Path) -> dict[str, Any]:
 
 
 def test_invalid_flags_do_not_stop_other_models(engines: Engines, checkpoints: dict[str, Path]) -> None:
-    """A log line states that they have no effect on the model."""
-    environment = {"SPARSITY": "0.5"}
-    answer = engines.serve(checkpoints["float"], env=environment)
-    assert f"no effect on {checkpoints['float']}, which is not quantized: SPARSITY" in answer.log
-    assert not answer.summary
+    """Log lines state that a flag has no effect on the model, and which variables are not read."""
+    environment = {"SPARSITY": "0.5", "SLIDESPARSE_FUSED": "1"}
+    assert not engines.serve(checkpoints["float"], env=environment).summary
     unpruned = engines.serve(checkpoints["w8a8"], env=environment)
     assert "SPARSITY has no effect on this checkpoint" in unpruned.log
+    assert "variables that SlideSparse does not read: SLIDESPARSE_FUSED" in unpruned.log
     assert not unpruned.summary
 
 
-def test_path_flag_with_a_float_model_is_refused(engines: Engines, checkpoints: dict[str, Path]) -> None:
-    model = str(checkpoints["float"])
-    refused(engines, model, SPARSE_FLAGS, "CUSPARSELT is set, but", "is not quantized", "slidesparse convert")
+def test_quantization_option_with_a_float_model_is_refused(
+    engines: Engines, checkpoints: dict[str, Path]
+) -> None:
     option = "--quantization slidesparse is for a quantized checkpoint"
-    refused(engines, model, {}, option, quantization="slidesparse")
+    refused(engines, str(checkpoints["float"]), {}, option, quantization="slidesparse")
 
 
 def test_disable_flag_overrides_invalid_flags(engines: Engines, checkpoints: dict[str, Path]) -> None:
@@ -83,9 +84,7 @@ def test_draft_model_is_resolved_in_the_front_end(engines: Engines, checkpoints:
         options={"speculative_config": draft},
         work={"prompts": []},
     )
-    lines = [line for line in answer.log.splitlines() if "SlideSparse " in line and "layers" in line]
-    assert len(lines) == 2
-    assert all("on the cuBLASLt path" in line for line in lines)
+    assert [served["path"] for served in summaries(answer.log)] == ["dense", "dense"]
 
 
 def test_slided_layer_without_metadata_is_refused(

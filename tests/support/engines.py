@@ -26,6 +26,7 @@ from typing import Any
 import engine_tasks
 
 from slidesparse import gemm
+from slidesparse.evaluate.engine import summaries
 
 HERE = Path(__file__).resolve()
 GRACE = 5.0  # seconds
@@ -72,9 +73,9 @@ class Answer:
 
     @property
     def summary(self) -> str:
-        """The plugin's summary line, or an empty text."""
-        lines = [line for line in self.log.splitlines() if "SlideSparse " in line and "layers" in line]
-        return lines[-1].split("SlideSparse ", 1)[1] if lines else ""
+        """The plugin's words on the layers that it serves, or an empty text."""
+        served = summaries(self.log)
+        return str(served[-1]["words"]) if served else ""
 
 
 class Engines:
