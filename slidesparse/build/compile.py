@@ -156,10 +156,11 @@ def make_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which is made if it is not there, against other processes."""
+    """Hold the lock of a folder, or of a file, which is made if it is not there, against other processes."""
     import fcntl  # POSIX only; imported late so that doctor runs everywhere
 
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+    lock = os.open(path, flags | os.O_CLOEXEC, 0o600)
     try:
         with contextlib.suppress(OSError):  # a file system without locks: two processes may write the same
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -228,7 +228,7 @@ def save(subject: Subject, results: Iterable[tuple[Problem, Tuned]]) -> Path:
     path = tables_folder() / subject.file_name
     make_folder(path.parent)
     with (
-        file_lock(path.parent / ".lock"),
+        file_lock(path.parent),
         tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as scratch,
     ):
         entries = _read_table(path, subject)

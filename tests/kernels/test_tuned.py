@@ -171,7 +171,7 @@ def test_failed_save_leaves_the_old_table(cache: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "replace", die)
     with pytest.raises(OSError, match="no power"):
         save_results((128, "b"))
-    assert {path.name for path in cache.iterdir()} == {FILE, ".lock"}
+    assert {path.name for path in cache.iterdir()} == {FILE}
     assert (cache / FILE).read_bytes() == table
 
 
