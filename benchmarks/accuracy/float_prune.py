@@ -23,7 +23,7 @@ from torch import Tensor
 from slidesparse.calibrate.inputs import Hessian, gather_statistics
 from slidesparse.calibrate.pipeline import Position, finetune_block, prune_rows, walk
 from slidesparse.calibrate.task import Calibration, Task
-from slidesparse.checkpoint.architectures import WEIGHT
+from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.checkpoint.storage import DTYPES, Checkpoint, Reader
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.plan import calibration_task, make_plan

@@ -31,7 +31,7 @@ from benchmarks.accuracy import float_prune
 from benchmarks.accuracy.corpus import CONVERSION
 from benchmarks.accuracy.language_model import read_stream
 from slidesparse.calibrate.task import EPOCHS, MINUTES, Calibration
-from slidesparse.checkpoint.architectures import WEIGHT, family_of
+from slidesparse.checkpoint.names import WEIGHT, family_of
 from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.convert.budget import MIDDLE, Budget, parse_percent

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from slidesparse.checkpoint.architectures import CAUSAL, MULTIMODAL, other_use
+from slidesparse.checkpoint.names import CAUSAL, MULTIMODAL, other_use
 from slidesparse.checkpoint.tokens import require_ids
 from slidesparse.errors import SlideSparseError
 from slidesparse.evaluate.engine import Engine, Scored
