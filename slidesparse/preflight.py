@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from slidesparse import doctor, flags, gemm
-from slidesparse.checkpoint.architectures import (
+from slidesparse.calibrate.model import fused_layers
+from slidesparse.checkpoint.bitnet import METHOD as BITNET
+from slidesparse.checkpoint.bitnet import BitNetCheckpoint
+from slidesparse.checkpoint.converted import DamagedError, open_checkpoint, restore
+from slidesparse.checkpoint.inspection import RATIOS, expert_dtypes, linear_layers
+from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, Metadata
+from slidesparse.checkpoint.names import (
     FAMILIES,
     HEAD,
     WEIGHT,
@@ -25,11 +31,6 @@ from slidesparse.checkpoint.architectures import (
     architecture_of,
     layer_names,
 )
-from slidesparse.checkpoint.bitnet import METHOD as BITNET
-from slidesparse.checkpoint.bitnet import BitNetCheckpoint
-from slidesparse.checkpoint.converted import DamagedError, open_checkpoint, restore
-from slidesparse.checkpoint.inspection import RATIOS, expert_dtypes, fused_layers, linear_layers
-from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, Metadata
 from slidesparse.checkpoint.storage import FLOATS, Checkpoint, CheckpointError, Reader
 from slidesparse.checkpoint.w8a8 import KINDS, Quantization, holds_floats, parse_block, require_float
 from slidesparse.convert.times import DEFAULT_GPU, DEFAULT_TOKENS, LayerTimes, TimesError

@@ -36,23 +36,18 @@ is that of GPTAQ (arXiv 2504.02692) for quantization.
 Weights of BitNet are -s, 0 or s and must remain so.  A block is then rounded after the choice, column by column as in
 GPTQ (arXiv 2210.17323), and later columns compensate for the rounding, too.  A sweep accepts a block's new weights only
 in rows where they reduce the error.
-
-With a `MixedPattern`, the blocks of 64 x 128 weights to prune are chosen first, by the total cost of their groups of
-four before any update.  In the others nothing is removed, but their weights are updated, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from slidesparse.blocks import choose_blocks
-from slidesparse.methods.method import Method, Pruner
-from slidesparse.pattern import HARDWARE_LENGTH, ZEROS, MixedPattern, Pattern, SlidePattern
+from slidesparse.pattern import ZEROS, Pattern, SlidePattern
 
 DAMPING = 0.01  # relative to the mean of H's diagonal, to which it is added, as in SparseGPT and GPTQ
 SHRINKAGE = 0.2  # times K / tokens: the damping where tokens are few, see `damping_for`
@@ -60,27 +55,32 @@ BATCH_COLUMNS = 128  # columns that are updated at once before all columns to th
 CHOICE_ELEMENTS = 2**24  # costs computed at a time
 
 
-class SparseGPT(Method):
-    """Remove the cheapest pair of weights of each block, update the others, and refine the choice."""
+# (w [N, K], its pattern, E [N, K] or None) -> a new [N, K] that obeys the pattern, in float32.
+# E describes how the layer's inputs differ from the dense model's; see `slidesparse.calibrate.inputs.Drift`.
+Pruner = Callable[[Tensor, Pattern, Tensor | None], Tensor]
 
-    updates_weights = True
 
-    def calibrated(self, hessian: Tensor, tokens: int, sweeps: int, ternary: bool = False) -> Pruner:
-        damping = damping_for(len(hessian), tokens)
-        upper = factor(hessian, damping)
+def pruner(hessian: Tensor, tokens: int, sweeps: int, ternary: bool = False) -> Pruner:
+    """Return a function that prunes layers with the given inputs, and refines the choice.
 
-        def prune(w: Tensor, pattern: Pattern, error: Tensor | None) -> Tensor:
-            grid = w.abs().amax(1, keepdim=True) if ternary else None
-            if error is not None and pattern.length is not None:
-                w = compensated_target(w, error, upper)
-            only = None
-            if isinstance(pattern, MixedPattern):
-                share, pattern = pattern.share, SlidePattern(HARDWARE_LENGTH)
-                only = choose_blocks(block_costs(w, upper, HARDWARE_LENGTH), share)
-            pruned = sparsegpt(w, upper, pattern, grid=grid, only=only)
-            return refine(w, pruned, hessian, pattern, sweeps, damping, grid=grid, only=only)
+    Args:
+        hessian: H [K, K] float32, the sum of x x^T over the tokens of the layers' inputs.
+        tokens: number of tokens in H.
+        sweeps: number of refinement passes.
+        ternary: whether all weights of a row are -s, 0 or s, and must remain so.
+    """
+    damping = damping_for(len(hessian), tokens)
+    upper = factor(hessian, damping)
 
-        return prune
+    def prune(w: Tensor, pattern: Pattern, error: Tensor | None) -> Tensor:
+        assert isinstance(pattern, SlidePattern)
+        grid = w.abs().amax(1, keepdim=True) if ternary else None
+        if error is not None and pattern.length is not None:
+            w = compensated_target(w, error, upper)
+        pruned = sparsegpt(w, upper, pattern, grid=grid)
+        return refine(w, pruned, hessian, pattern, sweeps, damping, grid=grid)
+
+    return prune
 
 
 def damping_for(in_features: int, tokens: int) -> float:
@@ -131,24 +131,7 @@ def block_slices(in_features: int, length: int) -> list[slice]:
     return [slice(a, min(in_features, a + length)) for a in range(0, in_features, length)]
 
 
-def block_costs(w: Tensor, upper: Tensor, length: int) -> Tensor:
-    """Return the cost of pruning each block, [N, blocks], if nothing to its left has been pruned.
-
-    The arguments are those of `sparsegpt`; ``length`` is the pattern's.
-    """
-    groups = block_slices(w.shape[1], length)
-    corners = [upper[group, group] for group in groups]
-    costs = upper.new_zeros(len(w), len(groups))
-    for number, rule in enumerate(rules([c.t() @ c for c in corners], length)):
-        if rule is not None:
-            block = w[:, groups[number]].to(upper.dtype)
-            costs[:, number] = (choose_removed(block, rule)[0] * block).sum(1)
-    return costs.clamp_(min=0)  # rounding
-
-
-def sparsegpt(
-    w: Tensor, upper: Tensor, pattern: SlidePattern, grid: Tensor | None = None, only: Tensor | None = None
-) -> Tensor:
+def sparsegpt(w: Tensor, upper: Tensor, pattern: SlidePattern, grid: Tensor | None = None) -> Tensor:
     """Prune ``w`` to ``pattern`` and update what remains.
 
     Args:
@@ -156,10 +139,9 @@ def sparsegpt(
         upper: [K, K], the `factor` of its inputs' H.
         grid: [N, 1] scales s, for weights -s, 0 or s.  Each block is then rounded when it is pruned, and later blocks
             compensate for both.
-        only: bool [N, blocks], the blocks to prune; None prunes all of them.
 
     Returns:
-        A new [N, K] in the dtype of ``upper`` that obeys the pattern where it is pruned; pruned weights are +0.0.
+        A new [N, K] in the dtype of ``upper`` that obeys the pattern; pruned weights are +0.0.
     """
     if upper.shape != (w.shape[1], w.shape[1]):
         raise ValueError(f"H of {list(upper.shape)} does not belong to a weight of {list(w.shape)}")
@@ -176,19 +158,18 @@ def sparsegpt(
         errors = out.new_zeros(len(w), stop - start)
         for number, group in enumerate(groups[batch], first):
             corner, rule = corners[number], block_rules[number]
-            chosen = None if only is None else only[:, number : number + 1]
             block, error = out[:, group], errors[:, group.start - start : group.stop - start]
             if grid is not None:
                 removed = torch.zeros_like(block, dtype=torch.bool)
                 if rule:
-                    removed = choose_removed(block, rule, chosen)[1]
+                    removed = choose_removed(block, rule)[1]
                 rounded = _round_block(block, removed, corner, grid, error)
                 out[:, group.stop : stop].addmm_(error, upper[group, group.stop : stop], alpha=-1)
                 block.copy_(rounded)
                 continue
             if rule is None:
                 continue
-            share, removed = choose_removed(block, rule, chosen)
+            share, removed = choose_removed(block, rule)
             torch.mm(share, corner.t(), out=error)
             out[:, group.start : stop].addmm_(error, upper[group, group.start : stop], alpha=-1)
             block.masked_fill_(removed, 0.0)
@@ -223,7 +204,6 @@ def refine(
     sweeps: int,
     damping: float = DAMPING,
     grid: Tensor | None = None,
-    only: Tensor | None = None,
 ) -> Tensor:
     """Reduce the error of ``pruned`` [N, K], which was pruned from ``w`` [N, K]; H is ``hessian`` [K, K].
 
@@ -254,13 +234,12 @@ def refine(
             before = out[:, start:stop].clone()
             for number, group in enumerate(groups[batch], first):
                 inverse, rule = inverses[number], block_rules[number]
-                chosen = None if only is None else only[:, number : number + 1]
                 block = out[:, group]
                 best = torch.addmm(block, gradient[:, group], inverse, alpha=-1)
                 if grid is not None:
-                    best = _best_on_grid(block, best, rule, inverse, h[group, group], grid, chosen)
+                    best = _best_on_grid(block, best, rule, inverse, h[group, group], grid)
                 elif rule is not None:
-                    share, removed = choose_removed(best, rule, chosen)
+                    share, removed = choose_removed(best, rule)
                     best.addmm_(share, inverse, alpha=-1).masked_fill_(removed, 0.0)
                 gradient[:, group.stop : stop].addmm_(best - block, h[group, group.stop : stop])
                 block.copy_(best)
@@ -275,10 +254,9 @@ def _best_on_grid(
     inverse: Tensor,
     h: Tensor,
     grid: Tensor,
-    chosen: Tensor | None,
 ) -> Tensor:
     """Return ``best`` [N, L] pruned and rounded, or ``current`` in rows where that is nearer in the norm of H_gg."""
-    removed = choose_removed(best, rule, chosen)[1] if rule else torch.zeros_like(best, dtype=torch.bool)
+    removed = choose_removed(best, rule)[1] if rule else torch.zeros_like(best, dtype=torch.bool)
     corner = torch.linalg.cholesky(inverse, upper=True)
     rounded = _round_block(best, removed, corner, grid, torch.empty_like(best))
     costs = [((w - best) @ h * (w - best)).sum(1, keepdim=True) for w in (rounded, current)]
@@ -332,15 +310,12 @@ def _rule(a: Tensor, count: int) -> Rule:
     return Rule(own.flip(-2) / determinant, -both / determinant)
 
 
-def choose_removed(w: Tensor, rule: Rule, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def choose_removed(w: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     """Choose the cheapest weights P of each row of ``w`` [N, L] to remove, as many as ``rule`` is for.
 
-    Ties go to the leftmost.  ``chosen``, bool [N, 1], selects the rows to remove weights from.  Returns w_P (A_PP)^-1
-    scattered into zeros [N, L], and whether each weight is in P, bool [N, L].
+    Ties go to the leftmost.  Returns w_P (A_PP)^-1 scattered into zeros [N, L], and whether each weight is in P,
+    bool [N, L].
     """
-    if chosen is not None:
-        share, removed = choose_removed(w, rule)
-        return share.masked_fill_(~chosen, 0.0), removed & chosen
     count, choice_count = rule.diagonal.shape
     step = max(1, CHOICE_ELEMENTS // choice_count)
     if len(w) > step:
