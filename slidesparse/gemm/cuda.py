@@ -1,4 +1,4 @@
-"""What the GPU backends share: devices and streams, whether they can run, and tuned algorithms."""
+"""Code that the GPU backends share: devices and streams, whether they can run, and tuned algorithms."""
 
 from __future__ import annotations
 
