@@ -254,7 +254,7 @@ def cuda_commands(
     options = [f"-ccbin={word}" if n == 0 else f"-Xcompiler={word}" for n, word in enumerate(host)]
     compiles = [
         [nvcc, *options, *NVCC_FLAGS, *gpus, *macros, "-c", str(source), "-o", f"{index}.o"]
-        for index, (source, macros) in enumerate(_read_units(units))
+        for index, (source, macros) in enumerate(read_units(units))
     ]
     home = Path(nvcc).resolve().parent.parent  # a wheel's libraries are in lib/, where its nvcc does not look
     places = [f"-L{place}" for place in (home / "lib64", home / "lib") if place.is_dir()]
@@ -268,7 +268,7 @@ def _host_compiler() -> list[str]:
     return [chosen] if chosen else find.compiler()
 
 
-def _read_units(listed: Path) -> list[tuple[Path, list[str]]]:
+def read_units(listed: Path) -> list[tuple[Path, list[str]]]:
     """Return the sources that units.txt lists, ``SOURCE MACRO=VALUE,VALUE ...``, with every choice of their macros."""
     units = []
     for line in listed.read_text().splitlines():
