@@ -3,23 +3,21 @@
     SlideSparse profile                    calls  us of a call  share
     silu_mul_linear 3584x18944 M=64           28          60.1  12.3%
 
-A layer is its operator, N x K and M; its time is that of its kernels on a GPU, and its own on a CPU.  The share is of
-all operators of the process.  A replay of a CUDA graph runs no operators: its kernels are listed by their own names.
-The profiler keeps every event in memory and slows the host, so this is for runs of some minutes.
+A layer is its operator, N x K and M; its time is that of its kernels on a GPU, the share is of the whole process.
+CUDA graphs run no operators, so their kernels have lines of their own.  Every event is kept: run it for some minutes.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
+from collections import Counter
 from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
-NAMESPACE = "slidesparse"  # of the operators
-KERNELS = (NAMESPACE, "quant_slide", "dequant_bias")  # parts of the names of our kernels
+KERNELS = ("slidesparse", "quant_slide", "dequant_bias")  # parts of the names of our operators and kernels
 _profiler: Any = None
 
 
@@ -27,8 +25,7 @@ def enable() -> None:
     """Profile this thread from now on, and print the table when the process ends.  Idempotent."""
     global _profiler
     if _profiler is None:
-        gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        _profiler = profile(activities=[ProfilerActivity.CPU, *gpu], record_shapes=True)
+        _profiler = profile(record_shapes=True)  # of the CPU and the GPUs
         _profiler.start()
         Finalize(None, lambda: print(table(), file=sys.stderr, flush=True), exitpriority=1)  # in workers, too
 
@@ -36,28 +33,27 @@ def enable() -> None:
 def table() -> str:
     """Stop profiling, and return the times of layers and of our kernels, the costliest first."""
     global _profiler
-    stopped, _profiler = _profiler, None
-    if stopped is None:
+    if _profiler is None:
         return ""
-    stopped.stop()
-    rows, events = defaultdict[str, Any](lambda: [0, 0.0]), stopped.key_averages(group_by_input_shape=True)
+    _profiler.stop()
+    events, _profiler = _profiler.key_averages(group_by_input_shape=True), None
+    calls, times = Counter[str](), Counter[str]()
     total = "device_time_total" if torch.cuda.is_available() else "cpu_time_total"
     for event in events:
         if any(part in event.key for part in KERNELS):
-            row = rows[_name(event)]
-            row[0] += event.count
-            row[1] += getattr(event, total)
+            calls[_name(event)] += event.count
+            times[_name(event)] += getattr(event, total)
     everything = sum(getattr(event, f"self_{total}") for event in events) or 1.0
     lines = [f"{'SlideSparse profile':<60}{'calls':>8}{'us of a call':>14}{'share':>8}"]
-    for name, (calls, us) in sorted(rows.items(), key=lambda row: -row[1][1]):
-        lines.append(f"{name[:58]:<60}{calls:>8}{us / calls:>14.1f}{us / everything:>8.1%}")
+    for name, us in times.most_common():
+        lines.append(f"{name[:58]:<60}{calls[name]:>8}{us / calls[name]:>14.1f}{us / everything:>8.1%}")
     return "\n".join(lines)
 
 
 def _name(event: Any) -> str:
     """Return a layer's operator, N x K and M, or the name of a kernel."""
     namespace, _, name = event.key.partition("::")
-    if namespace != NAMESPACE or not event.input_shapes:
+    if namespace != KERNELS[0] or not event.input_shapes:
         return str(event.key)
     (m, width), *others = event.input_shapes
     n = next(shape[0] for shape in others if shape[1:] == [1])  # scale_w

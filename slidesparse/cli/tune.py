@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from slidesparse.tune.session import Session
     from slidesparse.tune.shapes import Layer
 
+MAX_SHOWN = 5  # refusals of libraries
 Shapes = Annotated[str | None, typer.Option(help="Weight shapes instead of a model, as NxK,NxK.")]
 Tokens = Annotated[
     str | None, typer.Option("--m", help="Numbers of tokens, comma-separated; default 64 to 16384.")
@@ -90,12 +91,9 @@ def tune(
     todo = gemm_jobs(machine.require_libraries(gpu, names), layers, dtypes, patterns, tokens)
     with open_session(gpu, began, time_limit) as (session, bar):
         start_progress(bar, sum(len(job.tokens) for job in todo))
-        summary = run(session, todo, force)
+        finished, counts = run(session, todo, force)
         cells = cell_counts(bar)
-    counts = {name: getattr(summary, name) for name in ("tuned", "known", "algorithms", "refused", "wrong")}
-    print_result(
-        summary.finished, summary.skipped, {**counts, "tables": str(tables_folder()), **cells}, as_json
-    )
+    print_result(finished, session.skipped, {**counts, "tables": str(tables_folder()), **cells}, as_json)
 
 
 def _converted_types(models: str | None) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
@@ -163,10 +161,10 @@ def parse_models(names: str | None, shapes: str | None) -> list[tuple[str, tuple
 
 
 def print_result(finished: bool, skipped: Sequence[str], result: dict[str, Any], as_json: bool) -> None:
-    from slidesparse.tune.session import summarize_skipped
-
-    for line in summarize_skipped(skipped):
+    for line in skipped[:MAX_SHOWN]:
         err.print(escape(f"note: {line}"))
+    if len(skipped) > MAX_SHOWN:
+        err.print(f"note: and {len(skipped) - MAX_SHOWN} more")
     if not finished:
         err.print("the time limit was reached; repeat the command to continue")
     if as_json:

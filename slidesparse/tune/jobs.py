@@ -28,17 +28,9 @@ class Job:
     tokens: tuple[int, ...]
 
 
-@dataclass
-class Summary:
-    """The counts of a run of tuning."""
-
-    tuned: int = 0  # problems searched and saved
-    known: int = 0  # problems that were in the tables before
-    algorithms: int = 0  # algorithms tried
-    refused: int = 0  # of those, refused by the library
-    wrong: int = 0  # of those, results that differ from the library's own choice
-    skipped: tuple[str, ...] = ()  # problems without a usable algorithm, and why
-    finished: bool = False  # False if the time limit was reached
+# What a run counts: problems that were searched, and that the tables had before; algorithms that were tried, of those
+# the ones that the library refused, and the ones whose results differ from those of the library's own choice.
+COUNTS = ("tuned", "known", "algorithms", "refused", "wrong")
 
 
 def gemm_jobs(
@@ -74,24 +66,22 @@ def _packed_columns(library: Tunable, layer: Layer, patterns: Sequence[str]) -> 
     return list(dict.fromkeys(columns))
 
 
-def tune(session: Session, todo: Sequence[Job], force: bool = False) -> Summary:
-    """Tune the problems that are not in the tables, or all with ``force``, until the deadline."""
-    count = Summary()
-    try:
-        count.finished = all(_tune_job(session, job, force, count) for job in todo)
-    finally:
-        session.flush()
-    count.skipped = tuple(session.skipped)
-    return count
+def tune(session: Session, todo: Sequence[Job], force: bool = False) -> tuple[bool, dict[str, int]]:
+    """Tune the problems that are not in the tables, or all with ``force``; whether there was time for all, and COUNTS.
+
+    What a library refuses is appended to the session's ``skipped``.
+    """
+    counts = dict.fromkeys(COUNTS, 0)
+    return all(_tune_job(session, job, force, counts) for job in todo), counts
 
 
-def _tune_job(session: Session, job: Job, force: bool, count: Summary) -> bool:
+def _tune_job(session: Session, job: Job, force: bool, counts: dict[str, int]) -> bool:
     """Tune one job; return False if the deadline passed."""
     subject, inputs = session.gpu.subject(job.library), session.inputs
     weights: list[Tensor] = []
     for problem in (replace(job.problem, m=m) for m in job.tokens):
         if not force and find_entry(subject, problem):
-            count.known += 1
+            counts["known"] += 1
         elif session.deadline.passed:
             return False
         else:
@@ -100,10 +90,10 @@ def _tune_job(session: Session, job: Job, force: bool, count: Summary) -> bool:
                     smallest = replace(job.problem, m=min(job.tokens))
                     weights = inputs.packed(job.library, smallest, inputs.copies(smallest))
                 result = session.search(job.library, problem, weights)
-                count.tuned += 1
-                count.algorithms += result.tried
-                count.refused += result.refused
-                count.wrong += result.wrong
+                for name, count in zip(
+                    COUNTS, (1, 0, result.tried, result.refused, result.wrong), strict=True
+                ):
+                    counts[name] += count
             except LibraryError as error:
                 session.skipped.append(f"{job.library.name}: {error}")
         session.advance(f"{job.library.name} {problem.dtype} {problem.n}x{problem.k} M={problem.m}")

@@ -127,7 +127,6 @@ def kernel_rows(
     records = Records(folder, KERNEL)
     gauge = FakeGauge(*found)
     assert fill(run, records, kernel.jobs(run, gauge, groups, found, FakeStock(), PATTERNS))
-    run.flush()
     return records.rows
 
 

@@ -147,9 +147,8 @@ def test_tune_saves_resumes_and_can_be_forced() -> None:
     steps: list[str] = []
     run = session(library)
     run.advance = steps.append
-    first = tune(run, todo)
-    assert (first.tuned, first.known, first.finished, first.skipped) == (8, 0, True, ())
-    assert (first.algorithms, first.refused, first.wrong) == (32, 8, 8)
+    counts = {"tuned": 8, "known": 0, "algorithms": 32, "refused": 8, "wrong": 8}
+    assert (tune(run, todo), run.skipped) == ((True, counts), [])
     assert len(steps) == 8
     for m in (1, 16, 40):
         problem = Problem("int8", "bf16", 64, 96, m)
@@ -159,10 +158,10 @@ def test_tune_saves_resumes_and_can_be_forced() -> None:
     assert ([name for name, _ in saved.others], saved.tried) == (["slow"], 4)
 
     library.searched.clear()
-    second = tune(session(library), todo)
-    assert (second.tuned, second.known, library.searched) == (0, 8, [])
+    _, second = tune(session(library), todo)
+    assert (second["tuned"], second["known"], library.searched) == (0, 8, [])
     library.times["slow"] = 1.0
-    assert tune(session(library), todo, force=True).tuned == 8
+    assert tune(session(library), todo, force=True)[1]["tuned"] == 8
     assert tuned.tuned_algorithm(GPU.subject(library), todo[0].problem) == "slow"
 
 
@@ -175,10 +174,10 @@ def test_tune_packs_weights_once_for_all_token_counts() -> None:
 def test_tune_keeps_results_at_the_time_limit() -> None:
     library = FakeLibrary()
     todo = gemm_jobs([library], LAYERS, ["fp8"], ["2:4", "6:8"], [16, 32])
-    stopped = tune(session(library, limit=3.5, now=Ticks()), todo)
-    assert (stopped.tuned, stopped.finished) == (3, False)
-    resumed = tune(session(library), todo)
-    assert (resumed.tuned, resumed.known, resumed.finished) == (5, 3, True)
+    finished, stopped = tune(session(library, limit=3.5, now=Ticks()), todo)
+    assert (stopped["tuned"], finished) == (3, False)
+    finished, resumed = tune(session(library), todo)
+    assert (resumed["tuned"], resumed["known"], finished) == (5, 3, True)
 
 
 def test_tune_keeps_results_when_interrupted() -> None:
@@ -193,14 +192,15 @@ def test_tune_keeps_results_when_interrupted() -> None:
     run.advance = interrupt
     with pytest.raises(KeyboardInterrupt):
         tune(run, todo)
-    assert tune(session(library), todo).known == 2
+    assert tune(session(library), todo)[1]["known"] == 2
 
 
 def test_tune_reports_refused_problems() -> None:
     library = FakeLibrary(times={"refused": 1.0})
-    summary = tune(session(library), gemm_jobs([library], LAYERS[:1], ["fp8"], ["2:4"], [16]))
-    assert (summary.tuned, summary.finished, len(summary.skipped)) == (0, True, 1)
-    assert "1 cannot run here" in summary.skipped[0]
+    run = session(library)
+    finished, counts = tune(run, gemm_jobs([library], LAYERS[:1], ["fp8"], ["2:4"], [16]))
+    assert (counts["tuned"], finished, len(run.skipped)) == (0, True, 1)
+    assert "1 cannot run here" in run.skipped[0]
 
 
 # --- the command

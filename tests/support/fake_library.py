@@ -131,14 +131,10 @@ class FakeClock:
         return _FakeReplay(self, name, us)
 
 
-class _FakeReplay:
-    graphed, launches = True, 1
-
+class _FakeReplay(Replay):
     def __init__(self, clock: FakeClock, name: str, us: float) -> None:
+        super().__init__(lambda: None, launches=1, graphed=True)
         self._clock, self._name, self._us = clock, name, us
-
-    def run(self) -> None:
-        """Do nothing: `samples` has the times."""
 
     def samples(self, count: int) -> list[float]:
         self._clock.sampled[self._name] = self._clock.sampled.get(self._name, 0) + count
