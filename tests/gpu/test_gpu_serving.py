@@ -129,7 +129,6 @@ def int8_beside_stock(engine: Engine) -> list[Engine]:
 
 BLOCKS = Engine("int8", "2:4@50%", "float16")  # dense and 2:4 blocks in each weight
 BESIDE = replace(INT8_6_8, skip="down_proj")  # unpruned layers beside pruned ones
-PACKED = replace(INT8_6_8, layout="packed")  # weights in the packed layout
 
 
 def require_dense_blocks(gpu_engines: GpuEngines) -> None:
@@ -147,12 +146,6 @@ def test_int8_dense_blocks_outputs_equal_stock(gpu_engines: GpuEngines, engine: 
     assert not differences(greedy(sparse), greedy(stock))
     assert not differences(greedy(graphs), greedy(stock_graphs))
     assert ("not pruned (by the same backend)" in sparse.summary) == bool(engine.skip)
-
-
-@needs(lambda: [PACKED, replace(INT8_6_8, system="stock")])
-def test_packed_layout_outputs_equal_stock(gpu_engines: GpuEngines) -> None:
-    packed, stock = gpu_engines.answers([PACKED, replace(INT8_6_8, system="stock")])
-    assert not differences(teacher_forced(packed), teacher_forced(stock))
 
 
 def bitnet(pattern: str) -> list[Engine]:

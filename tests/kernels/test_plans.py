@@ -259,36 +259,16 @@ def test_cublaslt_sets_its_epilogue(monkeypatch: pytest.MonkeyPatch, noted: tupl
         pytest.skip("cuSPARSELt has none")
     _, tensors = run(backend, Problem("fp8", "bf16", 64, 96, 32, "both", True))
     settings = [arguments[1:] for name, arguments in calls.calls if name == "cublasLtMatmulDescSetAttribute"]
-    found = {attribute: value._obj.value for attribute, value, _ in settings}
-    assert (
-        found
-        == {
-            3: 1,
-            25: 1,
-            31: 3,
-            32: 3,
-            7: 4,
-            26: 14,  # transposed, fast, by vectors, adds a bias of BF16
-            **dict(
-                zip(
-                    (17, 18, 8),
-                    (tensor.data_ptr() for tensor in tensors[3:] if tensor is not None),
-                    strict=True,
-                )
-            ),
-        }
-    )
-    assert {attribute: size for attribute, _, size in settings} == {
-        3: 4,
-        25: 1,
-        31: 4,
-        32: 4,
-        17: 8,
-        18: 8,
-        7: 4,
-        26: 4,
-        8: 8,
+    found = {attribute: (value._obj.value, size) for attribute, value, size in settings}
+    # transposed, fast, by vectors, adds a bias of BF16
+    options = {3: (1, 4), 25: (1, 1), 31: (3, 4), 32: (3, 4), 7: (4, 4), 26: (14, 4)}
+    factors = (tensors.scale_w, tensors.scale_x, tensors.bias)
+    pointers = {
+        at: (factor.data_ptr(), 8)
+        for at, factor in zip((17, 18, 8), factors, strict=True)
+        if factor is not None
     }
+    assert found == options | pointers
     with pytest.raises(LibraryError, match="cuBLASLt scales FP8 only"):
         run(backend, Problem("int8", "int32", 64, 96, 32, "both"))
 
