@@ -16,6 +16,7 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.accuracy import cli as accuracy
 from slidesparse.cli.console import Json, application, err
 from slidesparse.cli.tune import (
     Limit,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from slidesparse.tune.session import Session
 
 app = application("Measure SlideSparse on this machine, and turn the results into tables.", name="benchmarks")
+app.add_typer(accuracy.app, name="accuracy")
 
 Models = Annotated[
     str | None,

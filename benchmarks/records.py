@@ -156,8 +156,13 @@ def write_conditions(path: Path, facts: Mapping[str, Any], same: Sequence[str] =
         "commands": commands if line in commands[-1:] else [*commands, line],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
+    publish(path, json.dumps(document, indent=1) + "\n")
+
+
+def publish(path: Path, text: str) -> None:
+    """Write a file at once: it is never seen in part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 

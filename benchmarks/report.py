@@ -38,7 +38,8 @@ ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "docs" / "benchmarks"
 H200, H100 = BENCHMARKS / "h200", BENCHMARKS / "h100"
 FOLDERS = (H200, H100)
-MARKED_PAGES = (BENCHMARKS / "README.md", BENCHMARKS / "spmm.md")
+ACCURACY = ROOT / "docs" / "accuracy"
+MARKED_PAGES = (BENCHMARKS / "README.md", BENCHMARKS / "spmm.md", ACCURACY / "README.md")
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 CUBLASLT, HOPPER, TWO_FOUR = "cublaslt", "hopper", "2:4"
@@ -343,6 +344,24 @@ def efficiency() -> str:
     return table(("", "", *PATTERNS), rows, 2)
 
 
+def real_models() -> str:
+    """Perplexities of two real language models, their increases over the unpruned model, and HumanEval."""
+    rows = pd.read_csv(ACCURACY / "real_models.csv", dtype=str, keep_default_na=False)
+    lines = []
+    for (model, quant, pattern, method), part in rows.groupby(list(rows)[:4], sort=False):
+        by_text = part.set_index("text")
+        cells = [NO_VALUE] * 4
+        for text, column, number in (
+            *(("wikitext2", "perplexity", 0), ("wikitext2", "delta_pct", 1)),
+            *(("own", "delta_pct", 2), ("humaneval", "humaneval", 3)),
+        ):
+            if text in by_text.index and (value := by_text.loc[[text], column].iloc[-1]):
+                cells[number] = f"{float(value):+.1f}%" if column == "delta_pct" else value
+        lines.append((model, quant.upper(), NOT_PRUNED.get(pattern, pattern), method, *cells))
+    header = ("WikiText-2", "increase", "own text, increase", "HumanEval")
+    return table(("model", "", "pattern", "method", *header), lines, 4)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "whole_7b": partial(whole, QWEN),
     "whole_14b": partial(whole, "Qwen2.5-14B"),
@@ -350,6 +369,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "whole_h100": partial(whole, QWEN, H100),
     **{make.__name__: make for make in (contexts, other, bitnet, fusion, layers, popular, ranges, blocks)},
     **{make.__name__: make for make in (gemms, reference, efficiency)},
+    "real_models": real_models,
     "spmm_squares": partial(spmm.squares, H200),
     "spmm_others": partial(spmm.others, H200),
 }

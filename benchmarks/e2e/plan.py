@@ -26,7 +26,6 @@ from pathlib import Path
 from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.checkpoint.storage import CheckpointError, text_config
 from slidesparse.checkpoint.w8a8 import parse_block
-from slidesparse.convert.synth_model import TOKENIZER
 from slidesparse.errors import SlideSparseError
 from slidesparse.flags import BACKEND, DISABLE, FUSE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT
 from slidesparse.pattern import Pattern, parse_pattern
@@ -53,6 +52,7 @@ PRUNED_SYSTEMS = (SPARSE, CUSPARSELT, UNFUSED)  # those that run a pattern
 PLUGIN_SYSTEMS = tuple(name for name, flags in SYSTEMS.items() if flags)
 FLAGS = (USE_CUSPARSELT, USE_CUBLASLT, DISABLE, SPARSITY, BACKEND, FUSE)
 
+TOKENIZER = "tokenizer"  # the folder of the placeholder in checkpoints of `slidesparse synth`
 PLUGIN, PLUGINS = "slidesparse", "VLLM_PLUGINS"
 # The groups of entry points that vLLM loads whole when VLLM_PLUGINS is not set.
 PLUGIN_GROUPS = tuple(

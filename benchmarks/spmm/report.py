@@ -21,7 +21,11 @@ def _squares(folder: Path) -> pd.DataFrame:
     rows = read(folder, SPMM)
     rows = rows[(rows["mode"] == SQUARE) & rows["dtype"].isin(TYPES)]
     columns = ["sparsity", "offsets", "provider"]
-    return rows.pivot(index=["dtype", "M"], columns=columns, values="p50_us").sort_index(axis=1)
+    us = rows.pivot(index=["dtype", "M"], columns=columns, values="p50_us")
+    cells = [(DENSE, NONE, CUBLAS), (DENSE, NONE, TF32), (MAIN, OWN, CPU)]
+    cells += [(MAIN, kind, name) for kind in KINDS for name in VARIANTS]
+    cells += [(other, OWN, name) for other in OTHERS for name in VARIANTS]
+    return us.reindex(columns=pd.MultiIndex.from_tuples(cells, names=columns)).sort_index(axis=1)
 
 
 def squares(folder: Path) -> str:
@@ -30,7 +34,7 @@ def squares(folder: Path) -> str:
     for (dtype, m), row in us.sort_index(level=["dtype", "M"], ascending=[False, True]).iterrows():
         base = row[DENSE, NONE, CUBLAS]
         speedups = (ratio(base / row[MAIN, kind, name]) for kind in KINDS for name in VARIANTS)
-        lines.append((dtype.upper(), m, digits(base), digits(row.get((DENSE, NONE, TF32))), *speedups))
+        lines.append((dtype.upper(), m, digits(base), digits(row[DENSE, NONE, TF32]), *speedups))
     header = [f"{words}: {name}" for words in KINDS.values() for name in VARIANTS]
     return table(("", "M", "cuBLAS us", "TF32 us", *header), lines)
 

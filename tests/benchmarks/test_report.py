@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner
 
 from benchmarks import report
 from benchmarks.cli import app
-from benchmarks.records import E2E, KERNEL, LINEAR, RecordsError
+from benchmarks.records import E2E, KERNEL, LINEAR
 from benchmarks.report import (
-    fit,
     gemm_us,
     measured_layers,
     model_layers,
@@ -21,7 +19,7 @@ from benchmarks.report import (
     whole_models,
     within_rounds,
 )
-from benchmarks.tables import digits, read, span
+from benchmarks.tables import read
 from slidesparse.convert.times import LayerTimes
 
 
@@ -98,29 +96,6 @@ def test_layers_and_energies_over_stock(tmp_path: Path) -> None:
     assert "| sum | 64 | 4.000 | 1.60 |" in text  # millijoules: 2:4 has none
 
 
-@pytest.mark.parametrize(
-    ("line", "fact"),
-    [("A,sum,int8,5:8,64,stock,9,10,11,", "5:8"), ("A,sum,int8,6:8,64,stock,9,fast,11,", "fast")],
-)
-def test_invalid_line_is_an_error(tmp_path: Path, line: str, fact: str) -> None:
-    csv(tmp_path, "linear.csv", LINEAR.columns, [line])
-    with pytest.raises(RecordsError, match=rf"linear\.csv.*{fact}"):
-        report.write_page(tmp_path)
-
-
-def test_folder_without_results_is_an_error(tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "none"):
-        with pytest.raises(RecordsError, match=str(folder)):
-            report.write_page(folder)
-
-
-def test_numbers_keep_four_digits() -> None:
-    assert [digits(value) for value in (0.12345, 5.245, 62.76, 350.52, 21814.3, float("nan"))] == [
-        *("0.123", "5.245", "62.76", "350.5", "21814", "-")
-    ]
-    assert span([1.031, float("nan"), 1.06]) == "1.03 to 1.06"
-
-
 # --- docs
 
 
@@ -131,32 +106,7 @@ def test_tables_of_the_docs_equal_those_of_the_csvs() -> None:
     assert sorted(names) == sorted(report.TABLES)
 
 
-def test_first_difference_is_reported_and_rewritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = tmp_path / "README.md"
-    page.write_text("# A\n\n<!-- table: t -->\n| 1 |\n| 3 |\n<!-- end -->\n\nwords\n")
-    monkeypatch.setattr(report, "ROOT", tmp_path)
-    monkeypatch.setattr(report, "MARKED_PAGES", (page,))
-    monkeypatch.setattr(report, "TABLES", {"t": lambda: "| 1 |\n| 2 |\n"})
-    result = CliRunner().invoke(app, ["docs", "--check"])
-    assert result.exit_code == 1
-    for fact in ("README.md, line 5", "| 3 |", "| 2 |"):
-        assert fact in result.stderr
-    assert report.docs(check=False) == [page]
-    assert "| 2 |" in page.read_text()
-    assert report.docs(check=True) == []
-    page.write_text("<!-- table: other -->\n<!-- end -->\n")
-    with pytest.raises(RecordsError, match="'other'"):
-        report.docs(check=True)
-
-
 # --- fits of layer times
-
-
-def test_fit_has_no_negative_coefficients() -> None:
-    assert fit([(1.0, 2.0), (2.0, 3.0)]) == pytest.approx((1.0, 1.0))
-    assert fit([(1.0, 1.0), (2.0, 4.0)])[0] == 0.0
-    assert fit([(1.0, 4.0), (2.0, 1.0)])[1] == 0.0
-    assert fit([(2.0, 4.0)]) == (0.0, 2.0)
 
 
 def test_shipped_fits_are_as_close_to_the_measured_layers_as_stated() -> None:

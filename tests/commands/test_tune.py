@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from models import quantization_config
 from typer.testing import CliRunner
 
 from slidesparse import gemm
+from slidesparse.blocks import dense_blocks
 from slidesparse.checkpoint.metadata import KEY, LayerEntry, Metadata
 from slidesparse.cli.main import app
 from slidesparse.convert.options import ConvertOptions
@@ -26,7 +28,7 @@ from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
 from slidesparse.pattern import PatternError, SlidePattern
 from slidesparse.slide import nonzero, obeys
 from slidesparse.tune import machine, measure, shapes
-from slidesparse.tune.inputs import Inputs
+from slidesparse.tune.inputs import Inputs, with_sparse_blocks
 from slidesparse.tune.jobs import gemm_jobs, tune
 from slidesparse.tune.measure import EXACT_US, MAX_COPIES, SAMPLES, Timing, copies_for, launches_for
 from slidesparse.tune.search import FINAL_SAMPLES, FINALISTS, SearchResult, outputs_agree, search
@@ -404,3 +406,27 @@ def test_numbers_of_copies_and_launches() -> None:
 def test_timing_percentiles() -> None:
     timing = Timing.of([float(i) for i in range(11)])
     assert (timing.p20, timing.p50, timing.p80) == (2.0, 5.0, 8.0)
+
+
+@pytest.mark.parametrize(("share", "most"), [(Fraction(1, 2), 7), (Fraction(1, 3), 5)])
+def test_mixed_weights_have_their_share_of_blocks_with_random_masks(share: Fraction, most: int) -> None:
+    """No strip of ten blocks is far from its share, so that all CTAs have as much to do."""
+    weight = with_sparse_blocks(torch.ones(640, 1280, dtype=torch.int8), float(share))
+    sparse = ~dense_blocks(weight)
+    assert int(sparse.sum()) == round(100 * share)
+    assert most - 4 <= int(sparse.sum(1).min()) <= int(sparse.sum(1).max()) <= most
+    assert weight.count_nonzero() == weight.numel() - int(sparse.sum()) * 64 * 128 // 2
+    groups = weight.view(-1, 4)
+    masks, counts = groups[groups.sum(1) == 2].unique(dim=0, return_counts=True)
+    assert len(masks) == 6
+    assert int(counts.min()) > 0.9 * int(counts.sum()) / 6
+
+
+def test_int8_codes_are_normal() -> None:
+    """Uniform codes would make a GPU at its power limit run at another clock than a model's."""
+    codes = Inputs(CPU, 0).weight("int8", 256, 1024, sparse=False).double()
+    assert float(codes.std()) == pytest.approx(35, rel=0.02)
+    assert float((codes.abs() < 24).double().mean()) == pytest.approx(0.5, abs=0.02)  # 0.674 sigma
+    sparse = Inputs(CPU, 0).weight("int8", 256, 1024, sparse=True)
+    assert obeys(sparse, SlidePattern.parse("2:4"))
+    assert sparse.count_nonzero() == sparse.numel() // 2
