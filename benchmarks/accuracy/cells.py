@@ -36,7 +36,7 @@ import numpy as np
 from safetensors import safe_open
 
 from benchmarks.accuracy import humaneval
-from benchmarks.accuracy.models import MODELS
+from benchmarks.accuracy.models import CODERS, MODELS
 from benchmarks.accuracy.texts import (
     OWN,
     PYTHON,
@@ -172,7 +172,7 @@ def measure(cell: Cell, texts: Texts, engine: Engine, folder: Path) -> dict[str,
         engine.execute("from slidesparse.cli import main; main()", words)
         minutes, share = (time.monotonic() - began) / 60, zeros(model)
     found, tokenizer = texts.of(cell.model), tokenizer_of(source)
-    problems = humaneval.problems(texts.code) if MODELS[cell.model].code else []
+    problems = humaneval.problems(texts.code) if cell.model in CODERS else []
     prompts = [humaneval.prompt_ids(tokenizer, problem) for problem in problems]
     greedy = {
         "temperature": 0.0,

