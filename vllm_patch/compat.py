@@ -65,6 +65,12 @@ def stages() -> int:
     return int(current_config().parallel_config.pipeline_parallel_size)
 
 
+def holds_whole_model() -> bool:
+    """Return whether this process holds all layers, or shards of them, of the only model that is served."""
+    config = current_config()
+    return stages() == 1 and config.speculative_config is None
+
+
 def compiles_by_inductor(compilation: Any) -> bool:
     """Return whether models are compiled with options for Inductor: by torch.compile (2) or vLLM's own backend (3)."""
     return int(compilation.mode or 0) in (2, 3) and compilation.backend in ("", "inductor")

@@ -5,10 +5,18 @@ from __future__ import annotations
 import json
 import weakref
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from slidesparse.pattern import DENSE_WEIGHT
 from slidesparse.resolve import SUMMARY, Resolution
+
+
+class Found(NamedTuple):
+    """A layer as its weights turned out to be."""
+
+    pattern: str
+    columns: int  # K
+    weights: int  # the number of weights of the checkpoint that it consists of
 
 
 class LayerSummary:
@@ -18,7 +26,8 @@ class LayerSummary:
         self._pending: dict[str, weakref.ref[Any]] = {}
         self.sparse: dict[str, str] = {}  # layer -> its pattern
         self.dense: dict[str, str] = {}  # layer -> reason
-        self.listed = False  # whether the checkpoint's metadata list any of them
+        self.claimed: set[str] = set()  # layers that the metadata list and that vLLM has by name
+        self.by_weights: dict[str, Found] = {}  # layer whose pattern its weights have decided
         self.fusion = ""  # the outcome of SLIDESPARSE_FUSE
 
     def expect(self, layer: str, module: Any) -> None:
@@ -44,7 +53,12 @@ class LayerSummary:
             self.sparse.pop(layer, None)
         return awaited and not self.is_pending()
 
-    def lines(self, resolution: Resolution) -> tuple[str, str]:
+    @property
+    def pruned_by_weights(self) -> int:
+        """The number of weights that obey a pattern, in layers that the metadata do not list by vLLM's names."""
+        return sum(found.weights for found in self.by_weights.values() if found.pattern != DENSE_WEIGHT)
+
+    def lines(self, resolution: Resolution, remark: str = "") -> tuple[str, str]:
         """Return the numbers in JSON after SUMMARY, and the same in words.
 
         The words: ``SlideSparse 6:8 (2 of every 8 pruned): 24 layers sparse, 1 dense (1 lm_head); backend ...``.  The
@@ -55,7 +69,7 @@ class LayerSummary:
         facts = {
             name: getattr(resolution, name) for name in ("pattern", "path", "layout", "backend", "reason")
         }
-        words = self._words(resolution, ours, left)
+        words = "; ".join(filter(None, [self._words(resolution, ours, left), self.fusion, remark]))
         facts |= {"layers": dict(ours), "left": dict(left), "fusion": self.fusion, "words": words}
         return SUMMARY + json.dumps(facts), f"SlideSparse {words}"
 
@@ -74,10 +88,9 @@ class LayerSummary:
             kind += f" ({', '.join(f'{n} at {pattern}' for pattern, n in sorted(pruned.items()))})"
         if unpruned:
             kind += f", {unpruned} not pruned (by the same backend)"
-        fusion = f"; {self.fusion}" if self.fusion else ""
         return (
             f"{subject}: {pruned.total()} layers {kind}, {dense}; {resolution.layout} layout; "
-            f"backend {resolution.backend}: {resolution.reason}{fusion}"
+            f"backend {resolution.backend}: {resolution.reason}"
         )
 
 

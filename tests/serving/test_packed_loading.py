@@ -30,7 +30,7 @@ class Layer(torch.nn.Module):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        from slidesparse.vllm_patch.loading import take_packed
+        from slidesparse.vllm_patch.loading import LoadCheck
 
         for attribute in ("rank", "world_size"):
             monkeypatch.setattr(
@@ -44,7 +44,8 @@ class Layer(torch.nn.Module):
             assert loaded_shard_id not in self.loaded
             self.loaded[loaded_shard_id] = loaded_weight
 
-        take_packed(self, "layers.0.qkv_proj", loader)
+        self.weight.weight_loader = loader
+        LoadCheck("layers.0.qkv_proj", 44, 2).take_packed(self)
 
     def load(self, kind: str, tensor: Tensor, *part: str) -> None:
         """Load a tensor as a model's ``load_weights`` does, which reuses the tensor's memory."""

@@ -80,28 +80,6 @@ def test_unsupported_schemes_are_left_to_vllm_and_counted(
     assert sparse.tokens == stock.tokens
 
 
-def test_refusal_names_schemes_other_than_w8a8() -> None:
-    from slidesparse.vllm_patch.scheme import refusal
-    from vllm.model_executor.layers.quantization.compressed_tensors import schemes
-
-    def scheme(kind: str, **attributes: object) -> object:
-        instance = object.__new__(getattr(schemes, kind))
-        instance.__dict__.update(attributes)
-        return instance
-
-    assert refusal(scheme("CompressedTensorsW8A16Fp8")) == "W8A16Fp8"
-    assert (
-        refusal(scheme("CompressedTensorsW8A8Fp8", is_static_input_scheme=False, strategy="block"))
-        == "block FP8"
-    )
-    assert refusal(scheme("CompressedTensorsW8A8Fp8", is_static_input_scheme=True, strategy="tensor"))
-    assert (
-        refusal(scheme("CompressedTensorsW8A8Fp8", is_static_input_scheme=False, strategy="channel")) is None
-    )
-    int8 = {"is_static_input_scheme": False, "input_symmetric": True, "strategy": "tensor"}
-    assert refusal(scheme("CompressedTensorsW8A8Int8", **int8)) is None
-
-
 @pytest.mark.parametrize("missing", ["", "weight", "weight_scale", "bias"])
 def test_missing_tensors_of_a_one_row_layer_are_named(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     """The bias of a layer with one out-feature has the shape of its scale, [1]."""
@@ -115,9 +93,11 @@ def test_missing_tensors_of_a_one_row_layer_are_named(monkeypatch: pytest.Monkey
         monkeypatch.setattr(compat, name, lambda: False)
     layer = torch.nn.Module()
     layer.weight_loader = lambda parameter, tensor: parameter.data.copy_(tensor)
-    config: Any = SimpleNamespace(resolution=SimpleNamespace(layout="dense", backend="reference"))
+    config: Any = SimpleNamespace(
+        resolution=SimpleNamespace(layout="dense", backend="reference", path="sparse")
+    )
     inner = CompressedTensorsW8A8Int8("tensor", is_static_input_scheme=False, input_symmetric=True)
-    scheme = SlideSparseScheme(config, inner, "score", None, SlidePattern(8), "not pruned")
+    scheme = SlideSparseScheme(config, inner, "score", None, [SlidePattern(8)], "not pruned")
     sizes = {"input_size_per_partition": 16, "input_size": 16, "output_partition_sizes": [1]}
     scheme.create_weights(
         layer, **sizes, output_size=1, params_dtype=torch.float32, weight_loader=layer.weight_loader

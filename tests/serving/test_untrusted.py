@@ -151,6 +151,16 @@ def test_wrong_in_features_in_the_metadata_are_refused(
     )
 
 
+def test_packed_weight_beside_a_plain_one_is_refused(
+    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """vLLM would keep the one that it loads last."""
+    packed = converted(checkpoints["w8a8"], tmp_path / "packed", "6:8", "packed")
+    weight = load_file(checkpoints["w8a8"] / "model.safetensors")[f"{DOWN}.weight"]
+    model = edited(packed, tmp_path / "both", {f"{DOWN}.weight": weight}, {})
+    refused(engines, model, {}, f"{DOWN}: the checkpoint holds a weight twice, packed and as it is")
+
+
 def test_slided_weight_in_two_windows_is_refused(
     engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -293,12 +293,15 @@ def _import_vllm() -> None:
     import torch
     import vllm
     from slidesparse.vllm_patch.bitnet import BitNetForCausalLM
+    from vllm.model_executor.models.falcon_h1 import FalconH1ForCausalLM
+    from vllm.model_executor.models.granitemoehybrid import GraniteMoeHybridForCausalLM
     from vllm.model_executor.models.llama import LlamaForCausalLM
     from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
     from vllm.platforms import current_platform
 
     # vLLM starts a process to look at a model that it knows by name only
-    for model in (LlamaForCausalLM, Qwen2ForCausalLM, BitNetForCausalLM):
+    hybrids = (FalconH1ForCausalLM, GraniteMoeHybridForCausalLM)
+    for model in (LlamaForCausalLM, Qwen2ForCausalLM, BitNetForCausalLM, *hybrids):
         vllm.ModelRegistry.register_model(model.__name__, model)
     if current_platform.is_cuda():
         import vllm.v1.attention.backends.flash_attn
