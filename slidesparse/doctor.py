@@ -367,9 +367,9 @@ class Report:
 
 def examine(model: str, folder: Path) -> Report:
     """Ask the server about a checkpoint.  Raises CheckpointError for a broken one, FlagError for invalid flags."""
-    from slidesparse.checkpoint.architectures import architecture_of
     from slidesparse.checkpoint.bitnet import BitNetCheckpoint
     from slidesparse.checkpoint.converted import open_checkpoint
+    from slidesparse.checkpoint.names import architecture_of
     from slidesparse.serving import NotServedError, Skeletons, stored
 
     Flags.from_environment()

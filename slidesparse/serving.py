@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slidesparse.checkpoint.architectures import serving_names
+from slidesparse.checkpoint.names import serving_names
 from slidesparse.checkpoint.storage import CONFIG, SUFFIX, Checkpoint, CheckpointError, TensorSpec
 from slidesparse.errors import ENVIRONMENT, FAILED, CheckFailed, shown
 from slidesparse.resolve import Resolution

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,8 +22,7 @@ from slidesparse import gemm, ops, profiling
 from slidesparse.checkpoint.metadata import LayerEntry
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.gemm import SPARSE
-from slidesparse.gemm.backend import TWO_FOUR, LayerSpec, require_output
-from slidesparse.gemm.problem import NAMES
+from slidesparse.gemm.problem import NAMES, TWO_FOUR, Layer
 from slidesparse.pattern import MixedPattern, Pattern, PatternError, SlidePattern
 from slidesparse.prune import prune
 from slidesparse.resolve import BREAKS, left_to_vllm, require_invariance
@@ -71,11 +69,11 @@ class SlideSparseScheme(CompressedTensorsScheme):
         self.patterns = patterns  # once the weights are loaded, one
         self.slided = config.resolution.layout == "slided" and entry is not None
         self.backend = gemm.get(config.resolution.backend)
-        # Once the weights are loaded, one of these is set: why vLLM's own scheme serves the layer, or the arguments of
-        # `ops.linear` after the tensors: length, phase, dtype, columns, backend.
+        # Once the weights are loaded, one of these is set: why vLLM's own scheme serves the layer, or what our
+        # operators run.
         reasons = [left_to_vllm(config.resolution, pattern) for pattern in patterns]
         self.dense_because = dense_because or (reasons[0] if all(reasons) else None)
-        self.arguments: tuple[int, int, torch.dtype, int, str] | None = None
+        self.layer: Layer | None = None
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -116,23 +114,16 @@ class SlideSparseScheme(CompressedTensorsScheme):
             self.dense_because = f"{str(dtype).removeprefix('torch.')} outputs"
         if self.dense_because:
             return
-        self._require_able(layer.weight, dtype)
+        weight = layer.weight
+        self._require_able(weight, dtype)
         compat.forget_input_quant_key(layer)
         rank = getattr(layer, "tp_rank", 0) if shard != in_features else 0
         self._first_column = rank * shard
-        self._whole = LayerSpec(
-            out_features=layer.weight.shape[0],
-            in_features=shard,
-            pattern=None,
-            phase=0,
-            dtype=layer.weight.dtype,
-            out_dtype=dtype,
-        )
+        self._unslid = Layer.of(weight.shape[0], shard, None, 0, weight.dtype, self.backend.alignment)
         if self.slided:
             self._require_whole_blocks(shard, in_features)
-            weight = layer.weight
             slided = torch.empty(
-                weight.shape[0], self._spec().layout.slided, dtype=weight.dtype, device=weight.device
+                weight.shape[0], self._slid_layer().layout.slided, dtype=weight.dtype, device=weight.device
             )
             layer.register_parameter(
                 "weight",
@@ -141,15 +132,20 @@ class SlideSparseScheme(CompressedTensorsScheme):
                 ),
             )
 
-    def _spec(self, pattern: Pattern | None = None) -> LayerSpec:
-        """Return the layer as the backend sees it at ``pattern``, by default at the sparsest possible one.
+    def _slides(self, pattern: Pattern | None = None) -> tuple[SlidePattern | None, int]:
+        """Return the pattern that the weight is slid for at ``pattern``, by default the sparsest one, and its phase.
 
-        On the dense path, and in blocks that are not slid, its pattern is None.
+        On the dense path, and for blocks that are not slid, there is none.
         """
         pattern = pattern or self.patterns[0]
         if self.config.resolution.path != SPARSE or not isinstance(pattern, SlidePattern):
-            return self._whole
-        return replace(self._whole, pattern=pattern, phase=pattern.shard_phase(self._first_column))
+            return None, 0
+        return pattern, pattern.shard_phase(self._first_column)
+
+    def _slid_layer(self) -> Layer:
+        """Return the layer as the backend sees it at the sparsest possible pattern."""
+        n, k, dtype = self._unslid.n, self._unslid.k, self._unslid.dtype
+        return Layer.of(n, k, *self._slides(), dtype, self.backend.alignment)
 
     def _is_other_head(self, dtype: torch.dtype) -> bool:
         """Return whether the outputs have a type that is not the model's and that the backend cannot write.
@@ -160,17 +156,17 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
     def _require_able(self, weight: Tensor, dtype: torch.dtype) -> None:
         """Raise BackendError for settings that the backend cannot serve, before the weights are read."""
-        require_output(self.backend.name, dtype)
+        gemm.require_output(self.backend.name, dtype)
         require_invariance(self.backend.name, NAMES[weight.dtype])
         self._require_no_threads()
         if weight.device.type == current_platform.device_type:
             gemm.require(self.backend.name, weight.device)
 
     def _require_no_threads(self) -> None:
-        if compat.starts_threads() and (not self.backend.threads or self.config.resolution.profile):
+        if compat.starts_threads() and not self.backend.threads:
             raise gemm.BackendError(
-                f"backend {self.backend.name}, or SLIDESPARSE_PROFILE, keeps GEMM plans for one thread, but vLLM's "
-                "dual batch overlap runs each step in new ones: leave out --enable-dbo, or set DISABLE_SLIDESPARSE=1"
+                f"backend {self.backend.name} keeps GEMM plans for one thread, but vLLM's dual batch overlap runs each "
+                "step in new ones: leave out --enable-dbo, or set DISABLE_SLIDESPARSE=1"
             )
 
     def _require_whole_blocks(self, shard: int, in_features: int) -> None:
@@ -213,13 +209,13 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
     def _loaded(self, layer: torch.nn.Module) -> Tensor:
         """Return the loaded weight; a random one, of dummy loading, is pruned first."""
-        weight, spec, pattern = layer.weight.data, self._spec(), self.patterns[0]
+        weight, pattern = layer.weight.data, self.patterns[0]
         if not self.dummy or len(self.patterns) > 1:
             return weight
         if isinstance(pattern, MixedPattern) and self.config.resolution.path == SPARSE and pattern.share:
             return prune(weight, pattern)
-        target = TWO_FOUR if self.slided else spec.pattern
-        return prune(weight, target, phase=0 if self.slided else spec.phase) if target else weight
+        target, phase = (TWO_FOUR, 0) if self.slided else self._slides()
+        return prune(weight, target, phase=phase) if target else weight
 
     def _packed(self, weight: Tensor) -> Tensor | None:
         """Pack the loaded weight, [N, K] or [N, K'], for the backend; None if vLLM's scheme serves the layer."""
@@ -235,22 +231,19 @@ class SlideSparseScheme(CompressedTensorsScheme):
         self.dense_because = left_to_vllm(self.config.resolution, last)
         if self.dense_because:
             return None
-        spec = self._spec()
-        if self.slided:
-            spec = replace(spec, in_features=weight.shape[1], pattern=TWO_FOUR, phase=0)
         try:
-            packed = self.backend.pack(spec, weight)
+            packed = self.backend.pack(weight, *((TWO_FOUR, 0) if self.slided else self._slides()))
         except PatternError as error:
             problem = f"{self.name}: {str(error).removeprefix('weight: ')}"
             if self.pruned_by_us or self.slided:
                 raise PatternError(problem) from None
-            if self.arguments:
+            if self.layer:
                 raise PatternError(
                     f"{problem}. The layer has been sparse since the server started; restart it to serve "
                     "these weights"
                 ) from None
             return None
-        if self.slided and not self.dummy and not is_slided(weight, self._spec().layout):
+        if self.slided and not self.dummy and not is_slided(weight, self._slid_layer().layout):
             raise PatternError(
                 f"{self.name}: a weight stands in two windows of {last}, or outside of the layer; the "
                 "checkpoint is damaged, convert the original one again"
@@ -259,8 +252,8 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
     def _obeys(self, weight: Tensor, pattern: Pattern) -> bool:
         """Return whether rows [rows, K] of the layer's shard obey a pattern."""
-        spec = self._spec(pattern)
-        return spec.pattern is None or violations(weight, spec.pattern, spec.phase) is None
+        slides, phase = self._slides(pattern)
+        return slides is None or violations(weight, slides, phase) is None
 
     def _serve(self, layer: torch.nn.Module, packed: Tensor) -> None:
         """Replace the loaded weight by the packed one."""
@@ -268,10 +261,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         setattr(layer.weight, PACKED, True)
         layer.weight_scale = torch.nn.Parameter(self._channel_scale(layer), requires_grad=False)
         layer.input_scale = None
-        spec = self._spec()
-        layout, columns = spec.layout, spec.columns(self.backend.alignment)
-        self.arguments = (layout.length, layout.phase, spec.dtype, columns, self.backend.name)
-        self.config.summary.kinds[packed.data_ptr()] = self.name.rpartition(".")[2]
+        self.layer = self._slid_layer()
 
     def _channel_scale(self, layer: torch.nn.Module) -> Tensor:
         """Return scales [N, 1] float32; a per-tensor scale is repeated for the rows of its part of a fused layer."""
@@ -290,11 +280,10 @@ class SlideSparseScheme(CompressedTensorsScheme):
             summary.by_weights[self.name] = Found(pattern.ratio, self.in_features, self.load_check.weights)
         elif self.dense_because == BREAKS:
             summary.by_weights[self.name] = Found(BREAKS, self.in_features, 0)
-        # Not before the last layer: calls while loading are not profiled.
-        if resolution.profile and (last or profiling.enabled()):
-            profiling.enable().kinds.update(summary.kinds)
         if not last:
             return
+        if resolution.profile:  # calls while loading are not profiled
+            profiling.enable()
         if summary.by_weights:  # which neither the flags nor the metadata tell
             fusion.add_cache_key(f"by weights: {sorted(summary.by_weights.items())}")
         if problem := self.config.unclaimed():
@@ -316,9 +305,9 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
     def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Run the layer: x [..., K] -> [..., N] of x's dtype."""
-        if self.arguments is None:
+        if self.layer is None:
             return self.inner.apply_weights(layer, x, bias)
-        return ops.linear(x, layer.weight, layer.weight_scale, bias, *self.arguments)
+        return ops.linear(x, layer.weight, layer.weight_scale, bias, self.layer, self.backend.name)
 
 
 def _release_unused(weight: Tensor) -> None:

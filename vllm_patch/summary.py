@@ -26,7 +26,6 @@ class LayerSummary:
         self._pending: dict[str, weakref.ref[Any]] = {}
         self.sparse: dict[str, str] = {}  # layer -> its pattern
         self.dense: dict[str, str] = {}  # layer -> reason
-        self.kinds: dict[int, str] = {}  # address of a layer's weight -> its name in the profile
         self.claimed: set[str] = set()  # layers that the metadata list and that vLLM has by name
         self.by_weights: dict[str, Found] = {}  # layer whose pattern its weights have decided
         self.fusion = ""  # the outcome of SLIDESPARSE_FUSE

@@ -14,9 +14,8 @@ from calibration import LINEARS, TOKENS, calibrated, write_ids
 from checkpoints import DOWN, LLAMA, Q, bert, config_of, convert, llama, snapshot, tensors_of, write
 from strategies import NAMED, assert_same_bits
 
-from benchmarks.accuracy.float_prune import prune_floats
 from slidesparse.calibrate import inputs, pipeline
-from slidesparse.calibrate.inputs import Hessian, HiddenStates
+from slidesparse.calibrate.inputs import HiddenStates
 from slidesparse.calibrate.models import LayeredModel, open_model
 from slidesparse.calibrate.pipeline import Position
 from slidesparse.calibrate.resume import work_folder
@@ -171,14 +170,22 @@ def test_inputs_that_are_not_finite_are_refused(source: Path, tmp_path: Path, id
 # Outputs of the dense model as target
 
 
-def pruned_floats(
-    source: Path, folder: Path, ids: str, rule: Any = None, **options: Any
-) -> dict[str, torch.Tensor]:
+@torch.inference_mode()
+def pruned_floats(source: Path, folder: Path, ids: str, **options: Any) -> dict[str, torch.Tensor]:
+    """Return the weights of a model pruned to 6:8 and not quantized, by layer name."""
     calibration = Calibration(ids, samples=60, seqlen=24, device="cpu", finetune=0, **options)
     checkpoint = Checkpoint.open(source)
-    plan = make_plan(checkpoint, ConvertOptions(SlidePattern(8), calibration=calibration))
-    with checkpoint.reader() as reader:
-        return prune_floats(calibration_task(plan), reader, folder, rule)
+    task = calibration_task(make_plan(checkpoint, ConvertOptions(SlidePattern(8), calibration=calibration)))
+    pruned: dict[str, torch.Tensor] = {}
+    with checkpoint.reader() as reader, pipeline.walk(task, reader, folder, task.streams) as positions:
+        for position in positions:
+            for stage in range(len(position.block.stages)):
+                weights = position.weights_to_prune(stage)
+                hessian, drift = inputs.gather_statistics(position.inputs, stage, position.dense, weights)
+                errors = drift.errors() if drift else None
+                for name, w in pipeline.prune_rows(position, hessian, errors, weights).items():
+                    position.block.weights[f"{name}.weight"] = pruned[position.full_name(name)] = w
+    return pruned
 
 
 def last_hidden_states(source: Path, ids: np.ndarray, changed: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -213,21 +220,6 @@ def test_dense_target_reduces_the_output_error(source: Path, tmp_path: Path) -> 
     assert torch.equal(by_target["own"][FIRST], by_target["dense"][FIRST])
     o_proj = "model.layers.0.self_attn.o_proj"
     assert not torch.equal(by_target["own"][o_proj], by_target["dense"][o_proj])
-
-
-def test_layers_pruned_by_a_custom_rule_feed_the_next(source: Path, tmp_path: Path, ids: str) -> None:
-    """The rule prunes all weights, so the inputs of o and down depend only on biases."""
-    alike = []
-
-    def nothing_left(w: torch.Tensor, hessian: Hessian) -> torch.Tensor:
-        spread = torch.linalg.eigvalsh(hessian.matrix)
-        alike.append(bool(spread[-2] < 1e-4 * spread[-1]))  # every token has the same input: rank one
-        return torch.zeros_like(w)
-
-    weights = pruned_floats(source, tmp_path, ids, nothing_left)
-    assert sorted(weights) == LINEARS
-    assert not any(w.any() for w in weights.values())
-    assert alike == [False, False, False, True, False, False, True] * LLAMA.layers
 
 
 def test_disk_space_of_both_streams_is_counted(

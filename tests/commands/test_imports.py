@@ -23,7 +23,7 @@ LAYERS = [
     {"reference"},
     {"gemm"},
     {"flags", "ops", "resolve"},
-    {"calibrate", "convert", "evaluate", "spmm", "tune"},
+    {"calibrate", "convert", "evaluate", "tune"},
     {"doctor", "preflight"},
     {"cli"},
     {"demo"},

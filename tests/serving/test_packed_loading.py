@@ -11,10 +11,10 @@ import pytest
 import torch
 from edits import refused
 from engines import Engines
+from packed import packed
 from strategies import assert_same_bits
 from torch import Tensor
 
-from slidesparse.bitmask import compress
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
@@ -58,7 +58,7 @@ class Layer(torch.nn.Module):
 def stored(rows: int, k: int, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
     weight = torch.randint(-9, 9, (rows, k), generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
     weight = prune(weight, SIX)
-    values, bitmask = compress(weight, SIX)
+    values, bitmask = packed(weight, 6 * (k // 8) + min(k % 8, 6))
     return weight, {"compressed": values, "bitmask": bitmask, "shape": torch.tensor([[rows], [k]])}
 
 

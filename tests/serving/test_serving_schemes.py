@@ -216,22 +216,15 @@ def test_unsupported_platforms_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("backend", "profile", "refused"),
-    [
-        ("cusparselt", False, True),
-        ("hopper", True, True),
-        ("hopper", False, False),
-        ("reference", False, False),
-    ],
+    ("backend", "refused"), [("cusparselt", True), ("hopper", False), ("reference", False)]
 )
 def test_dual_batch_overlap_is_refused_where_unsupported(
-    monkeypatch: pytest.MonkeyPatch, backend: str, profile: bool, refused: bool
+    monkeypatch: pytest.MonkeyPatch, backend: str, refused: bool
 ) -> None:
     from slidesparse.vllm_patch import compat
     from slidesparse.vllm_patch.scheme import SlideSparseScheme
 
     layer_scheme = object.__new__(SlideSparseScheme)
-    layer_scheme.config = SimpleNamespace(resolution=SimpleNamespace(profile=profile))  # type: ignore[assignment]
     layer_scheme.backend = gemm.get(backend)
     parallel = SimpleNamespace(use_ubatching=True)
     monkeypatch.setattr(compat, "current_config", lambda: SimpleNamespace(parallel_config=parallel))
