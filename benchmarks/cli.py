@@ -80,10 +80,7 @@ def _fill(
 
     with open_session(gpu, began, limit) as (session, bar):
         start_progress(bar, count)
-        try:
-            finished = fill(session, records, jobs(session, CudaGauge(session.clock, gpu.uuid)))
-        finally:
-            session.winners.flush()
+        finished = fill(session, records, jobs(session, CudaGauge(session.clock, gpu.uuid)))
         cells = cell_counts(bar)
     print_result(
         finished,

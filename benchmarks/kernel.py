@@ -15,8 +15,8 @@ from torch import Tensor
 from benchmarks.measure import Gauge, Job, take_turns
 from benchmarks.records import Row
 from benchmarks.stock import Stock
-from slidesparse.gemm.backend import LayerSpec, Tunable
-from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
+from slidesparse.gemm.backend import Tunable
+from slidesparse.gemm.problem import LibraryError, Problem
 from slidesparse.pattern import round_up
 from slidesparse.tune.inputs import clones
 from slidesparse.tune.machine import SERVED_DTYPES
@@ -187,8 +187,7 @@ def _weights(session: Session, group: Group, cell: Cell) -> list[Tensor]:
         return inputs.packed(cell.library, problem, copies)
     weight = inputs.weight(problem.dtype, problem.n, problem.k, sparse=False)
     if cell.library:
-        spec = LayerSpec(problem.n, problem.k, None, 0, DTYPES[problem.dtype], DTYPES[problem.out])
-        weight = cell.library.pack(spec, weight)
+        weight = cell.library.pack(weight, None)
     return clones(weight, copies)
 
 

@@ -7,7 +7,7 @@ in the tuned tables; vLLM's are its own two kernels.  Everything allocates memor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -18,8 +18,9 @@ from benchmarks.measure import Gauge, Job, take_turns
 from benchmarks.records import ENERGY, LINEAR, TIMES, Records, Row
 from benchmarks.stock import Stock
 from slidesparse import ops
-from slidesparse.gemm.backend import TWO_FOUR, LayerSpec, Tunable
-from slidesparse.gemm.problem import DTYPES
+from slidesparse.gemm import problem
+from slidesparse.gemm.backend import Tunable
+from slidesparse.gemm.problem import DTYPES, TWO_FOUR
 from slidesparse.pattern import SlidePattern, parse_pattern
 from slidesparse.tune.inputs import clones, with_sparse_blocks
 from slidesparse.tune.measure import Launch
@@ -72,14 +73,12 @@ def _operators(
     library: Tunable, layer: Layer, dtype: str, pattern: SlidePattern | None
 ) -> tuple[_Call, _Pack]:
     """A layer through `slidesparse.ops`, and a function that packs its already slid weight."""
-    spec = LayerSpec(layer.n, layer.k, pattern, 0, DTYPES[dtype], FLOAT)
-    windows = replace(spec, in_features=spec.layout.slided, pattern=pattern and TWO_FOUR)
-    length, columns, name = spec.layout.length, spec.columns(library.alignment), library.name
+    packed = problem.Layer.of(layer.n, layer.k, pattern, 0, DTYPES[dtype], library.alignment)
 
     def call(x: Tensor, weight: Tensor, scale_w: Tensor) -> Tensor:
-        return ops.linear(x, weight, scale_w, None, length, 0, spec.dtype, columns, name)
+        return ops.linear(x, weight, scale_w, None, packed, library.name)
 
-    return call, partial(library.pack, windows)
+    return call, partial(library.pack, pattern=pattern and TWO_FOUR)
 
 
 def _pack_mixed(pack: _Pack, share: float, weight: Tensor) -> Tensor:

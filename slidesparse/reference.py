@@ -20,7 +20,6 @@ from slidesparse.slide import lift_layout
 
 # A float32 sum of INT8 products is exact, in any order, up to 2**24 = 1024 * 128 * 128.
 EXACT_COLUMNS = 1024
-_INT_MM_ROWS = 4  # up to this many tokens torch._int_mm is faster than converting the weight
 _CHUNK_ELEMENTS = 2**22  # weights converted to float32 at a time: 16 MB
 
 
@@ -77,8 +76,10 @@ def matmul(q: Tensor, weight: Tensor) -> Tensor:
 
 
 def _int8_matmul(q: Tensor, weight: Tensor) -> Tensor:
-    if 0 < q.shape[0] <= _INT_MM_ROWS and q.shape[1]:
-        return torch._int_mm(q, weight.t())
+    """Multiply in float32, which is exact on every CPU.
+
+    torch._int_mm is faster, but without VNNI instructions oneDNN adds pairs of its products in 16 bits with saturation.
+    """
     out = torch.zeros(q.shape[0], weight.shape[0], dtype=torch.int32, device=q.device)
     for column in range(0, q.shape[1], EXACT_COLUMNS):
         columns = slice(column, column + EXACT_COLUMNS)

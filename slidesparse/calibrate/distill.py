@@ -17,24 +17,26 @@ few minutes the model is evaluated on held-out text, and the best weights are ke
 
 from __future__ import annotations
 
+import copy
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.attention import sdpa_kernel
 
-from slidesparse.calibrate.finetune import ATTENTION, BETAS, PIECE_TOKENS, InputRounder, learning_rate_factor
+from slidesparse.calibrate.finetune import ATTENTION, BETAS, PIECE_TOKENS, fake_quantize, learning_rate_factor
 from slidesparse.calibrate.inputs import host_memory
-from slidesparse.calibrate.models import Block, BlockSizes, fast_products
+from slidesparse.calibrate.model import Block, fast_products
 from slidesparse.calibrate.resume import DISTILLED, DISTILLING, WorkFolder
 from slidesparse.calibrate.task import Progress, Task
-from slidesparse.checkpoint.architectures import SCALE, WEIGHT
+from slidesparse.checkpoint.names import SCALE, WEIGHT
 from slidesparse.checkpoint.storage import Reader
 from slidesparse.errors import CalibrationError, EnvironmentFault
 from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
@@ -91,19 +93,13 @@ def distill(task: Task, reader: Reader, work: WorkFolder, progress: Progress) ->
         task: with text to distill with.
         reader: of the dense model that the blocks were pruned from.
 
-    Raises CalibrationError when losses are not finite, or the device has too little memory after all.
+    Raises CalibrationError when losses are not finite.
     """
     device = task.device
     if device.type == "cuda":
         torch.cuda.empty_cache()  # pieces of other sizes, of pruning
-    try:
-        with sdpa_kernel(ATTENTION[device.type]), fast_products(device):
-            return _Training(task, reader, work).run(progress)
-    except torch.OutOfMemoryError as error:
-        raise CalibrationError(
-            f"distillation does not fit into the memory of {device} ({error}); continue with --resume when nothing "
-            f"else uses that device, or remove {work.folder} and start again with a smaller --seqlen"
-        ) from None
+    with sdpa_kernel(ATTENTION[device.type]), fast_products(device):
+        return _Training(task, reader, work).run(progress)
 
 
 # Room
@@ -120,7 +116,7 @@ def memory_bytes(task: Task) -> int:
     model, gpu = task.model, task.device.type == "cuda"
     tensors, half = model.checkpoint.tensors, 2 if gpu else 4
     blocks = [
-        [tensors[name].spec for name in tensors if name.startswith(model.prefix(number))]
+        [tensors[name].spec for name in model.skeleton.tensors(model.skeleton.prefix(number))]
         for number in range(model.blocks)
     ]
     weights = [sum(spec.rows * spec.columns for spec in block) for block in blocks]
@@ -212,10 +208,9 @@ class _Training:
         kind = self._device.type
         self._per_step = min(len(self._training_ids), max(1, STEP_TOKENS[kind] // length))
         self._per_piece = max(1, PIECE_TOKENS[kind] // length)
-        # Compiled, a step of a small model takes a fraction of the time: most of it is thousands of short kernels
-        self._run = torch.compile(_block_output, dynamic=False) if kind == "cuda" else _block_output
-        self._embed = model.embedder(reader, [self._training_ids, self._validation_ids], self._device)
-        self._logits = model.logits(reader, self._device)
+        ends = model.ends(reader)
+        self._embed, self._logits = ends.embed, ends.logits
+        self._runs: dict[tuple[str, frozenset[str]], Callable[..., Tensor]] = {}
         self._dense: list[Block] = []
         self._pruned: list[Block] = []  # without the weights that are trained
         self._weights: list[dict[str, _Weight]] = []
@@ -226,11 +221,11 @@ class _Training:
         self._before = self._best = Loss(math.inf, math.inf)
 
     def _load(self, reader: Reader, codes: Reader, number: int) -> None:
-        task, prefix = self._task, self._task.model.prefix(number)
-        dense = task.model.load(reader, number, self._device)
+        task = self._task
+        dense = task.model.load(reader, number)
         pruned, weights = dense.copy(), {}
-        for name in (name for stage in dense.stages for name in stage):
-            full, w = prefix + name, dense.weights[name + WEIGHT]
+        for name in (name for group in dense.groups for name in group):
+            full, w = task.model.full_name(number, name), dense.weights[name + WEIGHT]
             dense.weights[name + WEIGHT] = pruned.weights[name + WEIGHT] = self._to_product_dtype(w)
             if full in task.skipped:
                 pruned.weights[name + WEIGHT] = self._fake_quantize(w)
@@ -300,19 +295,26 @@ class _Training:
                 weight.update(gradient, rate, self._steps)
 
     def _dense_output(self, number: int, x: Tensor) -> Tensor:
-        block = self._dense[number]
-        return self._run(type(block), block.sizes, block.weights, frozenset(), self._dtype, x)
+        return self._output(self._dense[number], self._dense[number].weights, frozenset(), x)
 
     def _pruned_output(self, number: int, weights: dict[str, Tensor], x: Tensor) -> Tensor:
-        block, prefix = self._pruned[number], self._task.model.prefix(number)
-        names = (name for stage in block.stages for name in stage)
-        served = frozenset(
-            name
-            for name in names
-            if prefix + name in self._task.layers or prefix + name in self._task.skipped
-        )
+        block, task = self._pruned[number], self._task
+        full = {name: task.model.full_name(number, name) for group in block.groups for name in group}
+        served = frozenset(name for name in full if full[name] in task.layers or full[name] in task.skipped)
         tensors = block.weights | {name + WEIGHT: w for name, w in weights.items()}
-        return self._run(type(block), block.sizes, tensors, served, self._dtype, x)
+        return self._output(block, tensors, served, x)
+
+    def _output(self, block: Block, weights: dict[str, Tensor], rounded: frozenset[str], x: Tensor) -> Tensor:
+        """Run a block; the inputs of the linear layers ``rounded`` are rounded as they will be served.
+
+        Blocks of one structure share a copy of the module, and its compiled code.
+        """
+        key = self._task.model.structure(block.number), rounded
+        if key not in self._runs:
+            self._runs[key] = _runner(block.module, rounded, self._dtype, self._device.type)
+        args, kwargs = self._task.model.call(block.number, x.shape[0], x.shape[1])
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
+            return self._runs[key](weights, x, args, kwargs)
 
     def _served_weights(self, number: int) -> dict[str, Tensor]:
         """Return the weights of a block that are trained, by layer name, rounded as they will be served."""
@@ -400,30 +402,26 @@ class _Training:
     def _named_weights(self) -> Iterator[tuple[str, _Weight]]:
         for number, weights in enumerate(self._weights):
             for name, weight in weights.items():
-                yield self._task.model.prefix(number) + name, weight
+                yield self._task.model.full_name(number, name), weight
 
 
-def _block_output(
-    kind: type[Block],
-    sizes: BlockSizes,
-    weights: dict[str, Tensor],
-    rounded: frozenset[str],
-    dtype: torch.dtype,
-    x: Tensor,
-) -> Tensor:
-    """Return the block's output.
+def _runner(
+    module: nn.Module, rounded: frozenset[str], dtype: torch.dtype, kind: str
+) -> Callable[..., Tensor]:
+    """Return a function that runs a copy of a block's module with given weights, on a GPU compiled.
 
-    All blocks of one structure share the compiled code, so only tensors may differ between them.
-
-    Args:
-        kind: the class of the block, constructed from ``sizes`` and ``weights``.
-        rounded: names of the linear layers whose inputs are rounded to ``dtype``.
-        x: [samples, tokens, hidden], the block's input.
+    Compiled, a step of a small model takes a fraction of the time: most of it is thousands of short kernels.
     """
-    block = kind(sizes, weights)
-    block.read = InputRounder(dtype, rounded)
-    with torch.autocast(x.device.type, torch.bfloat16, enabled=x.device.type == "cuda"):
-        return block.output(x)
+    own = copy.deepcopy(module)
+    for name in rounded:
+        own.get_submodule(name).register_forward_pre_hook(lambda _, args: (fake_quantize(args[0], dtype),))
+
+    def run(weights: dict[str, Tensor], x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        out = functional_call(own, weights, (x, *args), kwargs)
+        y: Tensor = out[0] if isinstance(out, tuple) else out
+        return y
+
+    return torch.compile(run, dynamic=False) if kind == "cuda" else run
 
 
 def _step_samples(count: int, per_step: int, step: int) -> list[int]:

@@ -15,6 +15,7 @@ it, the weights do not change.  The method is that of EBFT (arXiv 2402.12419).
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,10 +25,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from slidesparse.calibrate.inputs import BlockInputs, HiddenStates
-from slidesparse.calibrate.models import Scores, attention, fast_products
-from slidesparse.checkpoint.architectures import WEIGHT
-from slidesparse.errors import CalibrationError
+from slidesparse.calibrate.inputs import HiddenStates, Stream
+from slidesparse.calibrate.model import fast_products
+from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.quantize import dequantize_rows, quantize_rows
 
 # Adam's peak learning rate for steps of STEP_TOKENS, relative to the root mean square of a layer's weights
@@ -45,7 +45,6 @@ ATTENTION = {
     "cpu": [SDPBackend.MATH],
     "cuda": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
 }
-FUSED_ATTENTION = (8, 0)  # lowest compute capability with such kernels for BF16
 RATE_DECAY = 0.25  # factor on the learning rate after an epoch that raised the validation loss
 VALIDATION_INTERVAL = 8
 
@@ -62,14 +61,14 @@ class Finetuned:
 
 
 def finetune(
-    inputs: BlockInputs,
+    stream: Stream,
     targets: HiddenStates,
     pruned: Mapping[str, Tensor],
     quantized: Collection[str],
     dtype: torch.dtype | None,
     epochs: int,
 ) -> Finetuned:
-    """Train the linear layers ``pruned`` of the block ``inputs.block``, whose input is ``inputs.states``.
+    """Train the linear layers ``pruned`` of the block ``stream.block``, whose input is ``stream.states``.
 
     The result is deterministic for the same arguments on the same machine.
 
@@ -78,9 +77,6 @@ def finetune(
         pruned: [N, K] float32 by name; zeros stay zero.
         quantized: names of the linear layers that are served quantized.
         dtype: torch.int8 or torch.float8_e4m3fn, or None for no rounding.
-
-    Raises:
-        CalibrationError: the device has too little memory.
     """
     device = targets.device
     with (
@@ -88,32 +84,25 @@ def finetune(
         torch.enable_grad(),
         sdpa_kernel(ATTENTION[device.type]),
         fast_products(device),
+        fixed_order(),
     ):
-        try:
-            trainer = _Trainer(inputs, targets, pruned, quantized, dtype)
-            return trainer.run(epochs)
-        except torch.OutOfMemoryError as error:
-            raise CalibrationError(
-                f"fine-tuning a layer of the model does not fit into the memory of {device} ({error}); "
-                "use a smaller --seqlen, or --finetune 0"
-            ) from None
+        return _Trainer(stream, targets, pruned, quantized, dtype).run(epochs)
 
 
 class _Trainer:
     def __init__(
         self,
-        inputs: BlockInputs,
+        stream: Stream,
         targets: HiddenStates,
         pruned: Mapping[str, Tensor],
         quantized: Collection[str],
         dtype: torch.dtype | None,
     ) -> None:
-        self._states, self._targets, self._dtype = inputs.states, targets, dtype
-        self._block = inputs.block.copy()
+        self._states, self._targets, self._dtype = stream.states, targets, dtype
+        self._block = stream.block.copy()
         replaced = {name + WEIGHT for name in pruned}  # `_load_weights` sets them
         weights = self._block.weights.items()
         self._block.weights = {name: w.clone() for name, w in weights if name not in replaced}
-        self._block.attend = attend
         if dtype is not None:
             self._block.read = InputRounder(dtype, quantized)
         self._values = {name: w.clone().requires_grad_() for name, w in pruned.items()}
@@ -189,7 +178,7 @@ class _Trainer:
         for name, w in self._values.items():
             weight = w * self._kept[name]
             self._block.weights[name + WEIGHT] = (
-                weight if self._dtype is None else _fake_quantize(weight, self._dtype)
+                weight if self._dtype is None else fake_quantize(weight, self._dtype)
             )
 
     @torch.no_grad()
@@ -239,7 +228,7 @@ class _FakeQuantize(torch.autograd.Function):
         return gradients[0], None
 
 
-def _fake_quantize(x: Tensor, dtype: torch.dtype) -> Tensor:
+def fake_quantize(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Quantize and dequantize each row of x [..., K]."""
     rounded: Tensor = _FakeQuantize.apply(x, dtype)
     return rounded
@@ -256,51 +245,25 @@ class InputRounder:
         if name not in self._quantized:
             return x
         if self._last is None or self._last[0] is not x:
-            self._last = x, _fake_quantize(x, self._dtype)
+            self._last = x, fake_quantize(x, self._dtype)
         return self._last[1]
 
 
-class _Attention(torch.autograd.Function):
-    """Attention that is recomputed in the backward pass, with deterministic sums.
-
-    torch's deterministic mode is enabled for the backward pass alone: for matrix products it would require an
-    environment variable to be set before the process starts.
-    """
-
-    @staticmethod
-    def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
-        context.save_for_backward(q, k, v)
-        context.scores = scores
-        return attention(q, k, v, scores)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v = (t.detach().requires_grad_() for t in context.saved_tensors)
-        with torch.enable_grad():
-            out = attention(q, k, v, context.scores)
-        with _fixed_order():
-            return (*torch.autograd.grad(out, (q, k, v), gradients[0]), None)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
-    """Compute attention; with gradients, in BF16 by a fused kernel if the GPU has one."""
-    fuses = q.is_cuda and torch.is_grad_enabled() and scores.cap is None
-    if not fuses or torch.cuda.get_device_capability(q.device) < FUSED_ATTENTION:
-        return attention(q, k, v, scores)
-    q, k, v = (t.to(torch.bfloat16) for t in (q, k, v))
-    out: Tensor = _Attention.apply(q, k, v, scores)
-    return out
-
-
 @contextmanager
-def _fixed_order() -> Iterator[None]:
-    """Enable torch's deterministic algorithms."""
+def fixed_order() -> Iterator[None]:
+    """Make sums deterministic, those of attention's backward pass above all.
+
+    Matrix products already are, on one stream; for them torch would require an environment variable that must be set
+    before the process starts, of which it only warns here.
+    """
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -1,102 +1,65 @@
 """The activations of a model: hidden states between blocks, inputs of linear layers, and sums over tokens.
 
-The layers of a stage share their inputs, and pruning needs only two sums over these.  `Hessian` sums x x^T.  `Drift`
+The layers of a group share their inputs, and pruning needs only two sums over these.  `Hessian` sums x x^T.  `Drift`
 sums w (d - a) a^T, where a is a layer's input after the layers before it were pruned and d its input in the dense
-model; from this sum `slidesparse.methods.sparsegpt` computes how the weights w [N, K] can compensate the difference.
+model; from this sum `slidesparse.calibrate.sparsegpt` computes how the weights w [N, K] can compensate the difference.
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from slidesparse.calibrate.models import Block, fast_products
-from slidesparse.checkpoint.storage import bytes_of, read_at, write_at
+from slidesparse.calibrate.model import Block, fast_products
 from slidesparse.errors import CalibrationError
 
-MEMORY_BYTES = 2 * 2**30  # limit of hidden states in host memory
-DEVICE_PART = 4  # hidden states may take 1 / DEVICE_PART of a GPU's free memory
-# Hidden states and suspended `BlockInputs` together may take 1 / SUSPENDED_DEVICE_PART; factoring H needs the rest.
-SUSPENDED_DEVICE_PART = 2
-MAX_SUSPENDED_BYTES = 6 * 2**30  # limit of both in host memory
-SUSPENDED_HOST_PART = 4  # and they may take 1 / SUSPENDED_HOST_PART of it
+DEVICE_PART = 4  # hidden states may take 1 / DEVICE_PART of a GPU's free memory, else they are in host memory
+HOST_PART = 2  # of which they may take 1 / HOST_PART
 # Memory limit of a container: control groups version 2 and 1
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 BAND_COLUMNS = 2048  # columns of H that are computed at a time, right of the diagonal only
 
 
 class HiddenStates:
-    """A list of float32 tensors, one per batch, kept on the device, in host memory or in a file depending on size.
+    """A list of float32 tensors, one per batch, kept on the device or in host memory depending on size.
 
     Args:
         shapes: the shape of each tensor.
-        folder: where an unnamed file is made for them if they take more than MEMORY_BYTES.
         streams: the number of such lists that must fit into the same place.
+
+    Raises CalibrationError when host memory is too small.
     """
 
-    def __init__(
-        self, shapes: Sequence[tuple[int, ...]], device: torch.device, folder: Path, streams: int = 1
-    ) -> None:
+    def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device, streams: int = 1) -> None:
         self.shapes = [torch.Size(shape) for shape in shapes]
         self.device = device
-        self.streams = streams
-        self.nbytes = sum(shape.numel() for shape in self.shapes) * 4
-        self.where = choose_storage(self.nbytes * streams, device)
+        nbytes = sum(shape.numel() for shape in self.shapes) * 4 * streams
+        self._home = torch.device("cpu")
+        if device.type == "cuda" and nbytes <= _free_device_bytes(device) // DEVICE_PART:
+            self._home = device
+        elif nbytes > host_memory() // HOST_PART:
+            raise CalibrationError(
+                f"the hidden states of the samples take {nbytes / 1e9:.1f} GB, more than half of this machine's "
+                f"{host_memory() / 1e9:.1f} GB; use fewer --samples or a smaller --seqlen"
+            )
         self._tensors: list[Tensor | None] = [None] * len(self.shapes)
-        self._file = tempfile.TemporaryFile(dir=folder) if self.where == "disk" else None  # noqa: SIM115
 
     def __len__(self) -> int:
         return len(self.shapes)
 
     def __getitem__(self, index: int) -> Tensor:
         tensor = self._tensors[index]
-        if tensor is not None:
-            return tensor.to(self.device)
-        assert self._file is not None
-        raw = torch.empty(self.shapes[index], dtype=torch.float32)
-        if not read_at(self._file.fileno(), bytes_of(raw), self._start(index)):
-            raise OSError("the file of hidden states was truncated")
-        return raw.to(self.device)
+        assert tensor is not None
+        return tensor.to(self.device)
 
     def __setitem__(self, index: int, value: Tensor) -> None:
         assert value.shape == self.shapes[index]
-        if self.where == "device":
-            self._tensors[index] = value
-        elif self.where == "memory":
-            self._tensors[index] = value.cpu()
-        else:
-            assert self._file is not None
-            write_at(self._file.fileno(), bytes_of(value.cpu().contiguous()), self._start(index))
-
-    def _start(self, index: int) -> int:
-        return 4 * sum(shape.numel() for shape in self.shapes[:index])
-
-    def close(self) -> None:
-        """Release the memory or the file."""
-        self._tensors = [None] * len(self.shapes)
-        if self._file is not None:
-            self._file.close()
-
-
-def choose_storage(
-    nbytes: int, device: torch.device, limit: int | None = None, part: int = DEVICE_PART
-) -> str:
-    """Return where to keep ``nbytes`` of hidden states: "device", "memory" or "disk".
-
-    Args:
-        limit: bytes allowed in host memory; MEMORY_BYTES by default.
-        part: 1 / part of the free GPU memory may be used.
-    """
-    limit = MEMORY_BYTES if limit is None else limit
-    if device.type == "cuda" and nbytes <= _free_device_bytes(device) // part:
-        return "device"
-    return "memory" if nbytes <= limit else "disk"
+        self._tensors[index] = value.to(self._home)
 
 
 def host_memory() -> int:
@@ -114,59 +77,29 @@ def _free_device_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
-class BlockInputs:
-    """The inputs of a block's stages, batch by batch; stages must be requested in order.
+class Stream:
+    """A block of a model and the hidden states that enter it, batch by batch.
 
-    With ``keep``, a batch is suspended in memory after the last requested stage and resumed from there.  Otherwise it
-    is recomputed from the start of the block.  The results are equal, because the weights of a stage are replaced
-    before the next stage is requested.
+    The input of a layer is computed from the start of the block, with its current weights.
     """
 
-    def __init__(self, block: Block, states: HiddenStates, keep: bool) -> None:
-        self.block, self.states, self.keep = block, states, keep
+    def __init__(self, block: Block, states: HiddenStates) -> None:
+        self.block, self.states = block, states
         self.advanced = False  # whether the states are the block's output
-        # batch -> the next stage, and the generator of the remaining steps
-        self._waiting: dict[int, tuple[int, Iterator[Tensor]]] = {}
 
     def __len__(self) -> int:
         return len(self.states)
 
-    def input(self, stage: int, batch: int) -> Tensor:
-        """Return the input of a stage's linear layers, [batch, tokens, K], or after the last stage the output."""
-        reached, steps = self._waiting.pop(batch, (0, None))
-        if steps is None:
-            steps = self.block.steps(self.states[batch])
-        assert reached <= stage
-        for _ in range(reached, stage):
-            next(steps)
-        x = next(steps)
-        if self.keep and stage < len(self.block.stages):
-            self._waiting[batch] = stage + 1, steps
-        return x
-
-    def restart(self) -> None:
-        """Recompute all batches from the start of the block, because weights of earlier stages have changed."""
-        self._waiting.clear()
+    def input(self, layer: str, batch: int) -> Tensor:
+        """Return the input of a linear layer, [samples, tokens, K]."""
+        return self.block.input(layer, self.states[batch])
 
     def advance(self) -> None:
         """Replace the hidden states by the block's output; further calls do nothing."""
         with fast_products(self.states.device):
             for batch in range(0 if self.advanced else len(self)):
-                self.states[batch] = self.input(len(self.block.stages), batch)
+                self.states[batch] = self.block.output(self.states[batch])
         self.advanced = True
-
-
-def may_keep(states: HiddenStates, in_features: int) -> bool:
-    """Return whether suspended `BlockInputs` of up to ``in_features`` fit on the device beside the hidden states.
-
-    Call it before anything else is allocated there.  A suspended batch holds the input of its stage and one more hidden
-    state.
-    """
-    hidden = states.shapes[0][-1] if states.shapes else 1
-    needed = (states.nbytes + states.nbytes // hidden * (hidden + in_features)) * states.streams
-    home = "device" if states.device.type == "cuda" else "memory"
-    limit = min(MAX_SUSPENDED_BYTES, host_memory() // SUSPENDED_HOST_PART)
-    return states.where == home == choose_storage(needed, states.device, limit, SUSPENDED_DEVICE_PART)
 
 
 class Hessian:
@@ -226,28 +159,25 @@ class Drift:
 
 
 def gather_statistics(
-    inputs: BlockInputs,
-    stage: int,
-    dense: BlockInputs | None = None,
-    weights: Mapping[str, Tensor] | None = None,
+    stream: Stream, layer: str, dense: Stream | None = None, weights: Mapping[str, Tensor] | None = None
 ) -> tuple[Hessian, Drift | None]:
-    """Compute H of a stage's inputs, and with ``dense`` the drift of ``weights``.
+    """Compute H of the input of ``layer``, and with ``dense`` the drift of ``weights``.
 
     Args:
         dense: the same block of the dense model, on the same batches.
-        weights: [N, K] of the stage's layers by name.
+        weights: [N, K] of the layers that share the input, by name.
 
     Raises CalibrationError when an input is NaN or infinite, or H overflows.
     """
     hessian: Hessian | None = None
     drift = Drift(weights) if dense is not None and weights else None
-    with fast_products(inputs.states.device):
-        for batch in range(len(inputs)):
-            a = inputs.input(stage, batch)
+    with fast_products(stream.states.device):
+        for batch in range(len(stream)):
+            a = stream.input(layer, batch)
             hessian = hessian or Hessian(a.shape[-1], a.device)
             hessian.add(a)
             if dense is not None and drift is not None:
-                drift.add(a, dense.input(stage, batch))
+                drift.add(a, dense.input(layer, batch))
     assert hessian is not None
     if not bool(torch.isfinite(hessian.matrix.diagonal()).all()):
         raise CalibrationError(

@@ -21,23 +21,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
+from torch.nn.attention import sdpa_kernel
 
-from slidesparse.calibrate.finetune import attend
-from slidesparse.calibrate.inputs import HiddenStates, choose_storage, gather_statistics
-from slidesparse.calibrate.models import HEAD, Block, fast_products
-from slidesparse.calibrate.pipeline import Position, block_counter, walk
-from slidesparse.calibrate.resume import GAIN, ROTATION, WorkFolder, work_folder
-from slidesparse.calibrate.rotation import RotatedReader, Rotation
+from slidesparse.calibrate.changes import ChangedReader
+from slidesparse.calibrate.finetune import ATTENTION, fixed_order
+from slidesparse.calibrate.inputs import HiddenStates, gather_statistics
+from slidesparse.calibrate.model import Block, fast_products
+from slidesparse.calibrate.pipeline import BlockRun, block_counter, run_blocks
+from slidesparse.calibrate.resume import GAIN, ROTATION, WorkFolder, finite
+from slidesparse.calibrate.roles import Roles, roles_of
+from slidesparse.calibrate.rotation import Rotation, rotated_reader, value_pair
+from slidesparse.calibrate.sparsegpt import damping_for, factor
 from slidesparse.calibrate.task import Progress, Task
-from slidesparse.checkpoint.architectures import WEIGHT
+from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.checkpoint.storage import Reader
 from slidesparse.errors import CalibrationError
-from slidesparse.methods.sparsegpt import damping_for, factor
 
 ROTATING = "rotating"  # the phase in progress reports
 STEPS, WARM_UP = 100, 5
@@ -61,48 +63,40 @@ class LearnedRotation:
 
 def find_rotation(task: Task, reader: Reader, work: WorkFolder, progress: Progress) -> LearnedRotation:
     """Return the rotation saved in ``work``, or learn one by `learn_rotation` and save it there."""
-    saved, gain = work.read_tensors(ROTATION), work.read_json(GAIN)
-    if saved is not None:
-        return LearnedRotation(Rotation(saved["q"], saved["r"]), **gain)
-    learned = learn_rotation(task, reader, work.folder, progress)
+    saved = work.read_tensors(ROTATION)
+    gain = work.read_json(GAIN, lambda value: (finite(value["before"]), finite(value["after"])))
+    if saved is not None and gain is not None:
+        q = saved.pop("q")
+        return LearnedRotation(Rotation(q, {int(number): r for number, r in saved.items()}), *gain)
+    learned = learn_rotation(task, reader, progress)
     work.write_json(GAIN, {"before": learned.before, "after": learned.after})
-    work.write_tensors(ROTATION, {"q": learned.rotation.q, "r": learned.rotation.r})
+    matrices = {str(number): r.contiguous() for number, r in learned.rotation.r.items()}
+    work.write_tensors(ROTATION, {"q": learned.rotation.q, **matrices})
     return learned
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def learn_rotation(task: Task, reader: Reader, folder: Path, progress: Progress) -> LearnedRotation:
-    """Learn the rotation for the layers and patterns of ``task``; hidden states may be spilled to ``folder``.
+def learn_rotation(task: Task, reader: Reader, progress: Progress) -> LearnedRotation:
+    """Learn the rotation for the layers and patterns of ``task``.
 
     The result is deterministic on the same machine.
     """
-    sizes = task.model.sizes[0]
-    q = hadamard(task.model.hidden).to(task.device)
-    r = hadamard(sizes.head_dim).to(task.device).expand(task.model.blocks, sizes.kv_heads, -1, -1)
-    identities = [torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x) for x in (q, r)]
-    try:
-        costs = _layer_costs(task, RotatedReader(reader, task.model, task.device), folder, progress)
-        with fast_products(task.device):  # costs are estimates, and sums of millions of terms
-            before = _total_cost(costs, *identities)
-            q, r, after = _minimize_cost(costs, q, r, _report_third(2, progress))
-    except torch.OutOfMemoryError as error:
-        raise CalibrationError(
-            f"learning a rotation does not fit into the memory of {task.device} ({error}); use --rotate off"
-        ) from None
-    return LearnedRotation(Rotation(q.cpu(), r.cpu()), before, after)
-
-
-def disk_bytes(task: Task, out: Path) -> int:
-    """Return the bytes that learning will write to disk: the rotation, and hidden states if they are spilled."""
-    if (work_folder(out) / ROTATION).exists():
-        return 0
     model = task.model
-    states = 4 * min(task.samples.tokens, 2 * GRADIENT_TOKENS) * model.hidden * (model.blocks + 1)
-    spilled = states if choose_storage(states, task.device) == "disk" else 0
-    return spilled + 8 * (
-        model.hidden**2 + model.blocks * model.sizes[0].kv_heads * model.sizes[0].head_dim ** 2
-    )
+    roles = roles_of(model, reader)
+    pairs = {number: value_pair(block_roles) for number, block_roles in enumerate(roles)}
+    shapes = {number: (pair.kv_heads, pair.width) for number, pair in pairs.items() if pair}
+    q = hadamard(model.hidden).to(task.device)
+    r = {n: hadamard(width).to(task.device).expand(heads, -1, -1) for n, (heads, width) in shapes.items()}
+    identity = torch.eye(model.hidden, dtype=torch.float64, device=task.device)
+    identities = {
+        n: torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x) for n, x in r.items()
+    }
+    costs = _layer_costs(task, rotated_reader(reader, model, roles), roles, progress)
+    with fast_products(task.device):  # costs are estimates, and sums of millions of terms
+        before = _total_cost(costs, identity, identities)
+        q, r, after = _minimize_cost(costs, q, r, _report_third(2, progress))
+    return LearnedRotation(Rotation(q.cpu(), {n: x.cpu() for n, x in r.items()}), before, after)
 
 
 def hadamard(size: int) -> Tensor:
@@ -128,7 +122,7 @@ def _report_third(number: int, progress: Progress) -> Progress:
 # The cost
 
 
-# A function of Q [hidden, hidden] and a block's R [kv heads, head_dim, head_dim], all float32
+# A function of Q [hidden, hidden] and a block's R [kv heads, head_dim, head_dim], all float32; an empty one for none
 Cost = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -200,31 +194,27 @@ def _writer_cost(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
 # The statistics that costs are computed from
 
 
-def _layer_costs(task: Task, reader: Reader, folder: Path, progress: Progress) -> list[list[Cost]]:
+def _layer_costs(
+    task: Task, reader: ChangedReader, roles: list[Roles], progress: Progress
+) -> list[list[Cost]]:
     """Run the dense model of ``reader`` forward and backward, and return the costs of the layers of each block."""
     report = block_counter(task, ROTATING, _report_third(0, progress))
-    inverses: list[dict[int, Tensor]] = []
+    inverses: list[dict[str, Tensor]] = []
     states: HiddenStates | None = None
-    try:
-        with walk(task, reader, folder, 1, to_the_end=True) as positions:
-            for position in positions:
-                batches = _count_gradient_batches(position.inputs.states.shapes)
-                if states is None:
-                    shapes = position.inputs.states.shapes[:batches] * (task.model.blocks + 1)
-                    states = HiddenStates(shapes, task.device, folder)
-                for i in range(batches):
-                    states[position.number * batches + i] = position.inputs.states[i]
-                inverses.append(_inverse_hessians(position))
-                position.inputs.advance()
-                report(position.number)
-            assert states
-            for i in range(batches):
-                states[task.model.blocks * batches + i] = position.inputs.states[i]
-            ids = position.ids[:batches]
-        return _backward_costs(task, reader, states, ids, inverses, progress)
-    finally:
-        if states:
-            states.close()
+    for run in run_blocks(task, reader, 1, to_the_end=True):
+        shapes = run.pruned.states.shapes
+        batches = _count_gradient_batches(shapes)
+        if states is None:
+            states = HiddenStates(shapes[:batches] * (task.model.blocks + 1), task.device)
+        for i in range(batches):
+            states[run.number * batches + i] = run.pruned.states[i]
+        inverses.append(_inverse_hessians(run, roles[run.number]))
+        run.pruned.advance()
+        report(run.number)
+    assert states
+    for i in range(batches):
+        states[task.model.blocks * batches + i] = run.pruned.states[i]
+    return _backward_costs(task, reader, roles, states, run.ids[:batches], inverses, progress)
 
 
 def _count_gradient_batches(shapes: list[torch.Size]) -> int:
@@ -237,31 +227,39 @@ def _count_gradient_batches(shapes: list[torch.Size]) -> int:
     return count
 
 
-def _inverse_hessians(position: Position) -> dict[int, Tensor]:
-    """Return the parts of H^-1 that `_block_costs` needs, in float32, for each stage with layers to prune."""
-    sizes, inverses = position.block.sizes, {}
-    for stage in range(len(position.block.stages)):
-        if not position.weights_to_prune(stage):
+def _inverse_hessians(run: BlockRun, roles: Roles) -> dict[str, Tensor]:
+    """Return the parts of H^-1 that `_block_costs` needs, in float32, for each layer that a rotation changes.
+
+    They are [K, K] for layers that read the residual stream, [heads, head_dim, head_dim] for that which reads rotated
+    values, and [K] for others that add to the stream.
+    """
+    residual, pair = roles.residual, value_pair(roles)
+    inverses: dict[str, Tensor] = {}
+    assert residual
+    for group in run.block.groups:
+        if not run.weights_to_prune(group):
             continue
-        hessian, _ = gather_statistics(position.inputs, stage)
+        hessian, _ = gather_statistics(run.pruned, group[0])
         upper = factor(hessian.matrix, damping_for(len(hessian.matrix), hessian.tokens))
         upper *= math.sqrt(hessian.tokens)
-        if stage in (0, 2):
-            inverses[stage] = upper.mT @ upper
-        elif stage == 1:
-            heads = upper.unflatten(1, (sizes.heads, -1)).transpose(0, 1)  # [heads, K, head_dim]
-            inverses[stage] = heads.mT @ heads
-        else:
-            inverses[stage] = upper.square().sum(0)
+        for name in group:
+            if residual.norm_before(name):
+                inverses[name] = inverses[group[0]] if group[0] in inverses else upper.mT @ upper
+            elif pair and name == pair.reader:
+                heads = upper.unflatten(1, (pair.heads, -1)).transpose(0, 1)  # [heads, K, head_dim]
+                inverses[name] = heads.mT @ heads
+            elif name in residual.writers:
+                inverses[name] = upper.square().sum(0)
     return inverses
 
 
 def _backward_costs(
     task: Task,
     reader: Reader,
+    roles: list[Roles],
     states: HiddenStates,
     ids: Sequence[Tensor],
-    inverses: list[dict[int, Tensor]],
+    inverses: list[dict[str, Tensor]],
     progress: Progress,
 ) -> list[list[Cost]]:
     """Propagate the gradient of the loss back through the blocks, and return the costs of their layers."""
@@ -270,15 +268,14 @@ def _backward_costs(
     tokens, batches = sum(x.shape[:-1].numel() for x in gradients), len(ids)
     costs: list[list[Cost]] = []
     for number in reversed(range(task.model.blocks)):
-        block = task.model.load(reader, number, task.device)
-        block.attend = lambda *inputs: attend(*inputs).float()  # from BF16 on a GPU
-        sums = _GradientSums(block)
+        block = task.model.load(reader, number)
+        sums = _GradientSums(block, roles[number])
         for i in range(batches):
             size = max(1, GRADIENT_PIECE // ids[i].shape[1])
             pairs = zip(states[number * batches + i].split(size), gradients[i].split(size), strict=True)
             gradients[i] = torch.cat([sums.backpropagate(x, gradient) for x, gradient in pairs])
         means = {name: total / tokens for name, total in sums.sums.items()}
-        costs.append(_block_costs(task, number, block, means, inverses[number]))
+        costs.append(_block_costs(task, block, roles[number], means, inverses[number]))
         report(number)
     return costs[::-1]
 
@@ -287,7 +284,7 @@ def _output_gradients(
     task: Task, reader: Reader, states: HiddenStates, ids: Sequence[Tensor]
 ) -> list[Tensor]:
     """Return the gradient of the summed loss, in nats, with respect to the last block's output, batch by batch."""
-    vocabulary, logits_of = task.model.checkpoint.require(HEAD).rows, task.model.logits(reader, task.device)
+    vocabulary, ends = task.model.vocabulary, task.model.ends(reader)
     gradients = []
     for i, batch in enumerate(ids):
         x = states[task.model.blocks * len(ids) + i]
@@ -296,7 +293,7 @@ def _output_gradients(
         for part, tokens in zip(x.split(size), batch.to(task.device).split(size), strict=True):
             with torch.enable_grad():
                 part = part.detach().requires_grad_()
-                logits = logits_of(part[:, :-1]).flatten(0, 1)
+                logits = ends.logits(part[:, :-1]).flatten(0, 1)
                 loss = F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
                 pieces += torch.autograd.grad(loss, part)
         gradients.append(torch.cat(pieces))
@@ -310,14 +307,20 @@ def _output_gradients(
 class _GradientSums:
     """Sums over tokens of g g^T, or of its diagonal, where g [N] is the gradient of the loss to a layer's output."""
 
-    def __init__(self, block: Block) -> None:
-        self._block = block
+    def __init__(self, block: Block, roles: Roles) -> None:
+        assert roles.residual
+        self._block, self._writers, self._pair = block, roles.residual.writers, value_pair(roles)
         self._outputs: dict[str, Tensor] = {}
         self.sums: dict[str, Tensor] = {}
 
     def backpropagate(self, x: Tensor, gradient: Tensor) -> Tensor:
         """Add tokens ``x`` [batch, tokens, hidden], given the gradient to the block's output; return that to ``x``."""
-        with torch.enable_grad(), fast_products(x.device):
+        with (
+            torch.enable_grad(),
+            fast_products(x.device),
+            sdpa_kernel(ATTENTION[x.device.type]),
+            fixed_order(),
+        ):
             self._block.wrote = self._record_output
             x = x.detach().requires_grad_()
             out = self._block.output(x)
@@ -328,10 +331,10 @@ class _GradientSums:
             self._outputs.clear()
         for name, output_gradient in zip(names, output_gradients, strict=True):
             g = output_gradient.flatten(0, -2)
-            if name.endswith(("o_proj", "down_proj")):
+            if name in self._writers:
                 squares = g.mT @ g
-            elif name.endswith("v_proj"):
-                heads = g.unflatten(1, (self._block.sizes.kv_heads, -1)).transpose(0, 1)
+            elif self._pair and name in self._pair.writers:
+                heads = g.unflatten(1, (self._pair.kv_heads, -1)).transpose(0, 1)
                 squares = heads.mT @ heads
             else:
                 squares = g.square().sum(0)
@@ -344,68 +347,70 @@ class _GradientSums:
 
 
 def _block_costs(
-    task: Task, number: int, block: Block, gradients: Mapping[str, Tensor], inverses: Mapping[int, Tensor]
+    task: Task, block: Block, roles: Roles, gradients: Mapping[str, Tensor], inverses: Mapping[str, Tensor]
 ) -> list[Cost]:
-    """Return the costs of the layers of a block that are to be pruned."""
-    sizes, costs = block.sizes, list[Cost]()
-    for stage, inverse in inverses.items():
-        for name in block.stages[stage]:
-            pattern = task.layers.get(task.model.prefix(number) + name)
-            w, g = block.weights[name + WEIGHT], gradients[name]
-            if (
-                pattern is None
-                or pattern.length is None
-                or w.shape[1] < pattern.length
-                or pattern.density == 1
-            ):
-                continue
-            if name.endswith("v_proj"):
-                costs.append(_value_cost(w.unflatten(0, (sizes.kv_heads, -1)), g, inverse, pattern.length))
-            elif name.endswith("o_proj"):
-                w = w.unflatten(1, (sizes.heads, -1))
-                costs.append(
-                    _attention_output_cost(w, g, inverse, pattern.length, sizes.heads // sizes.kv_heads)
-                )
-            elif name.endswith("down_proj"):
-                costs.append(_writer_cost(w, g, inverse, pattern.length))
-            else:
-                costs.append(_reader_cost(w, g, inverse, pattern.length))
+    """Return the costs of the layers of a block that are to be pruned and that a rotation changes."""
+    pair, costs = value_pair(roles), list[Cost]()
+    for name, inverse in inverses.items():
+        pattern = task.layers.get(task.model.full_name(block.number, name))
+        w, g = block.weights[name + WEIGHT], gradients[name]
+        if pattern is None or pattern.density == 1 or pattern.length is None or w.shape[1] < pattern.length:
+            continue
+        if pair and name in pair.writers:
+            costs.append(_value_cost(w.unflatten(0, (pair.kv_heads, -1)), g, inverse, pattern.length))
+        elif pair and name == pair.reader:
+            w, share = w.unflatten(1, (pair.heads, -1)), pair.heads // pair.kv_heads
+            costs.append(_attention_output_cost(w, g, inverse, pattern.length, share))
+        elif inverse.dim() == 1:
+            costs.append(_writer_cost(w, g, inverse, pattern.length))
+        else:
+            costs.append(_reader_cost(w, g, inverse, pattern.length))
     return costs
 
 
 # Optimization
 
 
-def _total_cost(costs: list[list[Cost]], q: Tensor, r: Tensor) -> float:
+def _total_cost(costs: list[list[Cost]], q: Tensor, r: Mapping[int, Tensor]) -> float:
     """Return half the sum of all costs."""
-    q, r = q.float(), r.float()
-    return 0.5 * sum(float(cost(q, r[i])) for i, of_block in enumerate(costs) for cost in of_block)
+    q, none = q.float(), torch.empty(0)
+    floats = {number: x.float() for number, x in r.items()}
+    return 0.5 * sum(
+        float(cost(q, floats.get(i, none))) for i, of_block in enumerate(costs) for cost in of_block
+    )
 
 
 def _minimize_cost(
-    costs: list[list[Cost]], q: Tensor, r: Tensor, progress: Progress
-) -> tuple[Tensor, Tensor, float]:
+    costs: list[list[Cost]], q: Tensor, r: Mapping[int, Tensor], progress: Progress
+) -> tuple[Tensor, dict[int, Tensor], float]:
     """Minimize the cost in STEPS steps, starting from ``q`` and ``r``; return the best matrices and their cost."""
-    adams = _Adam(q, RATE * math.sqrt(512 / len(q))), _Adam(r, 2 * RATE * math.sqrt(512 / len(q)))
-    best = q, r, _total_cost(costs, q, r)
+    rate = RATE * math.sqrt(512 / len(q))
+    adams: dict[int | None, _Adam] = {None: _Adam(q, rate)}
+    adams |= {number: _Adam(x, 2 * rate) for number, x in r.items()}
+
+    def matrices() -> tuple[Tensor, dict[int, Tensor]]:
+        return adams[None].x, {number: adams[number].x for number in r}
+
+    best = *matrices(), _total_cost(costs, *matrices())
+    none = torch.empty(0)
     for step in range(STEPS):
-        floats = adams[0].x.float().requires_grad_(), adams[1].x.float().requires_grad_()
+        floats = {key: adam.x.float().requires_grad_() for key, adam in adams.items()}
         total = 0.0
         for i, of_block in enumerate(costs):
             for cost in of_block:
                 with torch.enable_grad():
-                    value = cost(floats[0], floats[1][i])
+                    value = cost(floats[None], floats.get(i, none))
                     value.backward()  # layer by layer, so that each layer's memory is freed
                 total += 0.5 * float(value.detach())
         if total < best[2]:
-            best = adams[0].x, adams[1].x, total
+            best = *matrices(), total
         falling = MIN_RATE + (1 - MIN_RATE) * 0.5 * (1 + math.cos(math.pi * step / STEPS))
-        for adam, x in zip(adams, floats, strict=True):
-            if x.grad is not None:
-                adam.step(x.grad, min(1.0, (step + 1) / WARM_UP) * falling)
+        for key, adam in adams.items():
+            if (gradient := floats[key].grad) is not None:
+                adam.step(gradient, min(1.0, (step + 1) / WARM_UP) * falling)
         progress(ROTATING, step + 1, STEPS)
-    last = _total_cost(costs, adams[0].x, adams[1].x)
-    return (adams[0].x, adams[1].x, last) if last < best[2] else best
+    last = *matrices(), _total_cost(costs, *matrices())
+    return last if last[2] < best[2] else best
 
 
 class _Adam:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,11 +21,18 @@ from torch import Tensor
 
 from slidesparse.calibrate.finetune import InputRounder
 from slidesparse.calibrate.inputs import gather_statistics, host_memory
-from slidesparse.calibrate.models import Block, fast_products
-from slidesparse.calibrate.pipeline import Position, block_counter, quantize_skipped, restore_block, walk
+from slidesparse.calibrate.model import Block, fast_products
+from slidesparse.calibrate.pipeline import (
+    BlockRun,
+    block_counter,
+    quantize_skipped,
+    restore_block,
+    run_blocks,
+)
 from slidesparse.calibrate.resume import WorkFolder
+from slidesparse.calibrate.sparsegpt import pruner
 from slidesparse.calibrate.task import Progress, Task
-from slidesparse.checkpoint.architectures import CAUSAL, MULTIMODAL, WEIGHT
+from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.checkpoint.storage import Checkpoint, Reader
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
@@ -39,8 +45,8 @@ CACHE_HOST_PART = 4  # or 1 / CACHE_HOST_PART of host memory
 POOLING = "1_Pooling/config.json"  # of sentence-transformers
 FIRST_TOKEN = "pooling_mode_cls_token"
 
-Unit = tuple[str, ...]  # linear layers that vLLM fuses into one matrix
-Losses = dict[Unit, dict[str, float]]  # the loss of pruning a unit alone, by pattern
+LayerGroup = tuple[str, ...]  # linear layers that share an input, and one pattern
+Losses = dict[LayerGroup, dict[str, float]]  # the loss of pruning a group alone, by pattern
 
 
 @torch.inference_mode()
@@ -48,73 +54,69 @@ def layer_losses(
     task: Task,
     patterns: Sequence[SlidePattern],
     reader: Reader,
-    folder: Path,
-    work: WorkFolder,
-    name: str,
+    known: Losses,
+    save: Callable[[Losses], None],
     progress: Progress,
 ) -> Losses:
-    """Measure the loss of each unit at each of ``patterns``: prune it alone, and compare the model's outputs.
+    """Measure the loss of each layer group at each of ``patterns``: prune it alone, and compare the model's outputs.
 
     The patterns of ``task.layers`` are not used.  The result is deterministic on the same machine.
 
     Args:
-        folder: where hidden states may be spilled.
-        work: cache; losses are saved block by block in its file ``name`` and not measured again.
+        known: losses that are not measured again.
+        save: called with all losses after each block.
 
-    Raises CalibrationError for a decoder without a language model head.
+    Raises CalibrationError for a decoder that predicts no tokens.
     """
-    if task.model.is_decoder and not task.model.is_language_model:
+    if task.model.is_causal and task.model.other_use:
         raise CalibrationError(
-            f"a budget can be measured only for encoders and language models (...{CAUSAL} or ...{MULTIMODAL}), but "
-            f"{task.model.other_use}: give a pattern instead, such as --sparsity 6:8"
+            f"a budget can be measured only for encoders and models that predict tokens, but {task.model.other_use}: "
+            "give a pattern instead, such as --sparsity 6:8"
         )
-    losses: Losses = {}
-    with suppress(ValueError, TypeError):  # a damaged file is measured again
-        losses = {tuple(unit): by_pattern for unit, by_pattern in work.read_json(name) or []}
+    losses = dict(known)
     if {layer for unit in losses for layer in unit} == set(task.layers):
         return losses
     criterion = Criterion(task, reader)
     blocks = _BlockCache(task, reader)
     report = block_counter(task, "measuring", progress)
-    with walk(task, reader, folder, 1) as positions:
-        for position in positions:
-            units = [_stage_unit(position, stage) for stage in range(len(position.block.stages))]
-            if not all(unit in losses for unit in units if unit):
-                losses |= _measure(position, patterns, criterion, blocks)
-                work.write_json(name, [[list(unit), by_pattern] for unit, by_pattern in losses.items()])
-            blocks.drop(position.number)
-            report(position.number)
+    for run in run_blocks(task, reader, 1):
+        groups = [_pruned_group(run, group) for group in run.block.groups]
+        if not all(group in losses for group in groups if group):
+            losses |= _measure(run, patterns, criterion, blocks)
+            save(losses)
+        blocks.drop(run.number)
+        report(run.number)
     return losses
 
 
-def _stage_unit(position: Position, stage: int) -> Unit:
-    return tuple(position.full_name(name) for name in position.weights_to_prune(stage))
+def _pruned_group(run: BlockRun, group: Sequence[str]) -> LayerGroup:
+    return tuple(run.full_name(name) for name in run.weights_to_prune(group))
 
 
 def _measure(
-    position: Position, patterns: Sequence[SlidePattern], criterion: Criterion, blocks: _BlockCache
+    run: BlockRun, patterns: Sequence[SlidePattern], criterion: Criterion, blocks: _BlockCache
 ) -> Losses:
-    """Return the losses of the units of a block."""
-    options: dict[tuple[Unit, str], dict[str, Tensor]] = {((), ""): {}}  # the first is the dense model
-    for stage in range(len(position.block.stages)):
-        if not (weights := position.weights_to_prune(stage)):
+    """Return the losses of the layer groups of a block."""
+    options: dict[tuple[LayerGroup, str], dict[str, Tensor]] = {((), ""): {}}  # the first is the dense model
+    for group in run.block.groups:
+        if not (weights := run.weights_to_prune(group)):
             continue
-        hessian, _ = gather_statistics(position.inputs, stage)
-        prune = position.task.pruner.calibrated(hessian.matrix, hessian.tokens, 0, position.task.ternary)
+        hessian, _ = gather_statistics(run.pruned, group[0])
+        prune = pruner(hessian.matrix, hessian.tokens, 0, run.task.ternary)
         stacked, sizes = torch.cat([*weights.values()]), [len(w) for w in weights.values()]
         for pattern in patterns:
             parts = prune(stacked, pattern, None).split(sizes)
-            options[_stage_unit(position, stage), pattern.ratio] = {
+            options[_pruned_group(run, group), pattern.ratio] = {
                 name + WEIGHT: w for name, w in zip(weights, parts, strict=True)
             }
-    chosen = _loss_batches(position)
-    states: dict[tuple[Unit, str], list[Tensor]] = {}
-    with fast_products(position.task.device):
+    chosen = _loss_batches(run)
+    states: dict[tuple[LayerGroup, str], list[Tensor]] = {}
+    with fast_products(run.task.device):
         for option, changed in options.items():
-            block = position.block.copy()
+            block = run.block.copy()
             block.weights |= changed
-            states[option] = [block.output(position.inputs.states[i]) for i in chosen]
-        for number in range(position.number + 1, position.task.model.blocks):
+            states[option] = [block.output(run.pruned.states[i]) for i in chosen]
+        for number in range(run.number + 1, run.task.model.blocks):
             block = blocks.load(number)
             for outputs in states.values():
                 outputs[:] = [block.output(x) for x in outputs]
@@ -125,20 +127,20 @@ def _measure(
             totals[number] += lost
     count = sum(criterion.count(x) for x in dense)
     losses: Losses = {}
-    for ((unit, ratio), _), total in zip(others, totals, strict=True):
+    for ((group, ratio), _), total in zip(others, totals, strict=True):
         if not math.isfinite(total):
             raise CalibrationError(
-                f"the loss of {unit[0]} at {ratio} is not finite (NaN or Inf): the model overflows on these samples"
+                f"the loss of {group[0]} at {ratio} is not finite (NaN or Inf): the model overflows on these samples"
             )
-        losses.setdefault(unit, {})[ratio] = total / count
+        losses.setdefault(group, {})[ratio] = total / count
     return losses
 
 
-def _loss_batches(position: Position) -> list[int]:
+def _loss_batches(run: BlockRun) -> list[int]:
     """Return evenly spaced batches with about LOSS_TOKENS tokens; batches are sorted by sequence length."""
-    tokens = sum(ids.numel() for ids in position.ids)
-    step = -(-tokens // LOSS_TOKENS[position.task.device.type])
-    return list(range(0, len(position.ids), step))
+    tokens = sum(ids.numel() for ids in run.ids)
+    step = -(-tokens // LOSS_TOKENS[run.task.device.type])
+    return list(range(0, len(run.ids), step))
 
 
 class _BlockCache:
@@ -156,7 +158,7 @@ class _BlockCache:
         """Return a block."""
         if number in self._cache:
             return self._cache[number]
-        block = self._task.model.load(self._reader, number, self._task.device)
+        block = self._task.model.load(self._reader, number)
         size = sum(w.nbytes for w in block.weights.values())
         if size <= self._free_bytes:
             self._free_bytes -= size
@@ -174,7 +176,7 @@ class Criterion:
 
     def __init__(self, task: Task, reader: Reader) -> None:
         model = task.model
-        self._logits = model.logits(reader, task.device) if model.is_decoder else None
+        self._logits = model.ends(reader).logits if model.skeleton.generates else None
         self._vocabulary = model.vocabulary
         self._pool = _pooling(model.checkpoint)
 
@@ -232,30 +234,29 @@ def whole_loss(task: Task, reader: Reader, work: WorkFolder, progress: Progress)
     held = replace(task, samples=task.held_back)
     dtype, criterion, total, count = NAMES[task.quant], Criterion(task, reader), 0.0, 0
     report = block_counter(task, "judging", progress)
-    with walk(held, reader, work.folder, 2, to_the_end=True) as positions:
-        for position in positions:
-            assert position.dense
-            quantized = [
-                n
-                for n in position.names
-                if position.full_name(n) in task.layers or position.full_name(n) in task.skipped
-            ]
-            for inputs in (position.inputs, position.dense):
-                inputs.block.read = InputRounder(dtype, quantized)
-            for name in quantized:
-                w = position.dense.block.weights[name + WEIGHT]
-                position.dense.block.weights[name + WEIGHT] = dequantize_rows(*quantize_rows(w, dtype))
-            quantize_skipped(position)
-            if work.has(position.number):
-                restore_block(position, work)
-            report(position.number)
-        pruned, dense = position.inputs, position.dense
-        assert dense
-        pruned.advance()
-        dense.advance()
-        with fast_products(task.device):
-            for i, ids in enumerate(position.ids):
-                x = pruned.states[i]
-                total += criterion.loss(dense.states[i], x, ids)
-                count += criterion.count(x)
+    for run in run_blocks(held, reader, 2, to_the_end=True):
+        assert run.dense
+        quantized = [
+            name
+            for name in run.names
+            if run.full_name(name) in task.layers or run.full_name(name) in task.skipped
+        ]
+        for stream in (run.pruned, run.dense):
+            stream.block.read = InputRounder(dtype, quantized)
+        for name in quantized:
+            w = run.dense.block.weights[name + WEIGHT]
+            run.dense.block.weights[name + WEIGHT] = dequantize_rows(*quantize_rows(w, dtype))
+        quantize_skipped(run)
+        if work.has(run.number, task.patterns(run.number)):
+            restore_block(run, work)
+        report(run.number)
+    pruned, dense = run.pruned, run.dense
+    assert dense
+    pruned.advance()
+    dense.advance()
+    with fast_products(task.device):
+        for i, ids in enumerate(run.ids):
+            x = pruned.states[i]
+            total += criterion.loss(dense.states[i], x, ids)
+            count += criterion.count(x)
     return total / count

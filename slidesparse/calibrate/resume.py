@@ -1,4 +1,4 @@
-"""The hidden folder next to the output that holds finished blocks, from which an interrupted run is resumed.
+"""The hidden folder next to the output that holds what a run has decided and finished, from which it is resumed.
 
 ::
 
@@ -7,31 +7,36 @@
       rotation.safetensors           the rotation of the model, if it is rotated
       rotation.json                  the estimated losses without and with it
       smoothing.safetensors          the factors between the layers of an MLP, if it is smoothed
+      losses.json                    with a budget: the loss of each layer group at each pattern
       choice.json                    with a budget: the limits tried, and the losses measured
-      layer-00000.json               the report's rows of a transformer block
+      layer-00000.json               the report's rows of a transformer block, with the patterns of its layers
       layer-00000.safetensors        its codes and scales; renamed last, which marks the block as finished
       distilled.safetensors          with --distill: the best codes and scales so far, of all blocks
       distilling.safetensors         weights and optimizer state to continue from; written last
+
+It must be this user's own.  Damaged files are refused by name.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from slidesparse.checkpoint.output import locked, sync
+from slidesparse import files
 from slidesparse.checkpoint.storage import (
     NAMES,
     SUFFIX,
     Checkpoint,
+    CheckpointError,
     StoredTensor,
     TensorSpec,
     Writer,
@@ -39,7 +44,8 @@ from slidesparse.checkpoint.storage import (
 )
 from slidesparse.errors import CalibrationError, shown
 
-STATE, CHOICE = "state.json", "choice.json"
+T = TypeVar("T")
+STATE, LOSSES, CHOICE = "state.json", "losses.json", "choice.json"
 ROTATION, GAIN, SMOOTHING = f"rotation{SUFFIX}", "rotation.json", f"smoothing{SUFFIX}"
 DISTILLED, DISTILLING = f"distilled{SUFFIX}", f"distilling{SUFFIX}"
 
@@ -50,12 +56,16 @@ class WorkFolder:
 
     folder: Path
 
-    def has(self, number: int) -> bool:
-        """Return whether a block is finished."""
-        return (self.folder / _block_file(number)).exists()
+    def has(self, number: int, patterns: Mapping[str, str]) -> bool:
+        """Return whether a block is finished, with these patterns of its layers."""
+        if not (self.folder / _block_file(number)).exists():
+            return False
+        rows = self.read_json(f"layer-{number:05}.json", _rows) or []
+        return {row["name"]: row["pattern"] for row in rows} == dict(patterns)
 
     def save(self, number: int, tensors: Mapping[str, Tensor], rows: list[dict[str, Any]]) -> None:
         """Save a finished block atomically."""
+        (self.folder / _block_file(number)).unlink(missing_ok=True)  # of other patterns
         self.write_json(f"layer-{number:05}.json", rows)
         self.write_tensors(_block_file(number), tensors)
 
@@ -68,26 +78,23 @@ class WorkFolder:
             for tensor_name, tensor in tensors.items():
                 writer.write(tensor_name, 0, tensor.cpu())
         os.rename(partial, self.folder / name)
-        sync(self.folder)
+        files.sync(self.folder)
 
     def write_json(self, name: str, value: object) -> None:
         """Write a small JSON file atomically."""
-        partial = self.folder / f".{name}.{os.getpid()}"  # other processes may share the folder
-        with partial.open("w") as file:
-            json.dump(value, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(partial, self.folder / name)
+        files.write_json(self.folder / name, value)
 
-    def read_json(self, name: str) -> Any:
-        """Return the value that `write_json` saved under a name, or None."""
-        path = self.folder / name
-        return json.loads(path.read_bytes()) if path.exists() else None
+    def read_json(self, name: str, parse: Callable[[Any], T]) -> T | None:
+        """Return what ``parse`` makes of a file of `write_json`, or None if there is none."""
+        try:
+            return files.read_json(self.folder / name, parse)
+        except files.DamagedFile as error:
+            raise self._damaged(error) from error
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the report's rows of all finished blocks, in order."""
         stems = sorted(path.stem for path in self.folder.glob(f"layer-*{SUFFIX}"))
-        return [row for name in stems for row in self.read_json(f"{name}.json")]
+        return [row for name in stems for row in self.read_json(f"{name}.json", _rows) or []]
 
     def tensors(self, *overrides: str) -> Checkpoint:
         """Return all finished blocks as one checkpoint; tensors in the files ``overrides`` replace theirs."""
@@ -103,11 +110,17 @@ class WorkFolder:
 
     def open_files(self, *names: str) -> Checkpoint:
         """Return the files that exist as one checkpoint; tensors of later files override those of earlier ones."""
-        files = tuple(name for name in names if (self.folder / name).exists())
+        found = tuple(name for name in names if (self.folder / name).exists())
         tensors: dict[str, StoredTensor] = {}
-        for file in files:
-            tensors |= {tensor.spec.name: tensor for tensor in read_header(self.folder / file)}
-        return Checkpoint(self.folder, {}, None, files, tensors)
+        for file in found:
+            path = self.folder / file
+            if path.is_symlink() or not path.is_file() or path.stat().st_uid != os.geteuid():
+                raise self._damaged(f"{path} is not a file of this user")
+            try:
+                tensors |= {tensor.spec.name: tensor for tensor in read_header(path)}
+            except CheckpointError as error:
+                raise self._damaged(error) from error
+        return Checkpoint(self.folder, {}, None, found, tensors)
 
     def clear(self) -> None:
         """Remove finished blocks."""
@@ -117,6 +130,9 @@ class WorkFolder:
     def remove(self) -> None:
         """Remove the folder, once the output has been published."""
         shutil.rmtree(self.folder)
+
+    def _damaged(self, problem: object) -> CalibrationError:
+        return CalibrationError(f"{problem}; remove {self.folder} to start over")
 
 
 def work_folder(out: Path) -> Path:
@@ -138,45 +154,69 @@ def open_work(out: Path, state: Mapping[str, Any], resume: bool) -> Iterator[Wor
     """Create and lock the folder.  It remains when the run fails, so that ``resume`` can continue from it.
 
     Raises CalibrationError when it holds finished work and ``resume`` is false, when it belongs to a run with other
-    options (which the message names), and when another run holds the lock.
+    options (which the message names), and when another run holds the lock; EnvironmentFault for another user's folder.
     """
     folder = work_folder(out)
-    has_work = any(folder.glob(f"layer-*{SUFFIX}")) or any(
-        (folder / n).exists() for n in (CHOICE, ROTATION, SMOOTHING)
-    )
-    if has_work and not resume:
-        raise CalibrationError(
-            f"{folder} holds the finished layers of an interrupted run; continue from them with --resume, or remove "
-            "the folder to start over"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
+    has_work = require_resumable(out, state, resume)
+    files.own_folder(folder)
     busy = CalibrationError(f"another calibration is writing {out} (in {folder}); wait for it or stop it")
     try:
-        with locked(folder, busy):
+        with files.locked(folder, busy):
             work = WorkFolder(folder)
             if not has_work:
                 (folder / STATE).unlink(missing_ok=True)
-            _require_same(work, state)
+                work.write_json(STATE, dict(state))
             yield work
     except KeyboardInterrupt:
         raise KeyboardInterrupt("--resume continues from the finished layers") from None
 
 
-def _require_same(work: WorkFolder, state: Mapping[str, Any]) -> None:
-    saved = work.read_json(STATE)
+def require_resumable(out: Path, state: Mapping[str, Any], resume: bool) -> bool:
+    """Return whether an interrupted run left work; see `open_work` for what is refused."""
+    folder = work_folder(out)
+    if not folder.is_symlink() and not folder.exists():
+        return False
+    files.own_folder(folder)
+    kept = (CHOICE, LOSSES, ROTATION, SMOOTHING)
+    if not any(folder.glob(f"layer-*{SUFFIX}")) and not any((folder / name).exists() for name in kept):
+        return False
+    if not resume:
+        raise CalibrationError(
+            f"{folder} holds the finished layers of an interrupted run; continue from them with --resume, or remove "
+            "the folder to start over"
+        )
+    saved = WorkFolder(folder).read_json(STATE, dict)
     plain = json.loads(json.dumps(dict(state)))
     if saved is None:
-        work.write_json(STATE, plain)
-        return
+        raise CalibrationError(f"{folder} does not say what run it belongs to; remove it to start over")
     different = sorted(key for key in {*saved, *plain} if saved.get(key) != plain.get(key))
     if different:
         changes = "; ".join(
             f"{key} was {shown(saved.get(key))}, is {shown(plain.get(key))}" for key in different
         )
         raise CalibrationError(
-            f"--resume: {work.folder} was started with other options ({changes}); repeat that command, or remove the "
+            f"--resume: {folder} was started with other options ({changes}); repeat that command, or remove the "
             "folder to start over"
         )
+    return True
+
+
+def finite(value: Any) -> float:
+    """Return a number.  Raises ValueError for anything else."""
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError(f"{shown(value)} is not a number")
+    return float(value)
+
+
+def _rows(value: Any) -> list[dict[str, Any]]:
+    """Check rows of the report."""
+    for row in value:
+        if not isinstance(row["name"], str) or not isinstance(row["pattern"], str) or "method" not in row:
+            raise ValueError(f"{shown(row)} is not a row of the report")
+        for key, number in row.items():
+            if key.startswith(("error", "block_error")) and number is not None:
+                finite(number)
+    return list(value)
 
 
 def _block_file(number: int) -> str:

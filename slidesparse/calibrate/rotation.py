@@ -8,34 +8,30 @@ follow, and then all weights that read the residual stream x, or add to it, are 
     adds to x         W' = Q^T W,  b' = Q^T b            o, down
     values of a head  W_v' = R^T W_v,  b_v' = R^T b_v,  W_o' = W_o R         one R for each key-value head
 
-The result is an ordinary checkpoint of the same architecture, with an untied lm_head.  `slidesparse.calibrate.learning`
-finds Q and R that minimize the loss of pruning.
+The result is an ordinary checkpoint of the same architecture, with an untied lm_head.  Which layers do what, and
+whether all of this leaves the outputs as they are, is found by running blocks and both ends of the model (see
+`slidesparse.calibrate.roles`).  `slidesparse.calibrate.learning` finds Q and R that minimize the loss of pruning.
 """
 
 from __future__ import annotations
 
-import re
-import threading
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from slidesparse.calibrate.models import HEAD, LayeredModel, is_tied
-from slidesparse.checkpoint.architectures import architecture_of
+from slidesparse.calibrate.changes import ChangedReader, Changes, add_change
+from slidesparse.calibrate.model import Ends, Model
+from slidesparse.calibrate.roles import Pair, Roles, fold, random_rotation, roles_of, rotations, same, unit_of
+from slidesparse.checkpoint.names import WEIGHT
+from slidesparse.checkpoint.skeleton import TIED, Skeleton
 from slidesparse.checkpoint.storage import MODULES, Checkpoint, Reader, is_embedding_model
 
-KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3")
-# The tensors that a model of KINDS may have; any other might read the residual stream and is not rotated
-_TENSOR = re.compile(
-    r"lm_head\.weight|(?:model\.)?(?:rotary_emb\.inv_freq|(?:embed_tokens|norm)\.weight|layers\.(\d+)\."
-    r"(self_attn\.(?:[qkvo]_proj\.(?:weight|bias)|[qk]_norm\.weight|rotary_emb\.inv_freq)"
-    r"|mlp\.(?:gate|up|down)_proj\.(?:weight|bias)|(?:input|post_attention)_layernorm\.weight))"
-)
-# Weights that read the residual stream -> the norm before them
-_NORMS = {f"self_attn.{x}_proj.weight": "input_layernorm.weight" for x in "qkv"}
-_NORMS |= {f"mlp.{x}_proj.weight": "post_attention_layernorm.weight" for x in ("gate", "up")}
-_ROWS_MIXED = tuple(f"{name}_proj.{kind}" for name in ("v", "o", "down") for kind in ("weight", "bias"))
+TOKENS = 16  # that both ends of the model are tried on
 
 
 @dataclass(frozen=True)
@@ -43,99 +39,151 @@ class Rotation:
     """Orthogonal matrices in float64."""
 
     q: Tensor  # [hidden, hidden]
-    r: Tensor  # [blocks, key-value heads, head_dim, head_dim]
+    r: Mapping[int, Tensor]  # block -> [kv_heads, width, width], where a block's values are rotated
 
 
-def rotation_obstacle(checkpoint: Checkpoint) -> str | None:
-    """Return why a model cannot be rotated, or None."""
-    architecture = architecture_of(checkpoint.config)
-    supported = [f"{kind}ForCausalLM" for kind in KINDS]
-    if architecture not in supported:
-        return (
-            f"{architecture or 'a model without a named architecture'} is not one of {', '.join(supported)}"
-        )
-    if is_embedding_model(checkpoint.folder):
+def value_pair(roles: Roles) -> Pair | None:
+    """Return the layers of a block whose heads can be rotated: v, which is not fused with others, and o."""
+    pairs = (pair for pair in roles.pairs if pair.is_attention and pair.first == 0 and pair.copies == 1)
+    return next(pairs, None)
+
+
+def rotation_obstacle(model: Model, reader: Reader) -> str | None:
+    """Return why a model cannot be rotated, or None.  ``model`` is that of `untie_head`."""
+    if not model.skeleton.generates:
+        return "it does not predict tokens, so its hidden states may be used"
+    if is_embedding_model(model.checkpoint.folder):
         return f"{MODULES} marks this as an embedding model, whose embeddings rotation would change"
-    unknown = next((name for name in checkpoint.tensors if not _TENSOR.fullmatch(name)), None)
-    return f"tensor {unknown} is not one that rotation knows how to transform" if unknown else None
+    if model.skeleton.is_multimodal:
+        return "other modules than the embedding feed its residual stream"
+    for number, roles in enumerate(roles_of(model, reader)):
+        if roles.residual is None:
+            return f"block {number} ({type(model.skeleton.blocks[number]).__name__}) does not commute with rotations"
+    return (
+        None
+        if _EndsRoles.find(model, reader)
+        else "its embedding or its head does not commute with rotations"
+    )
 
 
 def untie_head(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with an untied lm_head, initially a copy of the embedding if it was tied."""
-    tensors = dict(checkpoint.tensors)
-    root = "" if "embed_tokens.weight" in tensors else "model."
-    name = f"{root}embed_tokens.weight"
-    for required in (name, f"{root}norm.weight"):
-        checkpoint.require(required)
-    if is_tied(checkpoint):
-        tensors[HEAD] = tensors[name]._replace(spec=tensors[name].spec._replace(name=HEAD))
-    return replace(checkpoint, tensors=tensors, config={**checkpoint.config, "tie_word_embeddings": False})
+    """Return the checkpoint with an untied lm_head, initially a copy of the embedding if it was tied.
 
-
-class RotatedReader(Reader):
-    """Reads the tensors of a model with its norm weights folded, and with ``rotation`` also rotated.
-
-    These tensors are computed in float64 on ``device`` and returned as float32, whatever the checkpoint's dtype.
+    A model is returned unchanged if its kind is tied by default, as vLLM may then know no other, or has no head.
     """
+    skeleton = Skeleton(checkpoint)
+    head, embedding = skeleton.model.get_output_embeddings(), skeleton.model.get_input_embeddings()
+    if head is None or getattr(type(skeleton.config)(), TIED, False):
+        return checkpoint
+    paths = {id(module): name + WEIGHT for name, module in skeleton.model.named_modules()}
+    tensors = dict(checkpoint.tensors)
+    if skeleton.config.tie_word_embeddings or paths[id(head)] not in skeleton.stored:
+        stored = tensors[
+            checkpoint.require(skeleton.stored.get(paths[id(embedding)], paths[id(embedding)])).name
+        ]
+        name = skeleton.stored.get(paths[id(head)], paths[id(head)])
+        tensors[name] = stored._replace(spec=stored.spec._replace(name=name))
+    return replace(checkpoint, tensors=tensors, config={**checkpoint.config, TIED: False})
 
-    def __init__(
-        self, reader: Reader, model: LayeredModel, device: torch.device, rotation: Rotation | None = None
-    ) -> None:
-        super().__init__(model.checkpoint)
-        self._reader, self._model, self._device = reader, model, device
-        self._q = rotation.q.to(device) if rotation else None
-        self._r = rotation.r.to(device) if rotation else None
-        self._lock = threading.Lock()
-        self._mixed: tuple[str, Tensor] | None = None  # the last tensor read whose rows are rotated
 
-    def rows(self, name: str, rows: slice) -> Tensor:
-        """Read rows of a tensor as [rows, columns]."""
-        if name.endswith(_ROWS_MIXED):
-            with self._lock:
-                if self._mixed is None or self._mixed[0] != name:
-                    self._mixed = None  # free it before computing the next
-                    self._mixed = name, self._rotate_outputs(name).float().cpu()
-                return self._mixed[1][rows]
-        x = self._reader.rows(name, rows)
-        if name.endswith("layernorm.weight") or name == f"{self._model.root}norm.weight":
-            return torch.ones_like(x)
-        if name == f"{self._model.root}embed_tokens.weight" or self._norm_before(name):
-            return self._rotate_inputs(name, x).float().cpu()
-        return x
+@dataclass(frozen=True)
+class _EndsRoles:
+    """The parameters outside of blocks that rotation changes."""
 
-    def _norm_before(self, name: str) -> str | None:
-        """Return the norm before a weight that reads the residual stream, or None for other weights."""
-        if name == HEAD:
-            return f"{self._model.root}norm.weight"
-        for weight, norm in _NORMS.items():
-            if name.endswith(weight):
-                return name.removesuffix(weight) + norm
-        return None
+    embedding: str
+    norm: str
+    head: str
+    unit: float  # the weight of the norm without effect
 
-    def _rotate_inputs(self, name: str, x: Tensor) -> Tensor:
-        """Fold the norm into rows ``x`` of a weight, and rotate their inputs by Q."""
-        x = x.to(self._device, torch.float64)
-        if norm := self._norm_before(name):
-            x = x * self._reader.whole(norm).to(self._device, torch.float64)
-        return x if self._q is None else x @ self._q
+    @classmethod
+    def find(cls, model: Model, reader: Reader) -> _EndsRoles | None:
+        """Return them, or None if they do not commute with a rotation."""
+        with torch.inference_mode(False), torch.no_grad():
+            ends = model.ends(reader)
+            roles = cls._guess(model, ends)
+            if roles is None:
+                return None
+            q = random_rotation(model.hidden, model.device)
+            weights = dict(ends.weights)
+            for name, change in roles.changes(weights, q).items():
+                w = weights[name]
+                weights[name] = change.apply(w.double(), slice(0, len(w))).float()
+            rotated, ids = Ends(model, weights), torch.arange(TOKENS)[None] % model.vocabulary
+            x, turned = ends.embed(ids), rotated.embed(ids)
+            commutes = same(turned, x @ q.float()) and same(rotated.logits(turned), ends.logits(x))
+            return roles if commutes else None
 
-    def _rotate_outputs(self, name: str) -> Tensor:
-        """Return a whole weight or bias with its outputs rotated."""
-        spec = self.checkpoint.require(name)
-        x = self._reader.rows(name, slice(0, spec.rows))
-        x = x.to(self._device, torch.float64)
-        if name.endswith("v_proj.weight"):
-            x = self._rotate_inputs(name, x)
-        if self._q is None or self._r is None:
-            return x
-        match = _TENSOR.fullmatch(name)
-        assert match
-        number = int(match[1])
-        r, sizes = self._r[number], self._model.sizes[number]
-        if "v_proj" in name:
-            rotated: Tensor = r.mT @ x.unflatten(0, (sizes.kv_heads, -1))
-            return rotated.flatten(0, 1)
-        if name.endswith("o_proj.weight"):
-            heads = r.repeat_interleave(sizes.heads // sizes.kv_heads, 0)
-            x = torch.einsum("nha,hab->nhb", x.unflatten(1, (sizes.heads, -1)), heads).flatten(1)
-        return self._q.mT @ x
+    @classmethod
+    def _guess(cls, model: Model, ends: Ends) -> _EndsRoles | None:
+        """Return the norm whose output the head reads, with embedding and head."""
+        network, outputs, found = model.skeleton.model, {}, []
+        head = network.get_output_embeddings()
+        paths = {id(module): name for name, module in network.named_modules()}
+        kept: list[Tensor] = []
+
+        def wrote(name: str, out: Any) -> None:
+            if isinstance(out, Tensor):
+                kept.append(out)
+                outputs[out.data_ptr()] = name
+
+        def read(args: tuple[Any, ...]) -> None:
+            found.append(outputs.get(args[0].data_ptr()))
+
+        inside = model.skeleton.list_path + "."
+        with ExitStack() as stack:
+            for name, module in network.named_modules():
+                shapes = [tuple(p.shape) for p in module.parameters()]
+                if shapes == [(model.hidden,)] and not name.startswith(inside):
+                    hook = module.register_forward_hook(lambda _, args, out, n=name: wrote(n, out))
+                    stack.callback(hook.remove)
+            stack.callback(head.register_forward_pre_hook(lambda _, args: read(args)).remove)
+            ends.logits(torch.randn(1, TOKENS, model.hidden, device=model.device))
+        if not found or found[0] is None:
+            return None
+        unit = unit_of(network.get_submodule(found[0]), model)
+        if unit is None:
+            return None
+        embedding = paths[id(network.get_input_embeddings())]
+        return cls(embedding + WEIGHT, found[0] + WEIGHT, paths[id(head)] + WEIGHT, unit)
+
+    def changes(self, weights: Mapping[str, Tensor], q: Tensor | None) -> Changes:
+        """Return the changes of these parameters, on float64; ``weights`` must hold the norm's."""
+        changes: Changes = {}
+        gain = weights[self.norm].double() + (1 - self.unit)
+        add_change(changes, self.norm, lambda w, _: torch.full_like(w, self.unit))
+        add_change(changes, self.head, partial(fold, gain, q))
+        if q is not None:
+            add_change(changes, self.embedding, lambda w, _: w @ q)
+        return changes
+
+
+def rotated_reader(
+    reader: Reader, model: Model, roles: list[Roles], rotation: Rotation | None = None
+) -> ChangedReader:
+    """Return a reader of a model with its norm weights folded, and with ``rotation`` also rotated.
+
+    Changed tensors are computed in float64 on the model's device and returned as float32, whatever their dtype.
+    """
+    skeleton, device = model.skeleton, model.device
+    q = rotation.q.to(device) if rotation else None
+    ends = _EndsRoles.find(model, reader)
+    assert ends
+    norm = reader.whole(skeleton.stored[ends.norm]).to(device)
+    changes = {skeleton.stored[name]: c for name, c in ends.changes({ends.norm: norm}, q).items()}
+    for number, block_roles in enumerate(roles):
+        residual, prefix = block_roles.residual, skeleton.prefix(number)
+        assert residual
+        stored = {
+            parameter.removeprefix(prefix): name
+            for parameter, name in skeleton.stored.items()
+            if parameter.startswith(prefix)
+        }
+        weights = {
+            name: reader.whole(stored[name]).to(device) for name in (n + WEIGHT for n in residual.norms)
+        }
+        r = rotation.r[number].to(device) if rotation and number in rotation.r else None
+        pair = value_pair(block_roles) if r is not None else None
+        names = dict.fromkeys(stored, torch.empty(0)) | weights
+        changed = rotations(residual, names, q, pair, r)
+        changes |= {stored[name]: change for name, change in changed.items()}
+    return ChangedReader(reader, changes, torch.float64, device)

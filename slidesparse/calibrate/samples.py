@@ -1,9 +1,9 @@
-"""Calibration samples: sequences of token ids, from texts or files of ids."""
+"""Calibration samples: sequences of token ids, from texts, conversations or files of ids."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -12,16 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slidesparse.calibrate.models import LayeredModel
-from slidesparse.checkpoint.tokens import clipped, read_ids, read_records, require_ids, tokenizer_of
-from slidesparse.errors import CalibrationError
+from slidesparse.calibrate.model import Model
+from slidesparse.checkpoint.tokens import FORMS, Document, read_documents, read_ids, require_ids, tokenizer_of
+from slidesparse.errors import CalibrationError, SlideSparseError
 
 RANDOM = "random"
 SAMPLES, SEQLEN = 128, 2048
 VALIDATION_INTERVAL = 8  # one in this many samples is in the validation split
 MAX_TOKENS = 2**26  # where all of a text is read; half a GiB
 MAX_RANDOM_TOKENS = 2**28  # tokens, 2 GiB
-ACCEPTED_DATA = "FILE.jsonl (one text per line), FILE.npy (token ids), or the word random"
+MAX_DOCUMENTS = 2**20  # documents of a file, or the first ones of a dataset, that samples are chosen from
+PIECE = 2**14  # characters of a text that is cut into documents at the ends of lines
+SEED = 0
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Samples:
     """Calibration samples."""
 
     ids: tuple[Tensor, ...]  # int64 [tokens] each
-    origin: str  # the file's name, or "random tokens"
+    origin: str  # the names of files, or "random tokens"
     note: str = ""  # a hint for the user
 
     @property
@@ -70,76 +72,95 @@ class Samples:
 
 
 def load_samples(
-    data: str,
-    model: LayeredModel,
+    data: Sequence[str],
+    model: Model,
     samples: int | None = SAMPLES,
     seqlen: int | None = None,
-    seed: int = 0,
     option: str = "--calib",
 ) -> Samples:
     """Read calibration data.
 
     Args:
-        data: a ``.jsonl`` file of texts (strings, or objects with "text"), tokenized by the checkpoint's tokenizer; a
-            ``.npy`` file of ids, [samples, tokens] or one stream [tokens]; or "random".
+        data: files in the `FORMS` of `slidesparse.checkpoint.tokens`, tokenized by the checkpoint's tokenizer, datasets
+            on the Hub, or "random"; each contributes an equal share of the samples.
         samples: number of samples; if there are fewer, all are taken and `Samples.note` says so.  None takes all, up
             to MAX_TOKENS.
-        seqlen: sequence length in tokens, by default SEQLEN or the model's maximum.  For decoders, texts are joined
-            and cut into samples of this length; for encoders, each text is truncated to it.
-        seed: seed of the random selection.
+        seqlen: sequence length in tokens, by default SEQLEN or the model's maximum.  For causal models, texts are
+            joined and cut into samples of this length; for others, each text is truncated to it.
         option: name of the data in error messages.
 
     Raises SlideSparseError for unusable data, EnvironmentFault without a tokenizer library.
     """
-    _require_valid(samples, seqlen, seed, model)
+    _require_valid(samples, seqlen, model)
     length = seqlen or min(SEQLEN, model.longest)
-    takes_all, samples = samples is None, samples or max(1, MAX_TOKENS // length)
-    generator = np.random.default_rng(seed)
+    total = samples or max(1, MAX_TOKENS // length)
+    shares = [total // len(data) + (i < total % len(data)) for i in range(len(data))]
+    parts = [
+        _load(source, model, share, length, option)
+        for source, share in zip(data, shares, strict=True)
+        if share
+    ]
+    ids = tuple(sample for part in parts for sample in part.ids)
+    note = "; ".join(dict.fromkeys(part.note for part in parts if part.note))
+    if len(ids) < total and samples is not None:
+        origin = " and ".join(part.origin for part in parts)
+        note = f"{origin} give {len(ids)} samples of at most {length} tokens, {samples} were requested"
+    return Samples(ids, " and ".join(part.origin for part in parts), note)
+
+
+def _load(data: str, model: Model, samples: int, length: int, option: str) -> Samples:
+    """Read at most ``samples`` samples of one source."""
+    generator = np.random.default_rng(SEED)
     if data == RANDOM:
         return _random_samples(generator, model, samples, length)
     path = Path(data)
-    if path.suffix not in (".jsonl", ".npy"):
-        raise CalibrationError(f"{option} {data!r} is not a supported type of file; give {ACCEPTED_DATA}")
-    if not path.is_file():
-        raise CalibrationError(f"{option} {data!r} is not a file; give {ACCEPTED_DATA}")
-    if path.suffix == ".npy":
-        sequences = _read_sample_ids(path, length)
-        chosen = [sequences[i] for i in sorted(generator.permutation(len(sequences))[:samples])]
-    else:
-        texts = read_records(path, ("text",))
-        shuffled = (texts[i][0] for i in generator.permutation(len(texts)))
-        encode = tokenizer_of(model.checkpoint.folder)
-        take = _cut_stream if model.is_decoder else _sample_each_text
-        chosen = take((encode(text) for text in shuffled), samples, length)
+    try:
+        if path.is_file() and path.suffix == ".npy":
+            sequences = _read_sample_ids(path, length)
+            chosen = [sequences[i] for i in sorted(generator.permutation(len(sequences))[:samples])]
+        else:
+            documents = list(islice(_pieces(data), MAX_DOCUMENTS))
+            encode = tokenizer_of(model.checkpoint.folder) if documents else None
+            shuffled = (documents[i] for i in generator.permutation(len(documents)))
+            take = _cut_stream if model.is_causal else _sample_each_text
+            chosen = take(map(encode, shuffled), samples, length) if encode else []
+    except SlideSparseError as error:
+        raise type(error)(f"{option}: {error}") from error
     if not chosen:
         raise CalibrationError(
-            f"{path} gives no sample of {length} tokens; give more text, or a smaller --seqlen"
+            f"{option} {data} gives no sample of {length} tokens; give more text, or a smaller --seqlen. Data are "
+            f"{FORMS}, or the word random"
         )
     require_ids(chosen, model.vocabulary, f"{option} {data}", model.checkpoint.folder)
-    note = ""
-    if len(chosen) < samples and not takes_all:
-        note = f"{path.name} gives {len(chosen)} samples of at most {length} tokens, {samples} were requested"
     ids = tuple(torch.from_numpy(np.ascontiguousarray(row, dtype=np.int64)) for row in chosen)
-    return Samples(ids, path.name, note)
+    return Samples(ids, path.name)
 
 
-def _require_valid(samples: int | None, seqlen: int | None, seed: int, model: LayeredModel) -> None:
+def _pieces(data: str) -> Iterator[Document]:
+    """Yield the documents of a source; a plain text in pieces, so that samples come from all of it."""
+    if Path(data).suffix != ".txt":
+        yield from read_documents(data)
+        return
+    for text in read_documents(data):
+        assert isinstance(text, str)
+        start = 0
+        while start < len(text):
+            stop = text.find("\n", start + PIECE) + 1 or len(text)
+            yield text[start:stop]
+            start = stop
+
+
+def _require_valid(samples: int | None, seqlen: int | None, model: Model) -> None:
     """Raise CalibrationError for a number that is out of range."""
     if samples is not None and samples < 1:
-        raise CalibrationError(
-            f"--samples {samples} is too few; it must be at least 1, and the default is 128"
-        )
-    if seed < 0:
-        raise CalibrationError(f"--seed {seed} is negative; use 0 or more")
+        raise CalibrationError(f"--samples {samples} is too few; the least is 1, the default {SAMPLES}")
     if seqlen is not None and not 2 <= seqlen <= model.longest:
         raise CalibrationError(
             f"--seqlen {seqlen} must be from 2 to {model.longest}, the maximum sequence length of this model"
         )
 
 
-def _random_samples(
-    generator: np.random.Generator, model: LayeredModel, samples: int, length: int
-) -> Samples:
+def _random_samples(generator: np.random.Generator, model: Model, samples: int, length: int) -> Samples:
     """Return samples of random tokens, for trials."""
     if samples * length > MAX_RANDOM_TOKENS:
         raise CalibrationError(
@@ -172,12 +193,13 @@ def _cut_stream(encoded: Iterator[list[int]], samples: int, length: int) -> list
         if tokens >= samples * length:
             break
     count = min(samples, tokens // length)
-    return list(np.concatenate(parts)[: count * length].reshape(count, length))
+    return list(np.concatenate(parts)[: count * length].reshape(count, length)) if parts else []
 
 
 def _sample_each_text(encoded: Iterator[list[int]], samples: int, length: int) -> list[np.ndarray]:
-    """Make a sample of each text that has at least one token."""
+    """Make a sample of each text that has at least one token; a longer one keeps its last, which may end sequences."""
+    texts = islice((ids for ids in encoded if ids), samples)
     return [
-        np.asarray(clipped(ids, length), dtype=np.int64)
-        for ids in islice((ids for ids in encoded if ids), samples)
+        np.asarray(ids if len(ids) <= length else [*ids[: length - 1], ids[-1]], dtype=np.int64)
+        for ids in texts
     ]

@@ -22,12 +22,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
-from slidesparse.calibrate.inputs import BlockInputs
-from slidesparse.calibrate.models import Stages, fast_products
-from slidesparse.calibrate.pipeline import block_counter, walk
+from slidesparse.calibrate.changes import ChangedReader, Changes, add_change
+from slidesparse.calibrate.inputs import Stream
+from slidesparse.calibrate.model import Model, fast_products
+from slidesparse.calibrate.pipeline import block_counter, run_blocks
 from slidesparse.calibrate.resume import SMOOTHING, WorkFolder
+from slidesparse.calibrate.roles import find_roles, roles_of
 from slidesparse.calibrate.task import Progress, Task
-from slidesparse.checkpoint.architectures import WEIGHT
+from slidesparse.checkpoint.names import BIAS, WEIGHT
 from slidesparse.checkpoint.storage import Reader
 from slidesparse.quantize import dequantize_rows, quantize_rows
 
@@ -35,7 +37,6 @@ PHASE = "smoothing"  # the phase in progress reports
 TOKENS = 1024  # evenly spaced tokens of the samples from which errors are computed
 OUTPUTS = 512  # evenly spaced outputs of `down` from which errors are computed
 FACTORS, ERRORS = ".factors", ".errors"  # suffixes of the name of a `down` layer
-BIAS = ".bias"
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def find_smoothing(task: Task, reader: Reader, work: WorkFolder, progress: Progr
     """
     saved = work.read_tensors(SMOOTHING)
     if saved is None:
-        saved = _search(task, reader, work, progress)
+        saved = _search(task, reader, progress)
         work.write_tensors(SMOOTHING, saved)
     return Smoothing(
         *(
@@ -75,34 +76,35 @@ def find_smoothing(task: Task, reader: Reader, work: WorkFolder, progress: Progr
 
 
 @torch.inference_mode()
-def _search(task: Task, reader: Reader, work: WorkFolder, progress: Progress) -> dict[str, Tensor]:
+def _search(task: Task, reader: Reader, progress: Progress) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     report = block_counter(task, PHASE, progress)
-    with walk(task, reader, work.folder, 1, to_the_end=True) as positions:
-        for position in positions:
-            block, inputs = position.block, position.inputs
-            *_, (gate, *up), (down,) = (
-                [position.full_name(name) for name in stage] for stage in block.stages
-            )
-            if all(name in task.layers or name in task.skipped for name in (gate, *up, down)):
-                x, peaks = _sample_inputs(inputs, len(block.stages) - 1)
-                factors, errors = choose_factors(x, peaks, block.weights[block.stages[-1][0] + WEIGHT])
-                tensors[down + ERRORS] = errors.cpu()
-                if factors is not None:
-                    tensors[down + FACTORS] = factors.cpu()  # where readers multiply by them
-            inputs.advance()
-            report(position.number)
+    for run in run_blocks(task, reader, 1, to_the_end=True):
+        for pair in find_roles(run.block).pairs:
+            down = run.full_name(pair.reader)
+            quantized = (run.full_name(name) for name in (pair.reader, *pair.writers))
+            if pair.scaled is None or not all(
+                name in task.layers or name in task.skipped for name in quantized
+            ):
+                continue
+            x, peaks = _sample_inputs(run.pruned, pair.reader)
+            factors, errors = choose_factors(x, peaks, run.block.weights[pair.reader + WEIGHT])
+            tensors[down + ERRORS] = errors.cpu()
+            if factors is not None:
+                tensors[down + FACTORS] = factors.cpu()  # where readers multiply by them
+        run.pruned.advance()
+        report(run.number)
     return tensors
 
 
-def _sample_inputs(inputs: BlockInputs, stage: int) -> tuple[Tensor, Tensor]:
-    """Return evenly spaced tokens [M, K] of a stage's inputs, and max |x| [K] over all tokens."""
-    total = sum(samples * tokens for samples, tokens, _ in inputs.states.shapes)
+def _sample_inputs(stream: Stream, layer: str) -> tuple[Tensor, Tensor]:
+    """Return evenly spaced tokens [M, K] of a layer's inputs, and max |x| [K] over all tokens."""
+    total = sum(samples * tokens for samples, tokens, _ in stream.states.shapes)
     step, start = -(-total // TOKENS), 0
     sampled, peaks = [], []
-    with fast_products(inputs.states.device):
-        for batch in range(len(inputs)):
-            x = inputs.input(stage, batch).flatten(0, 1)
+    with fast_products(stream.states.device):
+        for batch in range(len(stream)):
+            x = stream.input(layer, batch).flatten(0, 1)
             sampled.append(x[-start % step :: step].clone())
             peaks.append(x.abs().amax(0))
             start += len(x)
@@ -136,27 +138,22 @@ def choose_factors(x: Tensor, peaks: Tensor, w: Tensor) -> tuple[Tensor | None, 
     return factors if after < before else None, torch.stack((before, torch.minimum(before, after)))
 
 
-class SmoothedReader(Reader):
-    """Reads the tensors of a model with ``factors`` [K] moved out of the inputs of `down` layers, by their names.
+def smoothed_reader(reader: Reader, model: Model, factors: Mapping[str, Tensor]) -> ChangedReader:
+    """Return a reader of a model with ``factors`` [K] moved out of the inputs of `down` layers, by their names.
 
     The tensors concerned are returned as float32, whatever the checkpoint's dtype.
     """
-
-    def __init__(self, reader: Reader, factors: Mapping[str, Tensor], stages: Stages) -> None:
-        super().__init__(reader.checkpoint)
-        self._reader = reader
-        self._by_column = {name + WEIGHT: factor for name, factor in factors.items()}
-        (down,), writer = stages[-1], stages[-2][-1]
-        self._by_row: dict[str, Tensor] = {}
-        for name, factor in factors.items():
-            up = name.removesuffix(down) + writer
-            rows = self.checkpoint.require(up + WEIGHT).rows
-            gate = factor.new_ones(rows - len(factor))  # above up, where the two are fused
-            self._by_row |= dict.fromkeys((up + WEIGHT, up + BIAS), torch.cat((gate, factor)))
-
-    def rows(self, name: str, rows: slice) -> Tensor:
-        """Read rows of a tensor as [rows, columns]."""
-        x = self._reader.rows(name, rows)
-        if name in self._by_column:
-            return x.float() * self._by_column[name]
-        return x.float() / self._by_row[name][rows, None] if name in self._by_row else x
+    changes: Changes = {}
+    for number, roles in enumerate(roles_of(model, reader)):
+        for pair in roles.pairs:
+            factor = factors.get(model.full_name(number, pair.reader))
+            if factor is None or pair.scaled is None:
+                continue
+            writer, first = model.full_name(number, pair.scaled[0]), pair.scaled[1]
+            by_row = factor.new_ones(reader.checkpoint.require(writer + WEIGHT).rows)
+            by_row[first : first + len(factor)] = factor
+            reads = model.full_name(number, pair.reader) + WEIGHT
+            add_change(changes, reads, lambda w, _, factor=factor: w * factor)  # type: ignore[misc]
+            for name in (writer + WEIGHT, writer + BIAS):
+                add_change(changes, name, lambda w, rows, by_row=by_row: w / by_row[rows, None])  # type: ignore[misc]
+    return ChangedReader(reader, changes, torch.float32)

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slidesparse.checkpoint.architectures import DECODER, SCALE, WEIGHT, architecture_of
+from slidesparse.checkpoint.names import SCALE, WEIGHT, architecture_of
+from slidesparse.checkpoint.skeleton import Skeleton
 from slidesparse.checkpoint.storage import FLOATS, Checkpoint, CheckpointError, Reader, StoredTensor
 from slidesparse.checkpoint.w8a8 import new_block
 
@@ -52,7 +53,7 @@ def as_int8(checkpoint: Checkpoint) -> Checkpoint:
             "supported, unlike the norms of BitNetForCausalLM: take a source without it"
         )
     inverse = bool(block) and block.get("linear_class", "bitlinear") == "bitlinear"  # type: ignore[union-attr]
-    forms = {name: _form(checkpoint, name) for name in DECODER.layers(checkpoint.tensors)}
+    forms = {name: _form(checkpoint, name) for name in Skeleton(checkpoint).layers}
     tensors: dict[str, StoredTensor] = {}
     for name, stored in checkpoint.tensors.items():
         layer = name.removesuffix(WEIGHT)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from slidesparse.blocks import BLOCK, STRIP, dense_blocks, missing
-from slidesparse.checkpoint.architectures import SCALE, WEIGHT, in_features, known_family
 from slidesparse.checkpoint.bitnet import as_int8
 from slidesparse.checkpoint.metadata import KEY, Metadata
+from slidesparse.checkpoint.names import SCALE, WEIGHT
 from slidesparse.checkpoint.storage import Checkpoint, CheckpointError, Reader
 from slidesparse.checkpoint.w8a8 import parse_block, require_quantized
 from slidesparse.errors import CheckFailed
@@ -56,27 +55,7 @@ def open_checkpoint(folder: str | Path) -> tuple[Checkpoint, Metadata | None]:
                 raise CheckpointError(
                     f"tensor {layer + SCALE} holds NaN or Inf; convert the original checkpoint again"
                 )
-    _require_widths(checkpoint, metadata)
     return checkpoint, metadata
-
-
-def _require_widths(checkpoint: Checkpoint, metadata: Metadata) -> None:
-    """Raise CheckpointError for a linear layer whose in-features contradict config.json."""
-    family = known_family(checkpoint.config)
-    for layer in family.layers(checkpoint.tensors) if family else ():
-        expected, entry = in_features(checkpoint.config, layer), metadata.layers.get(layer)
-        shape = checkpoint.tensors[layer + WEIGHT].spec.shape
-        actual = entry.in_features if entry else math.prod(shape[1:])
-        if expected is not None and actual != expected:
-            subject = (
-                f"the metadata of {layer} declare"
-                if entry
-                else f"tensor {layer + WEIGHT}, which they do not list, has"
-            )
-            raise CheckpointError(
-                f"{subject} {actual} in-features, but the sizes in config.json imply {expected}; convert the original "
-                "checkpoint again"
-            )
 
 
 def require_shape(checkpoint: Checkpoint, metadata: Metadata, layer: str) -> None:

@@ -35,6 +35,7 @@ QUANT_METHOD = "slidesparse"  # quant_method of the layouts other than dense, an
 COMPRESSED_TENSORS = "compressed-tensors"  # the quant_method of the dense layout
 VERSION = 1
 LAYOUTS = ("dense", "slided", "packed")
+WRITTEN_LAYOUTS = LAYOUTS[:2]  # the packed one, written up to version 0.2, is only read
 SPARSE_FORMATS = ("sparse-24-bitmask", "sparse-bitmask")  # formats of compressed-tensors up to 0.14
 STAMP = "slidesparse_serving"  # in quantization_config, in memory only: the decisions of the plugin
 MAX_IN_FEATURES = 2**24

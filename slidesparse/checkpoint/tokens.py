@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from slidesparse.errors import EnvironmentFault, SlideSparseError
+from slidesparse.errors import EnvironmentFault, SlideSparseError, shown
 
 TOKENIZER = "tokenizer.json"
+MAX_IDS = 2**28  # ids in a file, 2 GiB
+TEXT, MESSAGES = "text", "messages"  # keys of a document, as a text or as the turns of a conversation
+SPLIT = "train"  # of a dataset on the Hub
+
+Document = str | list[dict[str, Any]]  # a text, or the messages of a conversation
+FORMS = (
+    'FILE.jsonl or FILE.parquet (a "text", or chat "messages", a line), FILE.txt, FILE.npy (token ids) or the ORG/NAME '
+    "of a dataset on the Hub"
+)
 
 
 def read_text(path: Path) -> str:
@@ -23,42 +33,84 @@ def read_text(path: Path) -> str:
         ) from reason
 
 
-def read_lines(path: Path) -> list[str]:
-    """Read the lines of a file, which end at line feeds only, because JSON strings may contain U+2028 and the like."""
-    return read_text(path).split("\n")
+def read_documents(data: str) -> Iterator[Document]:
+    """Yield the documents of a file in one of the `FORMS` but .npy, or of a dataset on the Hub.
 
-
-def read_records(path: Path, keys: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Read the values of ``keys`` from each line of a ``.jsonl`` file; a line may also be a string, the "text".
-
-    Empty lines and empty texts are skipped.  Raises SlideSparseError, with the line number, for a line without the
-    keys, and if no text remains.
+    A line of a .jsonl file is a string, or an object with "text" or "messages"; empty ones are skipped.  A .txt file is
+    one document.  Raises SlideSparseError, with the line number, for anything else.
     """
-    records = []
-    for number, line in enumerate(read_lines(path), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-            value = {"text": value} if isinstance(value, str) else value
-            values = tuple(value[key] for key in keys)
-            wrong = [type(entry).__name__ for entry in values if not isinstance(entry, str)]
+    path = Path(data)
+    if path.is_file() and path.suffix == ".txt":
+        yield from [text] if (text := read_text(path)).strip() else []
+    elif path.is_file() and path.suffix == ".jsonl":
+        # JSON strings may contain U+2028 and the like, so that lines end at line feeds only
+        for number, line in enumerate(read_text(path).split("\n"), 1):
+            if line.strip():
+                yield from _document(_parse(line, f"{path}, line {number}"), f"{path}, line {number}")
+    elif path.is_file() and path.suffix == ".parquet":
+        rows = _library("pyarrow.parquet", "pyarrow", path).read_table(path).to_pylist()
+        for number, row in enumerate(rows, 1):
+            yield from _document(row, f"{path}, row {number}")
+    elif not path.exists() and data.count("/") == 1 and not path.suffix:
+        for number, row in enumerate(_hub_dataset(data), 1):
+            yield from _document(row, f"{data}, row {number}")
+    else:
+        problem = "is not a supported type of file" if path.is_file() else "is not a file"
+        raise SlideSparseError(f"{shown(data)} {problem}; give {FORMS}")
+
+
+def _parse(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as reason:
+        raise SlideSparseError(f"{where} is not JSON: {reason}") from reason
+
+
+def _document(value: Any, where: str) -> list[Document]:
+    """Return the document in a row, or none if it is empty."""
+    value = {TEXT: value} if isinstance(value, str) else value
+    try:
+        if isinstance(messages := value.get(MESSAGES), list) and TEXT not in value:
+            wrong = [
+                m for m in messages if not isinstance(m["role"], str) or not isinstance(m["content"], str)
+            ]
             if wrong:
-                raise TypeError(f"it holds a {wrong[0]}")
-            for text in values:
-                text.encode()  # half of a surrogate pair is no text for tokenizers
-        except (ValueError, KeyError, TypeError, RecursionError) as reason:
-            example = ", ".join(f'"{key}": "..."' for key in keys)
-            plain = ' or "..."' if keys == ("text",) else ""
-            raise SlideSparseError(
-                f"{path}, line {number}: {type(reason).__name__}: {reason}; "
-                f"each line must be {{{example}}}{plain} in JSON"
-            ) from reason
-        if all(text.strip() for text in values):
-            records.append(values)
-    if not records:
-        raise SlideSparseError(f"{path} holds no text; give at least one line with a text that is not empty")
-    return records
+                raise TypeError(f"{shown(wrong[0])} has no text as its content")
+            "".join(message["content"] for message in messages).encode()
+            return [messages] if messages else []
+        if not isinstance(text := value[TEXT], str):
+            raise TypeError(f"the text is a {type(text).__name__}")
+        text.encode()  # half of a surrogate pair is no text for tokenizers
+        return [text] if text.strip() else []
+    except (KeyError, TypeError, AttributeError, ValueError) as reason:
+        raise SlideSparseError(
+            f'{where} ({type(reason).__name__}: {reason}): give {{"text": "..."}}, '
+            '{"messages": [{"role": "user", "content": "..."}, ...]} or a string'
+        ) from reason
+
+
+def _library(module: str, package: str, data: object) -> Any:
+    from importlib import import_module
+
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise EnvironmentFault(
+            f"{data} needs the package {package}, which cannot be imported ({error}): pip install {package}"
+        ) from error
+
+
+def _hub_dataset(name: str) -> Any:
+    try:
+        return _library("datasets", "datasets", name).load_dataset(name, split=SPLIT, streaming=True)
+    except EnvironmentFault:
+        raise
+    except Exception as error:  # raised by the library or its HTTP client
+        reason = " ".join(str(error).split())[:300]
+        raise SlideSparseError(
+            f"{name} is neither a file here nor a dataset that the Hub provides ({type(error).__name__}: {reason}); "
+            f"give {FORMS}"
+        ) from error
 
 
 def read_ids(path: Path) -> np.ndarray:
@@ -67,15 +119,20 @@ def read_ids(path: Path) -> np.ndarray:
     Raises SlideSparseError, which names dtype and shape, for anything else.
     """
     try:
-        ids = np.load(path, allow_pickle=False)
-    except ValueError as reason:
+        ids = np.load(path, allow_pickle=False, mmap_mode="r")
+    except (ValueError, EOFError, OSError) as reason:
         raise SlideSparseError(f"{path} is not an array of numbers that NumPy wrote: {reason}") from reason
-    if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu" or ids.ndim not in (1, 2):
+    if (
+        not isinstance(ids, np.ndarray)
+        or ids.dtype.kind not in "iu"
+        or ids.ndim not in (1, 2)
+        or ids.size > MAX_IDS
+    ):
         content = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else type(ids).__name__
         raise SlideSparseError(
-            f"{path} holds {content}; token ids are integers [samples, tokens], or [tokens]"
+            f"{path} holds {content}; token ids are integers [samples, tokens] or [tokens], at most {MAX_IDS}"
         )
-    return ids
+    return np.array(ids)
 
 
 def require_ids(
@@ -91,55 +148,61 @@ def require_ids(
         )
 
 
-def clipped(tokens: list[int], longest: int) -> list[int]:
-    """Truncate a text to ``longest`` tokens, keeping its last token, such as an end-of-sequence token."""
-    return tokens if len(tokens) <= longest else [*tokens[: longest - 1], tokens[-1]]
+def tokenizer_of(folder: Path) -> Callable[[Document], list[int]]:
+    """Return the checkpoint's tokenizer as a function from a document to ids, including special tokens.
 
-
-def tokenizer_of(folder: Path) -> Callable[[str], list[int]]:
-    """Return the checkpoint's tokenizer as a function from a text to ids, including special tokens.
-
-    Raises SlideSparseError for a folder without a readable tokenizer, EnvironmentFault for a missing library.
+    Messages are formatted by the tokenizer's chat template.  Raises SlideSparseError for a folder without a readable
+    tokenizer, or without a template where it is needed, and EnvironmentFault for a missing library.
     """
-    if not (folder / TOKENIZER).is_file():
-        return _slow_tokenizer(folder)
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise EnvironmentFault(
-            f"texts need a tokenizer, but the package tokenizers cannot be imported ({error}); pip install "
-            "tokenizers, or give token ids instead of texts: ids.npy"
-        ) from error
-    try:
-        tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
-    except Exception as error:  # the library raises plain Exception
-        raise SlideSparseError(
-            f"{folder / TOKENIZER} is not a tokenizer that the package tokenizers can read ({error}); fetch it again, "
-            "or give token ids instead of texts: ids.npy"
-        ) from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return lambda text: list(tokenizer.encode(text).ids)
-
-
-def _slow_tokenizer(folder: Path) -> Callable[[str], list[int]]:
-    """Open a tokenizer in another format, such as tokenizer.model, with transformers."""
     if not any(path.is_file() for kind in ("tokenizer*", "vocab*") for path in folder.glob(kind)):
         raise SlideSparseError(
             f"{folder} has no tokenizer ({TOKENIZER}), which texts need; fetch it, or give token ids instead of "
             "texts: ids.npy"
         )
+    if (folder / TOKENIZER).is_file():
+        plain = _library("tokenizers", "tokenizers", f"the tokenizer of {folder}").Tokenizer
+        try:
+            fast = plain.from_file(str(folder / TOKENIZER))
+        except Exception as error:  # the library raises plain Exception
+            raise _unreadable(folder, error) from error
+        fast.no_padding()
+        fast.no_truncation()
+
+        def encode(text: str, special: bool) -> list[int]:
+            return list(fast.encode(text, add_special_tokens=special).ids)
+
+    else:
+        slow = _automatic_tokenizer(folder)
+
+        def encode(text: str, special: bool) -> list[int]:
+            return list(slow(text, add_special_tokens=special)["input_ids"])
+
+    def encode_document(document: Document) -> list[int]:
+        if isinstance(document, str):
+            return encode(document, True)
+        try:
+            text = _automatic_tokenizer(folder).apply_chat_template(document, tokenize=False)
+        except Exception as error:  # of Jinja, or of the template
+            raise SlideSparseError(
+                f"the tokenizer of {folder} has no chat template for these messages ({error}); give texts instead"
+            ) from error
+        return encode(text, False)  # the template holds the special tokens
+
+    return encode_document
+
+
+def _automatic_tokenizer(folder: Path) -> Any:
+    transformers = _library("transformers", "transformers", f"the tokenizer of {folder}")
     try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise EnvironmentFault(
-            f"{folder} has no {TOKENIZER}, and its other tokenizer needs the package transformers, which cannot be "
-            f"imported ({error}); pip install transformers, or give token ids instead of texts: ids.npy"
-        ) from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return transformers.AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, ImportError) as error:
-        raise SlideSparseError(
-            f"the tokenizer of {folder} cannot be read: {error}; give token ids instead of texts: ids.npy"
-        ) from error
-    return lambda text: list(tokenizer(text)["input_ids"])
+        raise _unreadable(folder, error) from error
+
+
+def _unreadable(folder: Path, error: Exception) -> SlideSparseError:
+    return SlideSparseError(
+        f"the tokenizer of {folder} cannot be read ({error}); fetch it again, or give token ids instead of texts: "
+        "ids.npy"
+    )

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from slidesparse.checkpoint.architectures import HEAD, SCALE, WEIGHT, compile_regexes, layer_names
 from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, QUANT_METHOD, SPARSE_FORMATS, sparsity_of
+from slidesparse.checkpoint.names import HEAD, SCALE, WEIGHT, layer_names, search
 from slidesparse.checkpoint.storage import FLOATS, Checkpoint, CheckpointError, TensorSpec
 from slidesparse.errors import shown
 
@@ -244,8 +244,8 @@ def parse_block(block: Mapping[str, Any], tensors: Iterable[str] = ()) -> Quanti
     tensors = list(tensors)
     quantization = _parsed(block, tensors)
     for kind, entries in (("ignore list", quantization.ignore), ("targets", quantization.targets)):
-        regexes = [entry[3:] for entry in entries if entry.startswith("re:")]
-        compile_regexes(regexes, f"the source's {kind}:", layer_names(tensors))
+        for entry in (entry for entry in entries if entry.startswith("re:")):
+            search(entry[3:], layer_names(tensors), f"the source's {kind}:")
     return quantization
 
 

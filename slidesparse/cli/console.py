@@ -33,8 +33,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Layout = Annotated[
     str,
     typer.Option(
-        help="How weights are stored: dense (ordinary weights with zeros, which stock vLLM can also serve), packed "
-        "(zeros removed) or slided (already rewritten as overlapping 2:4 windows)."
+        help="How weights are stored: dense (ordinary weights with zeros, which stock vLLM can also serve) or slided "
+        "(already rewritten as overlapping 2:4 windows)."
     ),
 ]
 

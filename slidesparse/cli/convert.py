@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -13,9 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from slidesparse import methods
 from slidesparse.cli.console import Layout, byte_progress, out, show, warn
-from slidesparse.convert.times import DEFAULT_GPU, DEFAULT_TOKENS
 from slidesparse.errors import SlideSparseError
 from slidesparse.pattern import Pattern, parse_pattern
 
@@ -25,10 +22,6 @@ if TYPE_CHECKING:
     from slidesparse.convert.choose import Outcome
     from slidesparse.convert.report import Report
 
-# The keys of DECODERS and ENCODERS in `slidesparse.calibrate.models`, which --help must not import with torch
-CALIBRATED_METHODS = (
-    "Llama, Mistral, Qwen2, Qwen3, Gemma2, Gemma3, Phi3, Granite, BitNet, Olmo2, Bert, Roberta, XLMRoberta"
-)
 MAX_NAMES = 3  # names listed in a line of the summary
 FRONTIER_ROWS = 8  # rows of the table of losses and savings
 MAX_WORST = 5  # layers with the largest errors to list
@@ -40,20 +33,18 @@ TERNARY = (
     "all non-zero weights of BitNet have the same magnitude, so without calibration the leftmost ones of each block "
     "were pruned; for a better choice, pass text similar to what the model will serve: --calib FILE.jsonl"
 )
+FORMS = (
+    'FILE.jsonl or FILE.parquet (a "text", or chat "messages", a line), FILE.txt, FILE.npy (token ids) or the ORG/NAME '
+    "of a dataset on the Hub"
+)
 
-_DEFAULTS = {
-    methods.DEFAULT_CALIBRATED: "the default with --calib",
-    methods.DEFAULT: "the default without --calib",
-}
 # Options under a heading of --help
 _budget_option = partial(
     typer.Option,
     rich_help_panel="A pattern for each layer, chosen by a budget (instead of --sparsity; needs --calib)",
 )
-_pruning_option = partial(typer.Option, rich_help_panel="Pruning")
+_calibration_option = partial(typer.Option, rich_help_panel="Calibration")
 _layer_option = partial(typer.Option, rich_help_panel="Options for individual layers")
-
-_METHODS = ", ".join(f"{name} ({_DEFAULTS[name]})" if name in _DEFAULTS else name for name in methods.METHODS)
 
 
 def convert(
@@ -82,120 +73,70 @@ def convert(
             metavar="PERCENT",
         ),
     ] = None,
-    min_speedup: Annotated[
-        float | None,
-        _budget_option(
-            help="Make the linear layers X times as fast as stock vLLM's dense ones, such as 1.15, with the smallest "
-            "loss.",
-            metavar="X",
-        ),
-    ] = None,
     zeros: Annotated[
         str | None,
         _budget_option(help="Prune this share of the weights, with the smallest loss.", metavar="PERCENT"),
-    ] = None,
-    tokens: Annotated[
-        str | None,
-        _budget_option(
-            help="Tokens per forward pass at which --max-loss and --min-speedup measure speed; by default "
-            f"{','.join(map(str, DEFAULT_TOKENS))}, for decode with batch size {DEFAULT_TOKENS[0]} and for prefill.",
-            metavar="N,N",
-        ),
-    ] = None,
-    gpu: Annotated[
-        str | None,
-        _budget_option(
-            help="The GPU whose measured layer times are used: h100 or h200; by default this machine's GPU, or "
-            f"{DEFAULT_GPU} if it is neither."
-        ),
     ] = None,
     quant: Annotated[
         str | None, typer.Option(help="int8 or fp8; by default the type of a W8A8 source, otherwise int8.")
     ] = None,
     layout: Layout = "dense",
-    method: Annotated[str | None, _pruning_option(help=f"{_METHODS}.")] = None,
     calib: Annotated[
-        str | None,
-        _pruning_option(
-            help="Calibration data, similar to what the model will serve: FILE.jsonl (one text per line), FILE.npy "
-            "(token ids), or the word random, for trying things out. Supported models: "
-            f"{CALIBRATED_METHODS}.",
-            metavar="FILE",
+        list[str] | None,
+        _calibration_option(
+            help="Text similar to what the model will serve; without it, weights are pruned by magnitude. May be "
+            f"repeated, to mix: {FORMS}; or the word random, for trying things out.",
+            metavar="DATA",
         ),
     ] = None,
     samples: Annotated[
         int | None,
-        _pruning_option(help="Number of calibration samples; by default 128.", metavar="N"),
+        _calibration_option(help="Number of calibration samples; by default 128.", metavar="N"),
     ] = None,
     seqlen: Annotated[
         int | None,
-        _pruning_option(
+        _calibration_option(
             help="Tokens per calibration sample; by default 2048, or the model's maximum if that is less.",
             metavar="N",
         ),
     ] = None,
     device: Annotated[
         str | None,
-        _pruning_option(help="Device to calibrate on: auto (the default: a GPU if available), cpu or cuda."),
-    ] = None,
-    sweeps: Annotated[
-        int | None,
-        _pruning_option(help="Refinement passes of sparsegpt over each layer; by default 4.", metavar="N"),
-    ] = None,
-    target_of: Annotated[
-        str | None,
-        _pruning_option(
-            "--target",
-            help="The outputs that sparsegpt reproduces: dense (the default): those of the dense model's layer; own: "
-            "those of the layer itself on the pruned model's inputs.",
-        ),
-    ] = None,
-    finetune: Annotated[
-        int | None,
-        _pruning_option(
-            help="Epochs of fine-tuning the remaining weights of each decoder or encoder layer after sparsegpt; by "
-            "default 4.",
-            metavar="EPOCHS",
+        _calibration_option(
+            help="Device to calibrate on: auto (the default: a GPU if available), cpu or cuda."
         ),
     ] = None,
     rotate: Annotated[
         str | None,
-        _pruning_option(
-            help="Transform the weights so that pruning and quantization lose less: rotate them (Llama, Mistral, "
-            "Qwen2, Qwen3), permute channels (all models but BitNet) and, for INT8, scale the channels of MLPs "
-            "(decoders except BitNet). auto (the default) does what the model allows, and rotates and permutes only "
-            "with sparsegpt; on is an error if the model cannot be rotated; off does none of it.",
+        _calibration_option(
+            help="Rotate the weights, permute channels and, for INT8, scale those of MLPs, so that pruning and "
+            "quantization lose less. auto (the default) does what leaves the model's outputs as they are; on is an "
+            "error if it cannot be rotated; off does none of it.",
             metavar="WHEN",
         ),
     ] = None,
     distill: Annotated[
-        str | None,
-        _pruning_option(
+        list[str] | None,
+        _calibration_option(
             help="After pruning, train the remaining weights of all layers to match the dense model's next-token "
-            "distributions on this text: FILE.jsonl or FILE.npy; the more text, the better.",
-            metavar="FILE",
+            "distributions on this text, in the forms of --calib; the more text, the better. May be repeated.",
+            metavar="DATA",
         ),
     ] = None,
     minutes: Annotated[
         float | None,
-        _pruning_option(help="Duration of distillation in minutes; by default 10.", metavar="N"),
+        _calibration_option(help="Duration of distillation in minutes; by default 10.", metavar="N"),
     ] = None,
     resume: Annotated[
         bool,
-        _pruning_option("--resume", help="Continue an interrupted run from the layers it finished."),
+        _calibration_option("--resume", help="Continue an interrupted run from the layers it finished."),
     ] = False,
     layer: Annotated[
         list[str] | None,
         _layer_option(
-            help="Use another pattern for layers whose name matches, such as 'down_proj=8:10'; may be repeated; the "
-            "last match applies.",
+            help="Use another pattern for layers whose name matches, such as 'down_proj=8:10', or 'o_proj=dense' to "
+            "quantize them without pruning; may be repeated; the last match applies.",
             metavar="REGEX=PATTERN",
-        ),
-    ] = None,
-    skip: Annotated[
-        list[str] | None,
-        _layer_option(
-            help="Quantize layers whose name matches but do not prune them; may be repeated.", metavar="REGEX"
         ),
     ] = None,
     ignore: Annotated[
@@ -203,25 +144,6 @@ def convert(
         _layer_option(
             help=r"Neither prune nor quantize layers whose name matches, such as '\.experts\.'; may be repeated.",
             metavar="REGEX",
-        ),
-    ] = None,
-    linear: Annotated[
-        str | None,
-        _layer_option(
-            help="The linear layers to prune, for architectures that convert does not know.", metavar="REGEX"
-        ),
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(help="Random seed for selecting calibration samples and for --method random.")
-    ] = 0,
-    report: Annotated[
-        Path | None,
-        typer.Option(help="Write a report on every layer to this JSON file.", metavar="FILE.json"),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        _budget_option(
-            help="Plot loss against speed (for --zeros: against sparsity) to this file.", metavar="FILE.svg"
         ),
     ] = None,
     dry_run: Annotated[
@@ -233,56 +155,36 @@ def convert(
     ] = False,
 ) -> None:
     """Prune a model, quantize it to INT8 or FP8, and write a checkpoint for vLLM to serve."""
-    pattern, budget = _parse_goals(
-        sparsity, {"--max-loss": max_loss, "--min-speedup": min_speedup, "--zeros": zeros}, tokens, gpu
-    )
+    pattern, budget = _parse_goals(sparsity, {"--max-loss": max_loss, "--zeros": zeros})
     from slidesparse.checkpoint.hub import local_folder
     from slidesparse.convert.options import ConvertOptions, parse_layer_pattern
     from slidesparse.convert.stream import convert as run
 
-    data = {
+    calibration = {
         "samples": samples,
         "seqlen": seqlen,
         "device": device,
-        "resume": resume or None,
         "rotate": rotate,
-        "distill": distill,
+        "distill": tuple(distill) if distill else None,
         "minutes": minutes,
+        "resume": resume or None,
     }
-    training = {"sweeps": sweeps, "target": target_of, "finetune": finetune}
     options = ConvertOptions(
         pattern=pattern,
         quant=quant,
         layout=layout,
-        method=method,
-        seed=seed,
-        linear=linear,
         ignore=tuple(ignore or ()),
-        skip=tuple(skip or ()),
         layer_patterns=tuple(map(parse_layer_pattern, layer or ())),
         budget=budget,
-        calibration=_calibration(calib, method, data, training),
-        check=report is not None,
+        calibration=_calibration(calib, calibration),
     )
-    if plot is not None and budget is None:
-        raise SlideSparseError("--plot needs a budget; give one, such as --max-loss 1%, or leave --plot out")
-    _require_writable("--report", report, target)
-    _require_writable("--plot", plot, target)
     with byte_progress(lines=True) as progress:
         result = run(local_folder(source), target, options, dry_run=dry_run, progress=progress)
-    if plot is not None and result.budget:
-        from slidesparse.convert.plot import svg
-
-        plot.write_text(svg(result.budget))
-    if report is not None and (budget or not dry_run):
-        report.write_text(json.dumps(result.to_json(), indent=2) + "\n")
     _warn(result)
     _summarize(result, dry_run)
 
 
-def _parse_goals(
-    sparsity: str | None, goals: Mapping[str, str | float | None], tokens: str | None, gpu: str | None
-) -> tuple[Pattern, Budget | None]:
+def _parse_goals(sparsity: str | None, goals: Mapping[str, str | None]) -> tuple[Pattern, Budget | None]:
     """Return the requested pattern, or a budget with the pattern for which a rotation is learned."""
     chosen = [name for name, value in {"--sparsity": sparsity, **goals}.items() if value is not None]
     if len(chosen) != 1:
@@ -290,79 +192,26 @@ def _parse_goals(
             f"found {' and '.join(chosen) or 'neither a pattern nor a budget'}; give exactly one of --sparsity (such "
             f"as --sparsity 6:8), {', '.join(goals)}"
         )
-    idle = [name for name, value in {"--tokens": tokens, "--gpu": gpu}.items() if value is not None]
-    if idle and chosen[0] in ("--sparsity", "--zeros"):
-        raise SlideSparseError(
-            f"{' and '.join(idle)} would have no effect, because {chosen[0]} does not use layer times; leave "
-            f"{idle[0]} out, or give --max-loss or --min-speedup"
-        )
     if sparsity is not None:
         return parse_pattern(sparsity), None
-    from slidesparse.convert.budget import MIDDLE, Budget, parse_percent, parse_tokens
+    from slidesparse.convert.budget import MIDDLE, Budget, parse_percent
     from slidesparse.convert.times import default_gpu
 
-    percents = {
-        option: parse_percent(option, str(goals[option]))
-        for option in ("--max-loss", "--zeros")
-        if goals[option] is not None
-    }
-    speedup = goals["--min-speedup"]
-    return MIDDLE, Budget(
-        percents.get("--max-loss"),
-        None if speedup is None else float(speedup),
-        percents.get("--zeros"),
-        DEFAULT_TOKENS if tokens is None else parse_tokens(tokens),
-        default_gpu() if gpu is None else gpu,
-    )
+    shares = {goal: parse_percent(goal, text) for goal, text in goals.items() if text is not None}
+    return MIDDLE, Budget(shares.get("--max-loss"), shares.get("--zeros"), gpu=default_gpu())
 
 
-def _calibration(
-    calib: str | None, method: str | None, data: dict[str, Any], training: dict[str, Any]
-) -> Calibration | None:
-    """Return the options of calibration given on the command line, or None without any.
-
-    Args:
-        data: options for any method.
-        training: options for methods that update the remaining weights.
-    """
+def _calibration(calib: list[str] | None, options: dict[str, Any]) -> Calibration | None:
+    """Return the options of calibration given on the command line, or None without any."""
     from slidesparse.calibrate.task import Calibration
 
-    data, training = ({n: v for n, v in options.items() if v is not None} for options in (data, training))
-    if training and method in methods.METHODS and not methods.get(method).updates_weights:
-        flags = " and ".join(f"--{name}" for name in training)
-        alternatives = " and ".join(name for name in methods.METHODS if methods.get(name).updates_weights)
-        raise SlideSparseError(
-            f"--method {method} does not use {flags}, but {alternatives} does; leave {flags} out"
-        )
-    if calib is not None:
-        return Calibration(calib, **data, **training)
-    if data or training:
-        flags = " and ".join(f"--{name}" for name in (*data, *training))
-        raise SlideSparseError(f"{flags} would have no effect without calibration data: add --calib FILE")
+    options = {name: value for name, value in options.items() if value is not None}
+    if calib:
+        return Calibration(tuple(calib), **options)
+    if options:
+        flags = " and ".join(f"--{name}" for name in options)
+        raise SlideSparseError(f"{flags} would have no effect without calibration data: add --calib DATA")
     return None
-
-
-def _require_writable(option: str, report: Path | None, target: Path) -> None:
-    """Raise SlideSparseError, before hours of work, unless the file of an option can be written beside ``target``."""
-    if report is None:
-        return
-    if report.resolve() == target.resolve():
-        raise SlideSparseError(
-            f"{option} {report} is the folder that the model is written to; name a file beside it"
-        )
-    if report.is_dir() or not report.resolve().parent.is_dir():
-        raise SlideSparseError(
-            f"{option} {report} is a folder, or its folder does not exist; name a file in an existing folder"
-        )
-    new = not report.exists()
-    try:
-        report.open("a").close()
-    except OSError as error:
-        raise SlideSparseError(
-            f"{option} {report}: {error.strerror}; name a file that can be written"
-        ) from error
-    if new:
-        report.unlink()
 
 
 def _warn(report: Report) -> None:

@@ -113,32 +113,10 @@ def _cells(layer: LayerReport) -> tuple[str, ...]:
     )
 
 
-def verify(
-    first: Annotated[str, typer.Argument(help="Any checkpoint folder, or ORG/NAME on the Hub.", metavar="A")],
-    second: Annotated[str, typer.Argument(help="The checkpoint to compare it with.", metavar="B")],
-    as_json: Json = False,
-) -> None:
-    """Check that two checkpoints hold the same weights bit for bit, in any layout or sharding; exit 1 if not."""
-    from slidesparse.checkpoint.hub import local_folder
-    from slidesparse.checkpoint.inspection import verify as run
-
-    comparison = run(local_folder(first), local_folder(second))
-    if as_json:
-        print(json.dumps(comparison.to_json(), indent=2))
-    elif comparison.difference:
-        out.print(escape(f"different: {comparison.difference}"))
-    else:
-        out.print(
-            escape(f"equal: {comparison.tensors} tensors, {comparison.slided} of them in the slided layout")
-        )
-    raise typer.Exit(0 if comparison.equal else FAILED)
-
-
 app.command("doctor")(doctor.doctor)  # in the order of --help
 app.command("convert")(convert.convert)
 app.command("tune")(tune.tune)
 app.command("inspect")(inspect)
-app.command("verify")(verify)
 app.command("build")(build.build_targets)
 app.command("synth")(synth.synth)
 app.add_typer(evaluate.app, name="eval")

@@ -12,7 +12,7 @@ from slidesparse.cli.console import Layout, byte_progress, show
 from slidesparse.pattern import parse_pattern
 
 if TYPE_CHECKING:
-    from slidesparse.convert.synth import SynthReport
+    from slidesparse.synth import SynthReport
 
 
 def synth(
@@ -36,18 +36,13 @@ def synth(
         typer.Option("--sparsity", "-s", help="The sparsity pattern, such as 6:8; by default not pruned."),
     ] = None,
     layout: Layout = "dense",
-    seed: Annotated[int, typer.Option(help="Random seed of the weights.")] = 0,
     layers: Annotated[
         int | None, typer.Option(help="Write only the first N layers of the model.", metavar="N")
     ] = None,
-    shard_size: Annotated[
-        str, typer.Option(help="Maximum size of the tensors in a file, such as 500MB or 4GB.")
-    ] = "4GB",
 ) -> None:
     """Write a checkpoint with random weights and the shapes of a real model, for benchmarks."""
     pattern = None if sparsity is None else parse_pattern(sparsity)
-    from slidesparse.convert.synth import parse_size
-    from slidesparse.convert.synth import synth as run
+    from slidesparse.synth import synth as run
 
     with byte_progress() as progress:
         report = run(
@@ -56,9 +51,7 @@ def synth(
             quant=quant,
             pattern=pattern,
             layout=layout,
-            seed=seed,
             layers=layers,
-            shard_bytes=parse_size("--shard-size", shard_size),
             progress=progress,
         )
     _summarize(report)
@@ -66,13 +59,11 @@ def synth(
 
 def _summarize(report: SynthReport) -> None:
     pruned = f"pruned to {report.pattern}, {report.layout} layout" if report.pattern else "not pruned"
-    if report.replaced:
-        show("config", f"replaced the quantization_config ({report.replaced})")
     form = report.quant if report.quant == "bf16" else f"{report.quant} W8A8"
     show("model", f"{report.architecture}, {report.layers} layers in {form}, {pruned}")
-    show("weights", f"random, seed {report.seed}: for measuring speed only, the output is meaningless")
+    show("weights", "random: for measuring speed only, the output is meaningless")
     files = f"{report.files} file{'s' if report.files > 1 else ''}"
-    speed = f"{report.seconds:.1f} s, {report.rate:.0f} MB/s"
+    speed = f"{report.seconds:.1f} s"
     show("size", f"{report.bytes_out / 1e6:.1f} MB in {files}, {speed}")
     folder = shlex.quote(str(report.out))
     show("tokenizer", "a placeholder whose tokens are the words t0, t1, t2, ...")

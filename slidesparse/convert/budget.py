@@ -1,9 +1,9 @@
 """Allocate patterns to layers within a budget: a multiple-choice knapsack problem.
 
-Every unit, the linear layers that vLLM fuses into one matrix, stays dense or takes one of `PATTERNS`.  The loss of each
-candidate was measured, and its saving is the time of the layer on a GPU, or the number of zeros.  The candidates of a
-unit on the lower convex hull of loss over saving are connected by steps of increasing slope.  Taking the steps of all
-units in order of slope yields the frontier: the choices that no convex combination of others improves on.
+Every layer group, the linear layers that share an input, stays dense or takes one of `PATTERNS`.  The loss of each
+candidate was measured, and its saving is the time of the group on a GPU, or the number of zeros.  The candidates of a
+group on the lower convex hull of loss over saving are connected by steps of increasing slope.  Taking the steps of all
+groups in order of slope yields the frontier: the choices that no convex combination of others improves on.
 """
 
 from __future__ import annotations
@@ -15,57 +15,46 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from slidesparse.calibrate.losses import Losses, Unit
+from slidesparse.calibrate.losses import LayerGroup, Losses
 from slidesparse.convert.times import (
     DEFAULT_GPU,
     DEFAULT_TOKENS,
     LayerTimes,
     Shape,
-    TimesError,
     name_of,
     times_of,
 )
-from slidesparse.errors import CalibrationError, shown
+from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
 
 PATTERNS = tuple(SlidePattern.parse(ratio) for ratio in ("8:10", "6:8", "4:6", "2:4"))
 # The pattern for which a rotation is learned, before patterns are chosen
 MIDDLE = SlidePattern.parse("4:6")
-GOALS = ("--max-loss", "--min-speedup", "--zeros")
+GOALS = ("--max-loss", "--zeros")
 
 
 @dataclass(frozen=True)
 class Budget:
     """The goal of an allocation, and the steps and GPU whose layer times count.
 
-    Raises CalibrationError or TimesError for values out of range.
+    Raises CalibrationError for values out of range, TimesError for an unknown GPU.
     """
 
     max_loss: float | None = None  # increase in perplexity, or 1 - cosine of embeddings: 0.01 is 1%
-    min_speedup: float | None = None  # speedup of all linear layers together over stock vLLM's dense ones
     zeros: float | None = None  # share of the weights of all linear layers
     tokens: tuple[int, ...] = DEFAULT_TOKENS  # tokens of the steps, which count equally
     gpu: str = DEFAULT_GPU
 
     def __post_init__(self) -> None:
-        values = self.max_loss, self.min_speedup, self.zeros
+        values = self.max_loss, self.zeros
         goals = [goal for goal, value in zip(GOALS, values, strict=True) if value is not None]
         if len(goals) != 1:
             raise CalibrationError(f"give one of {', '.join(GOALS)}, found {' and '.join(goals) or 'none'}")
         if self.max_loss is not None and not 0 < self.max_loss < 1:
             raise CalibrationError(f"{self.goal} is not between 0% and 100%")
-        if self.min_speedup is not None and not 1 < self.min_speedup < 2:
-            raise CalibrationError(
-                f"--min-speedup {self.min_speedup:.6g} is not between 1 and 2, which is twice as fast and the most "
-                "that 2:4 allows"
-            )
         if self.zeros is not None and not 0 < self.zeros <= 0.5:
             raise CalibrationError(
                 f"--zeros {self.zeros:.2%} is not above 0% and at most 50%, which is 2:4 everywhere"
-            )
-        if not self.tokens or min(self.tokens) < 1:
-            raise TimesError(
-                f"--tokens: the tokens of a step are at least 1, found {','.join(map(str, self.tokens))}"
             )
         if self.zeros is None:
             times_of(self.gpu)  # raise TimesError now, not after calibration
@@ -75,8 +64,6 @@ class Budget:
         """The option that was given, such as ``--max-loss 1%``."""
         if self.max_loss is not None:
             return f"--max-loss {percent(self.max_loss)}"
-        if self.min_speedup is not None:
-            return f"--min-speedup {self.min_speedup:.6g}"
         return f"--zeros {percent(self.zeros or 0.0)}"
 
 
@@ -93,35 +80,27 @@ def parse_percent(option: str, text: str) -> float:
     return float(match[1]) / 100
 
 
-def parse_tokens(text: str) -> tuple[int, ...]:
-    """Read ``1,64,8192``.  Raises TimesError."""
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError as error:
-        raise TimesError(f"--tokens {shown(text)} is not a list of numbers such as 1,64,8192") from error
-
-
 @dataclass(frozen=True)
 class Candidate:
-    """A pattern for a unit, or None for dense, with its loss, time and zeros."""
+    """A pattern for a group, or None for dense, with its loss, time and zeros."""
 
     pattern: SlidePattern | None
-    loss: float  # in nats or 1 - cosine, measured for the unit alone
+    loss: float  # in nats or 1 - cosine, measured for the group alone
     time: float  # relative to stock vLLM's time for all linear layers of the dense model; mean over ``Budget.tokens``
     zeros: int  # number of weights
 
 
-Candidates = dict[Unit, tuple[Candidate, ...]]  # candidates of each unit, dense first
+Candidates = dict[LayerGroup, tuple[Candidate, ...]]  # candidates of each group, dense first
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A pattern for every unit, with the totals of all units."""
+    """A pattern for every group, with the totals of all groups."""
 
-    patterns: Mapping[Unit, SlidePattern | None]
+    patterns: Mapping[LayerGroup, SlidePattern | None]
     loss: float
     time: float
-    zeros: float  # share of the weights of all units
+    zeros: float  # share of the weights of all groups
 
     @property
     def speedup(self) -> float:
@@ -130,7 +109,7 @@ class Choice:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number of units at each pattern."""
+        """The number of groups at each pattern."""
         return dict(Counter(map(name_of, self.patterns.values())))
 
     @property
@@ -141,17 +120,17 @@ class Choice:
 
 @dataclass(frozen=True)
 class AllocationProblem:
-    """The candidates of all units."""
+    """The candidates of all groups."""
 
     candidates: Candidates
     weights: int  # number of weights of all linear layers
     by_zeros: bool = False  # whether savings are zeros, not time
-    fixed: float = 0.0  # time of the linear layers that stay dense, in the unit of `Candidate.time`
+    fixed: float = 0.0  # time of the linear layers that stay dense, in the group of `Candidate.time`
 
-    def choice(self, picked: Mapping[Unit, Candidate]) -> Choice:
-        """Return the choice of one candidate for each unit."""
+    def choice(self, picked: Mapping[LayerGroup, Candidate]) -> Choice:
+        """Return the choice of one candidate for each group."""
         return Choice(
-            {unit: candidate.pattern for unit, candidate in picked.items()},
+            {group: candidate.pattern for group, candidate in picked.items()},
             sum(candidate.loss for candidate in picked.values()),
             self.fixed + sum(candidate.time for candidate in picked.values()),
             sum(candidate.zeros for candidate in picked.values()) / self.weights,
@@ -163,68 +142,68 @@ class AllocationProblem:
         return [candidate.pattern for candidate in next(iter(self.candidates.values())) if candidate.pattern]
 
     def uniform(self, pattern: SlidePattern) -> Choice:
-        """Return the choice of the same pattern for all units."""
+        """Return the choice of the same pattern for all groups."""
         return self.choice(
             {
-                unit: next(o for o in options if o.pattern == pattern)
-                for unit, options in self.candidates.items()
+                group: next(o for o in options if o.pattern == pattern)
+                for group, options in self.candidates.items()
             }
         )
 
     def frontier(self) -> list[Choice]:
         """Return the choices on the convex hull of loss over saving, from dense to the largest saving."""
-        picked = {unit: options[0] for unit, options in self.candidates.items()}
+        picked = {group: options[0] for group, options in self.candidates.items()}
         choices = [self.choice(picked)]
-        for unit, candidate in self._steps():
-            picked[unit] = candidate
+        for group, candidate in self._steps():
+            picked[group] = candidate
             choices.append(self.choice(picked))
         return choices
 
     def fastest(self, loss: float) -> Choice:
         """Return the choice with the largest saving whose total loss is at most ``loss``; possibly all dense."""
-        picked = {unit: options[0] for unit, options in self.candidates.items()}
+        picked = {group: options[0] for group, options in self.candidates.items()}
         spent = 0.0
-        closed: set[Unit] = set()  # units with a step that exceeded the loss, as all later ones would
-        for unit, candidate in self._steps():
-            increase = candidate.loss - picked[unit].loss
-            if unit in closed or spent + increase > loss:
-                closed.add(unit)
+        closed: set[LayerGroup] = set()  # groups with a step that exceeded the loss, as all later ones would
+        for group, candidate in self._steps():
+            increase = candidate.loss - picked[group].loss
+            if group in closed or spent + increase > loss:
+                closed.add(group)
                 continue
-            picked[unit], spent = candidate, spent + increase
+            picked[group], spent = candidate, spent + increase
         return self.choice(picked)
 
     def least_loss(self, saved: float) -> Choice | None:
         """Return the choice of least loss that saves this share of stock vLLM's time or of all weights, or None."""
-        picked = {unit: options[0] for unit, options in self.candidates.items()}
-        steps, applied = self._steps(), list[tuple[Unit, Candidate, Candidate]]()
+        picked = {group: options[0] for group, options in self.candidates.items()}
+        steps, applied = self._steps(), list[tuple[LayerGroup, Candidate, Candidate]]()
         already = 0.0 if self.by_zeros else 1 - self.choice(picked).time
         needed = saved - already - 1e-12
-        for unit, candidate in steps:
+        for group, candidate in steps:
             if needed <= 0:
                 break
-            applied.append((unit, picked[unit], candidate))
-            needed -= self._saving(candidate) - self._saving(picked[unit])
-            picked[unit] = candidate
+            applied.append((group, picked[group], candidate))
+            needed -= self._saving(candidate) - self._saving(picked[group])
+            picked[group] = candidate
         if needed > 0:
             return None
         # The last step may have saved more than needed: undo other steps if possible, those of most loss first
-        for unit, before, after in sorted(applied, key=lambda step: step[1].loss - step[2].loss):
-            if picked[unit] is after and needed + self._saving(after) - self._saving(before) <= 0:
+        for group, before, after in sorted(applied, key=lambda step: step[1].loss - step[2].loss):
+            if picked[group] is after and needed + self._saving(after) - self._saving(before) <= 0:
                 needed += self._saving(after) - self._saving(before)
-                picked[unit] = before
+                picked[group] = before
         return self.choice(picked)
 
     def _saving(self, candidate: Candidate) -> float:
         return candidate.zeros / self.weights if self.by_zeros else -candidate.time
 
-    def _steps(self) -> list[tuple[Unit, Candidate]]:
-        """Return all steps along the convex hulls of the units, in order of loss per saving."""
-        steps: list[tuple[float, Unit, int, Candidate]] = []
-        for unit, options in self.candidates.items():
+    def _steps(self) -> list[tuple[LayerGroup, Candidate]]:
+        """Return all steps along the convex hulls of the groups, in order of loss per saving."""
+        steps: list[tuple[float, LayerGroup, int, Candidate]] = []
+        for group, options in self.candidates.items():
             hull = self._hull(options)
             for number, (a, b) in enumerate(pairwise(hull)):
-                steps.append((self._slope(a, b), unit, number, b))
-        return [(unit, candidate) for _, unit, _, candidate in sorted(steps, key=lambda step: step[:3])]
+                steps.append((self._slope(a, b), group, number, b))
+        return [(group, candidate) for _, group, _, candidate in sorted(steps, key=lambda step: step[:3])]
 
     def _hull(self, options: Sequence[Candidate]) -> list[Candidate]:
         """Return the candidates on the lower convex hull of loss over saving, starting with dense."""
@@ -244,12 +223,12 @@ class AllocationProblem:
 
 
 def allocation_problem(
-    losses: Losses, shapes: Mapping[Unit, Shape], quant: str, budget: Budget, fixed: Sequence[Shape]
+    losses: Losses, shapes: Mapping[LayerGroup, Shape], quant: str, budget: Budget, fixed: Sequence[Shape]
 ) -> AllocationProblem:
-    """Return the allocation problem for the measured losses of units and the times of their layers.
+    """Return the allocation problem for the measured losses of groups and the times of their layers.
 
     Args:
-        shapes: [N, K] of the fused matrix of each unit.
+        shapes: [N, K] of the fused matrix of each group.
         quant: "int8" or "fp8".
         fixed: [N, K] of the linear layers that stay dense, whose time and weights count, too.
     """
@@ -268,20 +247,20 @@ def allocation_problem(
         )
 
     candidates: Candidates = {}
-    for unit, (n, k) in shapes.items():
+    for group, (n, k) in shapes.items():
         options = [Candidate(None, 0.0, share(None, (n, k)), 0)]
         for pattern in PATTERNS:
             zeros = n * (k // (pattern.length or k)) * 2
             options.append(
-                Candidate(pattern, max(0.0, losses[unit][pattern.ratio]), share(pattern, (n, k)), zeros)
+                Candidate(pattern, max(0.0, losses[group][pattern.ratio]), share(pattern, (n, k)), zeros)
             )
-        candidates[unit] = tuple(options)
+        candidates[group] = tuple(options)
     fixed_time = sum(share(None, shape) for shape in fixed)
     return AllocationProblem(candidates, sum(n * k for n, k in all_shapes), times is None, fixed_time)
 
 
 def layers(choice: Choice) -> Iterator[tuple[str, SlidePattern | None]]:
     """Yield the name and pattern of each layer."""
-    for unit, pattern in choice.patterns.items():
-        for name in unit:
+    for group, pattern in choice.patterns.items():
+        for name in group:
             yield name, pattern

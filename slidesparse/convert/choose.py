@@ -6,15 +6,18 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from slidesparse.build.compile import cache_folder, make_folder
-from slidesparse.calibrate.losses import Losses, Unit, layer_losses, whole_loss
+from slidesparse import files
+from slidesparse.build.compile import cache_folder
+from slidesparse.calibrate.losses import LayerGroup, Losses, layer_losses, whole_loss
 from slidesparse.calibrate.pipeline import calibrate
-from slidesparse.calibrate.resume import CHOICE, WorkFolder
+from slidesparse.calibrate.resume import CHOICE, LOSSES, WorkFolder, finite
 from slidesparse.calibrate.task import Progress, Task
-from slidesparse.checkpoint.architectures import WEIGHT
+from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.checkpoint.storage import Reader
 from slidesparse.convert.budget import (
     PATTERNS,
@@ -25,7 +28,7 @@ from slidesparse.convert.budget import (
     percent,
 )
 from slidesparse.convert.times import Shape, name_of
-from slidesparse.errors import CalibrationError
+from slidesparse.errors import CalibrationError, shown
 
 # Initial estimate of the loss of the whole model, relative to the sum of its layers' losses
 FIRST_PART = 0.7
@@ -93,16 +96,16 @@ class Outcome:
             "chosen": None if self.choice is None else self._row(self.choice),
             "uniform": {p.ratio: self._row(self.problem.uniform(p)) for p in self.problem.patterns},
             "frontier": [self._row(choice) for choice in self.problem.frontier()],
-            "units": [
+            "groups": [
                 {
-                    "layers": list(unit),
-                    "pattern": None if self.choice is None else name_of(self.choice.patterns[unit]),
+                    "layers": list(group),
+                    "pattern": None if self.choice is None else name_of(self.choice.patterns[group]),
                     "options": [
                         {"pattern": name_of(o.pattern), "loss": o.loss, "time": o.time, "zeros": o.zeros}
                         for o in options
                     ],
                 }
-                for unit, options in self.problem.candidates.items()
+                for group, options in self.problem.candidates.items()
             ],
         }
 
@@ -115,11 +118,9 @@ class Outcome:
         }
 
 
-def loss_cache() -> WorkFolder:
-    """Create the folder of measured losses in the user's cache.  Raises ToolchainError if it cannot be written."""
-    cache = WorkFolder(cache_folder() / "losses")
-    make_folder(cache.folder)
-    return cache
+def loss_cache() -> Path:
+    """Create the folder of measured losses in the user's cache.  Raises EnvironmentFault if it cannot be used."""
+    return files.own_folder(cache_folder() / "losses")
 
 
 def estimate(
@@ -133,28 +134,52 @@ def estimate(
     Raises CalibrationError when the budget allows no pruning or cannot be reached.
     """
     losses = _losses(task, reader, work, rotate, progress)
-    shapes = {unit: _shape(task, unit) for unit in losses}
+    shapes = {group: _shape(task, group) for group in losses}
     fixed = [_shape(task, (name,)) for name in sorted(task.skipped)]
     outcome = Outcome(
         budget,
         allocation_problem(losses, shapes, task.quant, budget, fixed),
         FIRST_PART,
-        task.model.is_decoder,
+        task.model.skeleton.generates,
     )
     return replace(outcome, choice=_choose(outcome, outcome.allowed / FIRST_PART))
 
 
 def _losses(task: Task, reader: Reader, work: WorkFolder, rotate: bool, progress: Progress) -> Losses:
-    """Return the losses of all units, cached in the user's cache folder for other budgets."""
-    excluded = ("layers", "sweeps", "target", "finetune", "permutes", "distill", "minutes")
+    """Return the losses of all layer groups.
+
+    They are kept in ``work``, so that a resumed run decides as before, and in the user's cache for other budgets.
+    """
+    excluded = ("layers", "sweeps", "epochs", "permutes", "distill", "minutes")
     state = {key: value for key, value in task.state().items() if key not in excluded}
     state |= {"layers": sorted(task.layers), "rotate": rotate, "patterns": [p.ratio for p in PATTERNS]}
-    name = f"{hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]}.json"
-    return layer_losses(task, PATTERNS, reader, work.folder, loss_cache(), name, progress)
+    cached = loss_cache() / f"{hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]}.json"
+    known = work.read_json(LOSSES, _parse_losses)
+    if known is None:
+        with suppress(files.DamagedFile):  # measured again
+            known = files.read_json(cached, _parse_losses)
+
+    def save(losses: Losses) -> None:
+        work.write_json(LOSSES, [[list(group), by_pattern] for group, by_pattern in losses.items()])
+
+    save(known or {})
+    losses = layer_losses(task, PATTERNS, reader, known or {}, save, progress)
+    files.write_json(cached, [[list(group), by_pattern] for group, by_pattern in losses.items()])
+    return losses
 
 
-def _shape(task: Task, unit: Unit) -> Shape:
-    specs = [task.model.checkpoint.require(name + WEIGHT) for name in unit]
+def _parse_losses(value: Any) -> Losses:
+    """Read the losses that `_losses` writes.  Raises ValueError for other values."""
+    losses = {}
+    for group, by_pattern in value:
+        if set(by_pattern) != {pattern.ratio for pattern in PATTERNS}:
+            raise ValueError(f"losses of the patterns {shown(sorted(by_pattern))}")
+        losses[tuple(map(str, group))] = {ratio: finite(loss) for ratio, loss in by_pattern.items()}
+    return losses
+
+
+def _shape(task: Task, group: LayerGroup) -> Shape:
+    specs = [task.model.checkpoint.require(name + WEIGHT) for name in group]
     return sum(spec.rows for spec in specs), specs[0].columns
 
 
@@ -164,7 +189,7 @@ def _choose(outcome: Outcome, limit: float) -> Choice:
     if len(problem.frontier()) == 1:
         raise CalibrationError(
             f"{budget.goal}: by the layer times on {budget.gpu}, no pattern makes any layer of this model faster at "
-            f"{', '.join(map(str, budget.tokens))} tokens per forward pass; use --zeros, or other --tokens"
+            f"{', '.join(map(str, budget.tokens))} tokens per forward pass; use --zeros"
         )
     if budget.max_loss is not None:
         choice = problem.fastest(limit)
@@ -175,19 +200,12 @@ def _choose(outcome: Outcome, limit: float) -> Choice:
                 f"{percent(first)}; allow a larger loss"
             )
         return choice
-    saved = budget.zeros if budget.min_speedup is None else 1 - 1 / budget.min_speedup
-    best = problem.least_loss(saved or 0.0)
+    best = problem.least_loss(budget.zeros or 0.0)
     if best is None:
         most = problem.frontier()[-1]
-        reached = percent(most.zeros) if problem.by_zeros else f"{most.speedup:.3f}"
         raise CalibrationError(
-            f"{budget.goal} cannot be reached: the maximum is {reached}, with {most.mix}; choose a smaller value"
-        )
-    if not any(best.patterns.values()):
-        raise CalibrationError(
-            f"{budget.goal} is reached without pruning: SlideSparse's dense kernels are {best.speedup:.3f} times as "
-            "fast as stock vLLM's. Choose a larger value, or serve an unpruned W8A8 model with USE_CUSPARSELT=1 "
-            "SPARSITY=dense"
+            f"{budget.goal} cannot be reached: the maximum is {percent(most.zeros)}, with {most.mix}; choose a smaller "
+            "value"
         )
     return best
 
@@ -206,14 +224,14 @@ def prune_within(
     Args:
         fitted: a function that returns the task for a choice, with a validation split.
     """
-    attempts = [Attempt(*entry) for entry in work.read_json(CHOICE) or [(outcome.allowed / FIRST_PART, None)]]
+    attempts = work.read_json(CHOICE, _parse_attempts) or [Attempt(outcome.allowed / FIRST_PART, None)]
     while True:
         choice = _choose(outcome, attempts[-1].limit)
         if attempts[-1].loss is None:
             chosen = fitted(choice)
             calibrate(chosen, reader, work, progress)
             attempts[-1] = Attempt(attempts[-1].limit, whole_loss(chosen, reader, work, progress))
-            work.write_json(CHOICE, attempts)
+            work.write_json(CHOICE, _saved(attempts))
         loss = attempts[-1].loss
         assert loss is not None
         most = choice.patterns == outcome.problem.frontier()[-1].patterns
@@ -226,7 +244,7 @@ def prune_within(
             return replace(outcome, choice=choice, measured_loss=loss, part=max(loss, 0.0) / choice.loss)
         attempts.append(Attempt(limit, None))
         work.clear()
-        work.write_json(CHOICE, attempts)
+        work.write_json(CHOICE, _saved(attempts))
 
 
 class Attempt(NamedTuple):
@@ -234,6 +252,19 @@ class Attempt(NamedTuple):
 
     limit: float
     loss: float | None
+
+
+def _parse_attempts(value: Any) -> list[Attempt]:
+    """Read attempts from a file, the limit of a goal without one as null.  Raises ValueError for other values."""
+    return [
+        Attempt(math.inf if limit is None else finite(limit), None if loss is None else finite(loss))
+        for limit, loss in value
+    ]
+
+
+def _saved(attempts: Sequence[Attempt]) -> list[list[float | None]]:
+    """Return attempts as `_parse_attempts` reads them."""
+    return [[limit if math.isfinite(limit) else None, loss] for limit, loss in attempts]
 
 
 def next_limit(attempts: Sequence[Attempt], allowed: float, predicted: float, most: bool) -> float | None:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import slidesparse
 from slidesparse.calibrate.distill import Distilled
-from slidesparse.checkpoint.architectures import SCALE, WEIGHT
 from slidesparse.checkpoint.converted import DamagedError, lacking_share, natural, open_checkpoint, restore
 from slidesparse.checkpoint.metadata import Metadata
+from slidesparse.checkpoint.names import SCALE, WEIGHT
 from slidesparse.checkpoint.output import workers
 from slidesparse.checkpoint.storage import Checkpoint, Reader
 from slidesparse.convert.choose import Outcome
@@ -51,7 +51,7 @@ class Report:
     budget: Outcome | None = None  # result of a budget
     distillation: str = ""  # requirements of distillation
     distilled: Distilled | None = None  # result of distillation
-    layers: tuple[dict[str, Any], ...] = ()  # `layer_rows`, with calibration or ``check``
+    layers: tuple[dict[str, Any], ...] = ()  # `layer_rows`, with calibration
     ternary: bool = False  # whether the source is a BitNet model
     newly_pruned: bool = True  # whether weights were pruned, which did not obey their patterns yet
     left_out: tuple[str, ...] = ()  # files of the source that were not copied

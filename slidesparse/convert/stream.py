@@ -24,24 +24,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slidesparse import methods
 from slidesparse.blocks import obeys
 from slidesparse.calibrate.distill import Distilled, distill, require_memory
 from slidesparse.calibrate.distill import disk_bytes as distillation_bytes
-from slidesparse.calibrate.learning import disk_bytes as rotation_bytes
 from slidesparse.calibrate.learning import find_rotation
-from slidesparse.calibrate.permutation import OrderedReader
-from slidesparse.calibrate.pipeline import calibrate
-from slidesparse.calibrate.resume import DISTILLED, WorkFolder, finished_bytes, open_work
-from slidesparse.calibrate.rotation import RotatedReader, rotation_obstacle, untie_head
-from slidesparse.calibrate.smoothing import SmoothedReader, find_smoothing
-from slidesparse.calibrate.task import Progress, Task, no_progress
-from slidesparse.checkpoint import architectures
-from slidesparse.checkpoint.architectures import SCALE, WEIGHT, ZERO_POINT
+from slidesparse.calibrate.permutation import ordered_reader
+from slidesparse.calibrate.pipeline import METHOD, calibrate
+from slidesparse.calibrate.resume import DISTILLED, WorkFolder, finished_bytes, open_work, require_resumable
+from slidesparse.calibrate.roles import roles_of
+from slidesparse.calibrate.rotation import rotated_reader, rotation_obstacle, untie_head
+from slidesparse.calibrate.smoothing import find_smoothing, smoothed_reader
+from slidesparse.calibrate.task import Progress, Task, no_progress, prepare
 from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.converted import open_checkpoint, restore
+from slidesparse.checkpoint.names import SCALE, WEIGHT, ZERO_POINT
 from slidesparse.checkpoint.output import (
-    chunk_seed,
     full_disk_explained,
     partial_folder,
     publish,
@@ -65,15 +62,16 @@ from slidesparse.checkpoint.storage import (
     Writer,
     is_inside,
 )
-from slidesparse.checkpoint.w8a8 import Scheme, holds_floats
 from slidesparse.convert.budget import Choice, layers
 from slidesparse.convert.choose import Outcome, estimate, loss_cache, prune_within
 from slidesparse.convert.options import ConvertOptions
-from slidesparse.convert.plan import ConversionPlan, Part, calibration_task, make_plan
+from slidesparse.convert.plan import ConversionPlan, Output, Planner
 from slidesparse.convert.report import Facts, Report, layer_rows, read_back
+from slidesparse.convert.source import Quantized
 from slidesparse.errors import CalibrationError
-from slidesparse.pattern import SlidePattern
-from slidesparse.quantize import FP8, dequantize_blocks, dequantize_rows, quantize_rows
+from slidesparse.pattern import MixedPattern, SlidePattern
+from slidesparse.prune import prune
+from slidesparse.quantize import FP8
 from slidesparse.slide import slide
 
 ROTATED = "the residual stream and the values of each attention head, folded into the weights"
@@ -118,25 +116,31 @@ def convert(
     """
     started = time.monotonic()
     source, out = Path(source), Path(out)
+    for pattern in (options.pattern, *(pattern for _, pattern in options.layer_patterns)):
+        if isinstance(pattern, MixedPattern) and pattern.share:
+            raise CheckpointError(
+                f"{pattern.ratio} is no pattern to convert to, as it loses more than others with as many zeros; "
+                "slidesparse synth writes it for measuring"
+            )
     require_free_name(source, out)
     checkpoint, _ = open_checkpoint(source)
-    rotation = _rotation(checkpoint, options)
-    if rotation == ROTATED:
-        checkpoint = untie_head(checkpoint)
-    plan = make_plan(checkpoint, options)
-    task = calibration_task(plan) if options.calibration else None
+    planner, rotation = _planner(checkpoint, options)
+    plan = planner.plan()
+    task = _task(planner, plan) if options.calibration else None
     distillation = require_memory(task) if task and task.texts else ""
     if options.budget:
         loss_cache()  # refused here if it cannot be written, not after the model was rotated
     _, left_out = _other_files(checkpoint)
     result = _Result(plan)
     if not dry_run:
+        if task:
+            require_resumable(out, _state(task, options, rotation), task.calibration.resume)
         remove_stale(out)
-        _require_room(plan, task, out, rotation == ROTATED)
-        result = _prune_and_write(plan, task, out, rotation == ROTATED, progress)
+        _require_room(plan, task, out)
+        result = _prune_and_write(planner, plan, task, out, rotation, progress)
         plan = result.plan
     elif task and options.budget:
-        with checkpoint.reader() as reader, tempfile.TemporaryDirectory() as folder:
+        with planner.checkpoint.reader() as reader, tempfile.TemporaryDirectory() as folder:
             work = WorkFolder(Path(folder))
             dense = _transformed(task, reader, work, rotation == ROTATED, progress)
             outcome = estimate(task, dense.reader, work, options.budget, dense.rotated, progress)
@@ -147,7 +151,7 @@ def convert(
         pattern=plan.pattern,
         quant=plan.quant,
         layout=options.layout,
-        method=options.method_name,
+        method=METHOD if task else "magnitude",
         patterns=plan.patterns,
         kept=plan.kept,
         skipped=plan.skipped,
@@ -165,47 +169,68 @@ def convert(
         distilled=result.distilled,
         layers=tuple(result.rows),
         ternary=is_bitnet(checkpoint.config),
-        newly_pruned=not plan.converted and not result.sparse,
+        newly_pruned=not plan.source.metadata and not result.sparse,
         left_out=tuple(map(str, left_out)),
     )
 
 
-def _rotation(checkpoint: Checkpoint, options: ConvertOptions) -> str:
-    """Return ROTATED if the model will be rotated, otherwise "" or the reason why not.
+def _planner(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Planner, str]:
+    """Return the planner of a checkpoint, and ROTATED if the model will be rotated, otherwise "" or why not.
 
     Raises CalibrationError if rotation was requested and is impossible.
     """
-    if not options.calibration or options.calibration.rotate == "off":
-        return ""
-    block = checkpoint.quantization_config()
-    if block is not None and not holds_floats(block):
-        return ""  # calibration refuses such a source
-    by_default = options.calibration.rotate == "auto"
-    if by_default and (options.pattern.density == 1 or not methods.get(options.method_name).updates_weights):
-        return ""  # nothing is pruned, or by a method for comparison
-    why_not = rotation_obstacle(checkpoint) or _sparse(checkpoint, options)
-    if not why_not:
-        return ROTATED
-    if options.calibration.rotate == "on":
+    planner, calibration = Planner(checkpoint, options), options.calibration
+    nothing = options.pattern.density == 1 and not options.budget
+    if calibration is None or calibration.rotate == "off" or (nothing and calibration.rotate == "auto"):
+        return planner, ""
+    if not isinstance(planner.source, Quantized):
+        untied = Planner(untie_head(checkpoint), options)
+        with untied.checkpoint.reader() as reader:
+            why_not = rotation_obstacle(untied.model, reader) or _sparse(untied, reader)
+        if not why_not:
+            return untied, ROTATED
+    else:
+        why_not = "its weights are ternary"
+    if calibration.rotate == "on":
         raise CalibrationError(f"--rotate on: {why_not}; leave --rotate out")
-    return f"not rotated: {why_not}"
+    return planner, f"not rotated: {why_not}"
 
 
-def _sparse(checkpoint: Checkpoint, options: ConvertOptions) -> str | None:
+def _sparse(planner: Planner, reader: Reader) -> str | None:
     """Return the reason not to rotate a model that has a layer already pruned to the pattern, or None."""
-    family = architectures.family_of(checkpoint.config, checkpoint.tensors, options.linear)
-    length = options.pattern.length
-    with checkpoint.reader() as reader:
-        for spec in (checkpoint.require(name + WEIGHT) for name in family.layers(checkpoint.tensors)):
-            if length is None or spec.columns < length or spec.dtype not in FLOATS or not spec.rows:
-                continue
-            if obeys(reader.rows(spec.name, next(spec.chunks())), options.pattern):
-                return f"{spec.name} already satisfies {options.pattern.ratio}, which rotation would undo"
+    pattern = planner.options.pattern
+    for spec in (planner.checkpoint.require(name + WEIGHT) for name in planner.skeleton.layers):
+        if (
+            pattern.length is None
+            or spec.columns < pattern.length
+            or spec.dtype not in FLOATS
+            or not spec.rows
+        ):
+            continue
+        if obeys(reader.rows(spec.name, next(spec.chunks())), pattern):
+            return f"{spec.name} already satisfies {pattern.ratio}, which rotation would undo"
     return None
 
 
+def _task(planner: Planner, plan: ConversionPlan) -> Task:
+    """Return the task of a plan with calibration data."""
+    options = plan.options
+    assert options.calibration
+    hold_back = options.budget is not None
+    return prepare(planner.model, plan.patterns, plan.skipped, plan.quant, options.calibration, hold_back)
+
+
+def _state(task: Task, options: ConvertOptions, rotation: str) -> dict[str, Any]:
+    """Return the values that must be equal for a run to resume another."""
+    return {
+        **task.state(),
+        "budget": options.budget and asdict(options.budget),
+        "rotate": rotation == ROTATED,
+    }
+
+
 def _prune_and_write(
-    plan: ConversionPlan, task: Task | None, out: Path, rotate: bool, progress: Progress
+    planner: Planner, plan: ConversionPlan, task: Task | None, out: Path, rotation: str, progress: Progress
 ) -> _Result:
     """Check the source's values, prune, and write the output."""
     advice = (
@@ -216,40 +241,52 @@ def _prune_and_write(
     with full_disk_explained(out, plan.disk_bytes(), advice), plan.checkpoint.reader() as reader:
         sparse = _check_values(plan, reader, progress)
         if task:
-            return _write_calibrated(plan, task, out, reader, rotate, progress)
+            try:
+                return _write_calibrated(planner, plan, task, out, reader, rotation, progress)
+            except torch.OutOfMemoryError as error:
+                raise CalibrationError(
+                    f"calibration does not fit into the memory of {task.device} ({error}); use fewer --samples, a "
+                    "smaller --seqlen, or --device cpu"
+                ) from None
         facts = _write(plan, out, reader, None, progress)
-        return _Result(plan, layer_rows(facts, (), plan.options.method_name), sparse=sparse)
+        return _Result(plan, layer_rows(facts, (), "magnitude"), sparse=sparse)
 
 
 def _write_calibrated(
-    plan: ConversionPlan, task: Task, out: Path, reader: Reader, rotate: bool, progress: Progress
+    planner: Planner,
+    plan: ConversionPlan,
+    task: Task,
+    out: Path,
+    reader: Reader,
+    rotation: str,
+    progress: Progress,
 ) -> _Result:
     """Calibrate the layers and write the output."""
-    options, outcome, distilled = plan.options, None, None
-    state = {**task.state(), "budget": options.budget and asdict(options.budget), "rotate": rotate}
-    with open_work(out, state, task.calibration.resume) as work:
+    options, outcome, distilled, rotate = plan.options, None, None, rotation == ROTATED
+    with open_work(out, _state(task, options, rotation), task.calibration.resume) as work:
         dense = _transformed(task, reader, work, rotate, progress)
         reader = dense.reader
         if rotate and not dense.rotated:  # a tied lm_head stays tied
-            plan = make_plan(open_checkpoint(plan.checkpoint.folder)[0], options)
+            planner = Planner(open_checkpoint(plan.checkpoint.folder)[0], options)
+            plan = planner.plan()
         if options.budget:
             outcome = estimate(task, reader, work, options.budget, dense.rotated, progress)
 
             def fitted(choice: Choice) -> Task:
-                chosen = make_plan(plan.checkpoint, options, dict(layers(choice)))
+                chosen = planner.plan(dict(layers(choice)))
                 return replace(task, layers=chosen.patterns, skipped=frozenset(chosen.skipped))
 
             outcome = prune_within(reader, work, outcome, fitted, progress)
             assert outcome.choice
-            plan = make_plan(plan.checkpoint, options, dict(layers(outcome.choice)))
+            plan = planner.plan(dict(layers(outcome.choice)))
             task = fitted(outcome.choice)
         else:
             calibrate(task, reader, work, progress)
         if task.texts:
             distilled = distill(task, reader, work, progress)
         with work.tensors(DISTILLED).reader() as codes:
-            facts = _write(plan, out, OrderedReader(reader, codes), OrderedReader(codes, codes), progress)
-        rows = layer_rows(facts, work.rows(), task.method)
+            facts = _write(plan, out, ordered_reader(reader, codes), ordered_reader(codes, codes), progress)
+        rows = layer_rows(facts, work.rows(), METHOD)
         work.remove()
     return _Result(plan, rows, dense.rotation, dense.smoothing, outcome, distilled)
 
@@ -278,27 +315,27 @@ def _transformed(
             rotation = f"not rotated, as that would prune worse: {change}"
         else:
             rotated, rotation = True, f"{ROTATED}; {change}" if change else ROTATED
-            reader = RotatedReader(reader, task.model, task.device, learned.rotation)
+            reader = rotated_reader(reader, task.model, roles_of(task.model, reader), learned.rotation)
     if not task.smooths:
         return _Transformed(reader, rotated, rotation, "")
     smoothing = find_smoothing(task, reader, work, progress)
-    smoothed = SmoothedReader(reader, smoothing.factors, task.model.stages)
+    smoothed = smoothed_reader(reader, task.model, smoothing.factors)
     return _Transformed(smoothed, rotated, rotation, smoothing.summary)
 
 
 def _write(
     plan: ConversionPlan, out: Path, reader: Reader, codes: Reader | None, progress: Progress
 ) -> list[Facts]:
-    """Write the output and publish it; with calibrated ``codes`` or the option ``check``, read it back first."""
+    """Write the output and publish it; with calibrated ``codes``, read it back first."""
     source = plan.checkpoint.folder
     with partial_folder(out) as folder:
         for name in _other_files(plan.checkpoint)[0]:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, folder / name)
-        _write_tensors(plan, reader, codes, folder, progress)
+        write_tensors(plan, reader, codes, folder, progress)
         for file, content in plan.small_files():
             (folder / file).write_bytes(content)
-        facts = read_back(folder, plan.checkpoint) if codes or plan.options.check else []
+        facts = read_back(folder, plan.checkpoint) if codes else []
         publish(folder, out)
     return facts
 
@@ -306,7 +343,7 @@ def _write(
 # Disk space
 
 
-def _require_room(plan: ConversionPlan, task: Task | None, out: Path, rotate: bool) -> None:
+def _require_room(plan: ConversionPlan, task: Task | None, out: Path) -> None:
     """Raise EnvironmentFault unless the output and the finished blocks of calibration fit on the disk."""
     source = plan.checkpoint.folder
     needed = plan.disk_bytes() + sum(
@@ -318,7 +355,6 @@ def _require_room(plan: ConversionPlan, task: Task | None, out: Path, rotate: bo
             + distillation_bytes(task)
             - (finished_bytes(out) if task.calibration.resume else 0)
         )
-        needed += rotation_bytes(task, out) if rotate else 0
     require_space(out, needed)
 
 
@@ -369,15 +405,15 @@ def _module_folders(checkpoint: Checkpoint) -> set[str]:
 
 
 def _each_chunk(
-    parts: Sequence[Part], pool: ThreadPoolExecutor, work: Callable[[Part, slice], None]
+    outputs: Sequence[Output], pool: ThreadPoolExecutor, work: Callable[[Output, slice], None]
 ) -> Iterator[int]:
     """Call ``work`` for every chunk; yield the source bytes of each in order, or raise the first error."""
-    jobs = [(part, rows) for part in parts for rows in part.chunks()]
+    jobs = [(output, rows) for output in outputs for rows in output.source.chunks()]
 
-    def run(job: tuple[Part, slice]) -> int:
-        part, rows = job
-        work(part, rows)
-        return int(rows.stop - rows.start) * part.source.row_bytes
+    def run(job: tuple[Output, slice]) -> int:
+        output, rows = job
+        work(output, rows)
+        return int(rows.stop - rows.start) * output.source.row_bytes
 
     yield from pool.map(run, jobs)
 
@@ -386,34 +422,34 @@ def _check_values(plan: ConversionPlan, reader: Reader, progress: Progress) -> b
     """Check all tensors by `_check_chunk`; return whether all weights to prune obey their patterns already."""
     done, dense = 0, list[str]()
 
-    def check(part: Part, rows: slice) -> None:
-        values = _check_chunk(plan, reader, part, rows)
-        if not (plan.converted or dense or part.pattern is None or obeys(values, part.pattern)):
-            dense.append(part.source.name)
+    def check(output: Output, rows: slice) -> None:
+        values = _check_chunk(plan, reader, output, rows)
+        if not (plan.source.metadata or dense or output.pattern is None or obeys(values, output.pattern)):
+            dense.append(output.source.name)
 
     with workers() as pool:
-        for size in _each_chunk(plan.parts, pool, check):
+        for size in _each_chunk(plan.outputs, pool, check):
             done += size
             progress("checking", done, plan.bytes_in)
     return not dense
 
 
-def _check_chunk(plan: ConversionPlan, reader: Reader, part: Part, rows: slice) -> Tensor:
+def _check_chunk(plan: ConversionPlan, reader: Reader, output: Output, rows: slice) -> Tensor:
     """Return rows of a tensor.
 
     Refuses NaN and Inf, zero points that are not 0, and rows of a converted source that break their pattern.
     """
-    values, name = reader.rows(part.source.name, rows), part.source.name
+    values, name = reader.rows(output.source.name, rows), output.source.name
     if not is_finite(values):
-        raise CheckpointError(_not_finite_message(reader, part))
-    if name.endswith(ZERO_POINT) and not part.out and bool(values.float().any()):
+        raise CheckpointError(_not_finite_message(reader, output))
+    if name.endswith(ZERO_POINT) and not output.specs and bool(values.float().any()):
         raise CheckpointError(
-            f"tensor {name} in {part.file} is not 0 everywhere, but quantization_config says that weights are "
+            f"tensor {name} in {output.file} is not 0 everywhere, but quantization_config says that weights are "
             "symmetric; only symmetric ones are supported: start from the original checkpoint, or fetch the config "
             "again"
         )
-    if plan.converted and part.layer:
-        restore(values, plan.converted, part.layer, rows.start)
+    if plan.source.metadata and output.layer:
+        restore(values, plan.source.metadata, output.layer, rows.start)
     return values
 
 
@@ -428,8 +464,8 @@ def is_finite(values: Tensor) -> bool:
     return bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())  # NaN wins both comparisons
 
 
-def _not_finite_message(reader: Reader, part: Part) -> str:
-    count, first, spec = 0, None, part.source
+def _not_finite_message(reader: Reader, output: Output) -> str:
+    count, first, spec = 0, None, output.source
     for rows in spec.chunks():
         values = reader.rows(spec.name, rows).float()
         bad = ~torch.isfinite(values)
@@ -441,70 +477,50 @@ def _not_finite_message(reader: Reader, part: Part) -> str:
     row, column, value = first
     where = f"row {row}, column {column}" if len(spec.shape) > 1 else f"element {row}"
     return (
-        f"tensor {spec.name} in {part.file} holds {count} values that are not finite, the first at {where} "
+        f"tensor {spec.name} in {output.file} holds {count} values that are not finite, the first at {where} "
         f"({value}); such weights cannot be pruned or quantized: fetch the checkpoint again, or repair the "
         "training"
     )
 
 
-def _write_tensors(
+def write_tensors(
     plan: ConversionPlan, reader: Reader, codes: Reader | None, folder: Path, progress: Progress
 ) -> None:
+    """Write the safetensors files of a plan into ``folder``; ``codes`` has those of calibrated layers."""
     done = 0
     with workers() as pool:
         for file in plan.checkpoint.files:
             with Writer(folder / file, plan.specs(file)) as writer:
-                parts = [part for part in plan.parts if part.file == file]
+                outputs = [output for output in plan.outputs if output.file == file]
 
-                def work(part: Part, rows: slice, writer: Writer = writer) -> None:
-                    _write_chunk(plan, reader, codes, writer, part, rows)
+                def work(output: Output, rows: slice, writer: Writer = writer) -> None:
+                    _write_chunk(plan, reader, codes, writer, output, rows)
 
-                for size in _each_chunk(parts, pool, work):
+                for size in _each_chunk(outputs, pool, work):
                     done += size
                     progress("writing", done, plan.bytes_in)
 
 
 def _write_chunk(
-    plan: ConversionPlan, reader: Reader, codes: Reader | None, writer: Writer, part: Part, rows: slice
+    plan: ConversionPlan, reader: Reader, codes: Reader | None, writer: Writer, output: Output, rows: slice
 ) -> None:
-    if part.layer is None:
-        if part.out:
-            values = reader.rows(part.source.name, rows)  # float32 if it was rotated
-            if part.scheme:
-                values = _dequantized(values, part.scheme, reader, part.source.name, rows)
-            writer.write(part.source.name, rows.start, values.to(DTYPES[part.out[0].dtype]))
+    layer, pattern, name = output.layer, output.pattern, output.source.name
+    if layer is None:
+        if output.specs:
+            head = name.removesuffix(WEIGHT)
+            if isinstance(plan.source, Quantized) and head in plan.source.heads:
+                values = plan.source.float_rows(reader, head, rows)
+            else:
+                values = reader.rows(name, rows)  # float32 if it was rotated
+            writer.write(name, rows.start, values.to(DTYPES[output.specs[0].dtype]))
         return
-    if codes and part.pattern:
-        weight = codes.rows(part.layer + WEIGHT, rows)
-        scale: Tensor | None = codes.rows(part.layer + SCALE, rows)
+    if codes and pattern:
+        weight = codes.rows(layer + WEIGHT, rows)
+        scale: Tensor | None = codes.rows(layer + SCALE, rows)
     else:
-        weight, scale = _make(plan, part, rows, reader)
-    if isinstance(part.pattern, SlidePattern) and plan.options.layout == "slided":
-        weight = slide(weight, part.pattern, layer=part.layer)
-    assert weight.dtype == DTYPES[part.out[0].dtype]
-    part.write(writer, rows.start, weight, scale if part.scaled else None)
-
-
-def _dequantized(values: Tensor, scheme: Scheme, reader: Reader, name: str, rows: slice) -> Tensor:
-    """Return codes times their scales, [M, K] float32, for ``rows`` of the weight ``name``."""
-    scale = reader.whole(name.removesuffix(WEIGHT) + scheme.scale)
-    if scheme.block:
-        return dequantize_blocks(values, scale, scheme.block, rows.start)
-    return dequantize_rows(values, scale.reshape(-1)[rows] if scheme.strategy == "channel" else scale)
-
-
-def _make(plan: ConversionPlan, part: Part, rows: slice, reader: Reader) -> tuple[Tensor, Tensor | None]:
-    """Return pruned and quantized rows of a weight in the dense layout, and their scales unless these are copied."""
-    assert part.layer
-    values, scheme = reader.rows(part.source.name, rows), part.scheme
-    if plan.converted is not None:
-        return restore(values, plan.converted, part.layer, rows.start), None
-    scale = reader.whole(part.layer + scheme.scale).float() if scheme and part.scaled else None
-    if scheme and scheme.block and scale is not None:
-        values = dequantize_blocks(values, scale, scheme.block, rows.start)
-    if part.pattern:
-        seed = chunk_seed(plan.options.seed, part.source.name, rows.start)
-        values = methods.get(plan.options.method_name).prune(values, part.pattern, seed)
-    if scheme is None or scheme.block:
-        return quantize_rows(values, DTYPES[part.out[0].dtype], "cuda")
-    return values, None if scale is None else scale.reshape(1, 1).expand(len(values), 1)
+        pruned = (lambda w: prune(w, pattern)) if pattern else (lambda w: w)
+        weight, scale = plan.source.codes(reader, layer, rows, pruned)
+    if isinstance(pattern, SlidePattern) and plan.options.layout == "slided":
+        weight = slide(weight, pattern, layer=layer)
+    assert weight.dtype == DTYPES[output.specs[0].dtype]
+    output.write(writer, rows.start, weight, scale)

@@ -1,11 +1,14 @@
-"""NVIDIA's cuSPARSELt: 2:4 sparse GEMM on sparse tensor cores, through our binding csrc/cusparselt.cpp.
+"""NVIDIA's cuSPARSELt: 2:4 sparse GEMM on sparse tensor cores.
 
 Its epilogue cannot scale by token, nor add a bias after that: `slidesparse.kernels.dequant_bias` applies all scales.
+
+The library wants the structured matrix on the left, so it computes out.T [N, M] = weight [N, K] @ activations.T [K, M],
+and the column-major out.T is the row-major out [M, N].
 """
 
 from __future__ import annotations
 
-import re
+from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 from functools import cache
 from typing import Any
 
@@ -14,32 +17,144 @@ from torch import Tensor
 
 from slidesparse.build.find import ToolchainError, require_supported
 from slidesparse.gemm import cuda
-from slidesparse.gemm.backend import LayerSpec, require_unbroken_blocks
-from slidesparse.gemm.cuda import NativePlan
-from slidesparse.gemm.library import LibraryBackend
-from slidesparse.gemm.problem import TN, Layout, LibraryError, Problem, require_operand
-from slidesparse.pattern import round_up
+from slidesparse.gemm.library import (
+    DATA_TYPES,
+    Functions,
+    Handle,
+    Library,
+    LibraryBackend,
+    LibraryPlan,
+    opaque,
+    pad,
+    plan_cache,
+)
+from slidesparse.gemm.problem import MIN_ROWS, TWO_FOUR, LibraryError, Problem, Tensors, require_operand
+from slidesparse.pattern import SlidePattern
+from slidesparse.slide import bits, nonzero, slide
 
 ALIGNMENT = {1: 32, 2: 16}  # bytes of an element -> the multiple of rows and columns of a weight
 OUTPUTS = {
     "int8": ("bf16", "int32", "fp16", "int8"),
     "fp8": ("bf16", "fp32", "fp16"),
-    "fp16": ("fp16",),
     "bf16": ("bf16",),
 }
-SPLIT_COUNTS = (2, 3, 4, 8)
-SPLIT_MODES = (1, 2, 5)  # cusparseLtSplitKMode_t: one kernel, two kernels, split-K
-UNSPLIT_MODES = (4, 6)  # without splits: data-parallel, stream-K
-PROBE_SHAPE = (128, 2048, 64)  # n, k and m of the problem with which supported modes are probed
-# (version, capability, dtype) -> ids of algorithms whose kernels fail with an illegal instruction, after which every
-# CUDA call of the process fails.  Each of the 52 was run in a process of its own, at 64 x 64 x 64 and 4608 x 3584 x 64;
-# the others give right results.
-CRASHING_ALGORITHMS = {("0.8.0", (9, 0), "fp16"): range(36, 52)}
-METADATA_TILE_ROWS = 128  # rows of a tile of metadata; a chunk of a weight is whole tiles
-CHUNK_BYTES = 16 << 20  # bytes of windows that are compressed at a time
 # Bytes allocated behind a compressed weight: the library's kernels read metadata in 128 x 64 tiles of 1 KiB, even if
 # the number of rows is not a multiple of 128 (compute-sanitizer reports it).  The excess belongs to rows beyond N.
 SLACK_BYTES = 4096
+
+POINTER_ALIGNMENT = 16  # bytes
+COLUMN_MAJOR, ROW_MAJOR = 1, 2  # cusparseOrder_t
+HALF_OF_THE_ELEMENTS = 0  # cusparseLtSparsity_t
+COMPUTE_INT32, COMPUTE_FLOAT32 = 0, 2  # cusparseComputeType
+ALGORITHM_ID, LARGEST_ID = 0, 1  # cusparseLtMatmulAlgAttribute_t
+
+FUNCTIONS: Functions = {
+    "cusparseLtInit": (c_void_p,),
+    "cusparseLtDestroy": (c_void_p,),
+    "cusparseLtGetProperty": (c_int, c_void_p),
+    # handle, matrix, rows, columns, leading dimension, alignment, type, order
+    "cusparseLtDenseDescriptorInit": (c_void_p, c_void_p, *(c_int64,) * 3, c_uint32, c_int, c_int),
+    "cusparseLtStructuredDescriptorInit": (
+        c_void_p,
+        c_void_p,
+        *(c_int64,) * 3,
+        c_uint32,
+        c_int,
+        c_int,
+        c_int,
+    ),
+    "cusparseLtMatDescriptorDestroy": (c_void_p,),
+    # handle, product, whether weight and activations are transposed, weight, activations, C, D, compute type
+    "cusparseLtMatmulDescriptorInit": (c_void_p, c_void_p, c_int, c_int, *(c_void_p,) * 4, c_int),
+    "cusparseLtMatmulAlgSelectionInit": (c_void_p, c_void_p, c_void_p, c_int),
+    "cusparseLtMatmulAlgSelectionDestroy": (c_void_p,),
+    "cusparseLtMatmulAlgSetAttribute": (c_void_p, c_void_p, c_int, c_void_p, c_size_t),
+    "cusparseLtMatmulAlgGetAttribute": (c_void_p, c_void_p, c_int, c_void_p, c_size_t),
+    "cusparseLtMatmulPlanInit": (c_void_p,) * 4,
+    "cusparseLtMatmulPlanDestroy": (c_void_p,),
+    "cusparseLtMatmulGetWorkspace": (c_void_p,) * 3,
+    # handle, plan, alpha, weight, activations, beta, C, D, workspace, streams, their number
+    "cusparseLtMatmul": (*(c_void_p,) * 10, c_int32),
+    "cusparseLtSpMMACompressedSize": (c_void_p,) * 4,
+    "cusparseLtSpMMACompress": (c_void_p,) * 6,
+}
+
+
+class CuSparseLtPlan(LibraryPlan):
+    """A GEMM with its types and its algorithm."""
+
+    def __init__(
+        self, library: Library, handle: Handle, problem: Problem, algorithm: str | None, index: int
+    ) -> None:
+        super().__init__(library, algorithm, index)
+        self._handle, self._problem = handle, problem
+        self._one, self._zero = c_float(1), c_float(0)
+        (n, k, m), operand = (problem.n, problem.k, problem.m), DATA_TYPES[problem.dtype]
+        activations = self._matrix(m, k, operand, ROW_MAJOR)
+        out = self._matrix(n, m, DATA_TYPES[problem.out], COLUMN_MAJOR)
+        weight, product, selection, self._plan = (opaque() for _ in range(4))
+        self._call(
+            "cusparseLtStructuredDescriptorInit",
+            *(weight, n, k, k, POINTER_ALIGNMENT, operand, ROW_MAJOR, HALF_OF_THE_ELEMENTS),
+        )
+        compute = COMPUTE_INT32 if problem.dtype == "int8" else COMPUTE_FLOAT32
+        self._call("cusparseLtMatmulDescriptorInit", product, 0, 1, weight, activations, out, out, compute)
+        self._product = product  # which is not destroyed, but must stay where it is
+        # Not before: 0.8.0 crashes on destroying a weight that no product uses
+        self.destroy_later("cusparseLtMatDescriptorDestroy", weight)
+        self._call("cusparseLtMatmulAlgSelectionInit", selection, product, 0)
+        self.destroy_later("cusparseLtMatmulAlgSelectionDestroy", selection)
+        count = c_int()
+        self._call("cusparseLtMatmulAlgGetAttribute", selection, LARGEST_ID, byref(count), 4)
+        self.algorithms = count.value  # ids are 0 to one less
+        if algorithm:
+            number = c_int(_parse_algorithm(algorithm))
+            self._call("cusparseLtMatmulAlgSetAttribute", selection, ALGORITHM_ID, byref(number), 4)
+        self._call("cusparseLtMatmulPlanInit", self._plan, product, selection)
+        self.destroy_later("cusparseLtMatmulPlanDestroy", self._plan)
+        needed = c_size_t()
+        self._call("cusparseLtMatmulGetWorkspace", self._plan, byref(needed))
+        self.workspace = needed.value
+
+    def compress(self, weight: Tensor) -> Tensor:
+        """Return the library's values and metadata of a weight [n, k], and SLACK_BYTES."""
+        size, buffer_size = c_size_t(), c_size_t()
+        self._call("cusparseLtSpMMACompressedSize", self._plan, byref(size), byref(buffer_size))
+        compressed = torch.empty(size.value + SLACK_BYTES, dtype=torch.uint8, device=weight.device)
+        buffer = torch.empty(max(1, buffer_size.value), dtype=torch.uint8, device=weight.device)
+        self._call(
+            "cusparseLtSpMMACompress",
+            *(
+                self._plan,
+                weight.data_ptr(),
+                compressed.data_ptr(),
+                buffer.data_ptr(),
+                cuda.current_stream(self.index),
+            ),
+        )
+        return compressed
+
+    def launch(self, tensors: Tensors, workspace: int, stream: int) -> None:
+        """See `LibraryPlan.launch`."""
+        out = tensors.out.data_ptr()
+        self._call(
+            "cusparseLtMatmul",
+            *(self._plan, byref(self._one), tensors.weight.data_ptr(), tensors.activations.data_ptr()),
+            *(byref(self._zero), out, out, workspace, byref(c_void_p(stream)), 1),
+        )
+
+    def _matrix(self, rows: int, columns: int, kind: int, order: int) -> Any:
+        """Make the descriptor of a dense matrix."""
+        made, leading = opaque(), rows if order == COLUMN_MAJOR else columns
+        self._call(
+            "cusparseLtDenseDescriptorInit", made, rows, columns, leading, POINTER_ALIGNMENT, kind, order
+        )
+        self.destroy_later("cusparseLtMatDescriptorDestroy", made)
+        return made
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        what = f"{self._problem}, by algorithm {self.algorithm or 'of its own choice'}"
+        self.library.call(what, function, self._handle.made, *arguments)
 
 
 class CuSparseLt(LibraryBackend):
@@ -51,9 +166,21 @@ class CuSparseLt(LibraryBackend):
     alignment = 32  # K of a sparse 8-bit GEMM must be a multiple of this
     products = OUTPUTS
 
+    @cache  # noqa: B019  there is one object
+    def library(self) -> Library:
+        """See `LibraryBackend.library`."""
+        return Library(self.name, FUNCTIONS, ("cusparseLtGetErrorName", "cusparseLtGetErrorString"))
+
+    def make_handle(self) -> Handle:
+        """See `LibraryBackend.make_handle`."""
+        return Handle(self.library(), opaque(), "cusparseLtInit", "cusparseLtDestroy")
+
     def version(self) -> str:
         """See `Tunable.version`."""
-        version = tuple(cuda.call(cuda.extension(self.name).version))
+        parts = [c_int() for _ in range(3)]  # major, minor, patch level
+        for number, part in enumerate(parts):
+            self.library().call("asking for the version", "cusparseLtGetProperty", number, byref(part))
+        version = [part.value for part in parts]
         try:
             require_supported(self.name, version)
         except ToolchainError as error:
@@ -64,7 +191,7 @@ class CuSparseLt(LibraryBackend):
         """See `Tunable.epilogue`: none, since the kernel that applies token scales applies both in one pass."""
         return "none"
 
-    def operand(self, weight: Tensor, layout: Layout = TN) -> Tensor:
+    def operand(self, weight: Tensor) -> Tensor:
         """See `Tunable.operand`: the library's values and metadata, and slack; n and k are multiples of `ALIGNMENT`."""
         dtype = require_operand(weight.dtype)
         n, k = weight.shape
@@ -77,174 +204,45 @@ class CuSparseLt(LibraryBackend):
             raise LibraryError(
                 f"cuSPARSELt takes weights whose sides are multiples of {multiple}, found {n} x {k}: pad it with zeros"
             )
-        weight = weight.contiguous() if layout.weight_k else weight.t().contiguous()
-        problem, index = Problem(dtype, OUTPUTS[dtype][0], n, k, cuda.MIN_ROWS), weight.device.index
+        problem, index = Problem(dtype, OUTPUTS[dtype][0], n, k, MIN_ROWS), weight.get_device()
         with cuda.on_device(index):
-            compressor = cuda.plan_cache(self.name, index).get(
-                ("compress", dtype, n, k, layout), self._native_plan, problem, weight.device, None, layout
+            plan = plan_cache(self.name, index).get(
+                ("compress", problem), lambda: self.plan(problem, weight.device)
             )
-            size, buffer_size = cuda.call(compressor.compressed_size)
-            compressed = torch.empty(size + SLACK_BYTES, dtype=torch.uint8, device=weight.device)
-            buffer = torch.empty(max(1, buffer_size), dtype=torch.uint8, device=weight.device)
-            stream = cuda.current_stream(index)
-            cuda.call(
-                compressor.compress, weight.data_ptr(), compressed.data_ptr(), buffer.data_ptr(), stream
-            )
+            compressed: Tensor = plan.compress(weight.contiguous())
         return compressed
 
-    def algorithms(self, problem: Problem, device: torch.device, layout: Layout = TN) -> list[str]:
-        """See `Tunable.algorithms`: ids such as "3" and, if tiles are too few, "3/2x1": id/splits x mode."""
-        count = self._native_plan(problem, device, None, layout).algorithms
-        ids = [i for i in range(count) if i not in self._crashing_algorithms(problem, device)]
-        names = [str(i) for i in ids]
-        tiles = -(-problem.n // 128) * -(-problem.m // 128)
-        if tiles < 2 * torch.cuda.get_device_properties(device).multi_processor_count:
-            splits = self._split_variants(problem.dtype, problem.out, device)
-            names += [f"{i}/{split}" for i in ids for split in splits]
-        return names
+    def algorithms(self, problem: Problem, device: torch.device) -> list[str]:
+        """See `Tunable.algorithms`: ids such as "3", by the library's own division of K."""
+        return [str(i) for i in range(self.plan(problem, device).algorithms)]
 
-    def unsplit(self, algorithm: str) -> str | None:
-        """See `Tunable.unsplit`: "3/2x1" becomes "3"."""
-        unsplit, suffix, _ = algorithm.partition("/")
-        return unsplit if suffix else None
-
-    def _crashing_algorithms(self, problem: Problem, device: torch.device) -> range:
-        if problem.dtype not in {dtype for *_, dtype in CRASHING_ALGORITHMS}:
-            return range(0)
-        return CRASHING_ALGORITHMS.get(
-            (self.version(), torch.cuda.get_device_capability(device), problem.dtype), range(0)
-        )
-
-    def plan(
-        self, problem: Problem, device: torch.device, algorithm: str | None = None, layout: Layout = TN
-    ) -> NativePlan:
+    def plan(self, problem: Problem, device: torch.device, algorithm: str | None = None) -> CuSparseLtPlan:
         """See `Tunable.plan`."""
-        native = self._native_plan(problem, device, algorithm, layout)
-        return NativePlan(native, algorithm, cuda.device_index(device))
-
-    def _native_plan(
-        self, problem: Problem, device: torch.device, algorithm: str | None, layout: Layout = TN
-    ) -> Any:
         self.require(problem)
         if problem.bias or problem.scale != "none":
             raise LibraryError(f"cuSPARSELt applies neither scales nor a bias, asked for {problem}")
-        numbers = _parse_algorithm(algorithm)
-        if numbers[0] in self._crashing_algorithms(problem, device):
-            raise LibraryError(
-                f"algorithm {algorithm} of cuSPARSELt {self.version()} crashes for {problem} on this GPU; take another"
-            )
-        module, index = cuda.extension(self.name), cuda.device_index(device)
+        index = cuda.device_index(device)
         with cuda.on_device(index):
-            return cuda.call(
-                module.Plan,
-                cuda.handle(self.name, index),
-                *(problem.n, problem.k, problem.m),
-                *(module.TYPES[problem.dtype], module.TYPES[problem.out], module.COMPUTE[problem.dtype]),
-                module.Algorithm(*numbers),
-                module.Layout(layout.weight_k, layout.activations_k, layout.output_n),
-                f"{problem}, {layout}, by algorithm {algorithm or 'of its own choice'}",
-            )
+            plan = CuSparseLtPlan(self.library(), self.handle(index), problem, algorithm, index)
+        plan.require_workspace()
+        return plan
 
-    @cache  # noqa: B019  there is one object
-    def _split_variants(self, dtype: str, out: str, device: torch.device) -> tuple[str, ...]:
-        """Return the split-K variants, such as "2x1", that every eighth algorithm has; on Hopper 0.8.0 has none."""
-        problem = Problem(dtype, out, *PROBE_SHAPE)
-        ids = range(0, self._native_plan(problem, device, None).algorithms, 8)  # rejecting one takes 8 ms
-        variants = [f"{splits}x{mode}" for splits in SPLIT_COUNTS for mode in SPLIT_MODES]
-        variants += [f"1x{mode}" for mode in UNSPLIT_MODES]
-        return tuple(
-            variant
-            for variant in variants
-            if any(self._accepts_algorithm(problem, device, f"{i}/{variant}") for i in ids)
-        )
-
-    def _accepts_algorithm(self, problem: Problem, device: torch.device, algorithm: str) -> bool:
-        try:
-            self._native_plan(problem, device, algorithm)
-        except LibraryError:
-            return False
-        return True
-
-    def pack(self, spec: LayerSpec, weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
         """See `Backend.pack`: slid into 2:4 windows and compressed, [bytes].
 
-        N and K' are padded with zeros to multiples of 32.  The weight is processed in chunks of rows, so that temporary
-        memory is little more than CHUNK_BYTES.
+        N and K' are padded with zeros to multiples of 32, and -0.0 becomes +0.0, because the library takes every code
+        but 0 for a value.
         """
-        from slidesparse.kernels.slide_weight import slide_weight  # late: needs Triton
-
-        layout, columns = spec.layout, spec.columns(self.alignment)
-        n, padded = weight.shape[0], round_up(weight.shape[0], self.alignment)
-        step = max(
-            METADATA_TILE_ROWS, CHUNK_BYTES // max(1, columns) // METADATA_TILE_ROWS * METADATA_TILE_ROWS
-        )
-        if padded % METADATA_TILE_ROWS or not self._compresses_in_chunks(weight.device, weight.dtype):
-            step = padded
-        broken = torch.zeros(1, dtype=torch.int32, device=weight.device)
-        packed: Tensor | None = None
-        for start in range(0, padded, step):
-            rows = min(step, padded - start)
-            windows = torch.empty(rows, columns, dtype=torch.int8, device=weight.device).view(weight.dtype)
-            part = weight[start : min(start + rows, n)]
-            broken += slide_weight(part, layout.length, layout.phase, windows[: len(part)])
-            windows[len(part) :].view(torch.int8).zero_()
-            compressed = self.operand(windows)
-            if packed is None:
-                size = (compressed.numel() - SLACK_BYTES) // rows * padded + SLACK_BYTES
-                packed = compressed if rows == padded else compressed.new_empty(size)
-            if rows < padded:
-                _copy_chunk(packed, compressed, start, rows, padded, columns)
-        assert packed is not None
-        require_unbroken_blocks(spec, weight, int(broken.item()))
-        return packed
+        codes = torch.where(nonzero(weight), bits(weight), 0).view(weight.dtype)
+        return self.operand(pad(slide(codes, pattern or TWO_FOUR, phase), self.alignment, self.alignment))
 
     def is_packed_for(self, weight: Tensor, n: int, k: int, dtype: torch.dtype) -> bool:
         """See `LibraryBackend.is_packed_for`; the size of the metadata is up to the library."""
         return weight.dtype == torch.uint8 and weight.numel() >= n * k // 2
 
-    @cache  # noqa: B019  there is one object
-    def _compresses_in_chunks(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Return whether compressing chunks of rows gives what compressing the whole weight gives."""
-        columns, rows = 256, 3 * METADATA_TILE_ROWS
-        generator = torch.Generator(device).manual_seed(0)  # vLLM samples by torch's own
-        weight = torch.randint(1, 100, (rows, columns), generator=generator, dtype=torch.int8, device=device)
-        column = torch.arange(columns, device=device)
-        row = torch.arange(rows, device=device)[:, None] % 12
-        weight = torch.where((column + row // 3) % 4 < 2, weight, 0).view(dtype)
-        expected = self.operand(weight)
-        packed = torch.empty_like(expected)
-        for start in range(0, rows, METADATA_TILE_ROWS):
-            part = weight[start : start + METADATA_TILE_ROWS]
-            compressed = self.operand(part)
-            if (compressed.numel() - SLACK_BYTES) * rows != (expected.numel() - SLACK_BYTES) * len(part):
-                return False
-            _copy_chunk(packed, compressed, start, len(part), rows, columns)
-        return torch.equal(packed[:-SLACK_BYTES], expected[:-SLACK_BYTES])
 
-
-def _parse_algorithm(algorithm: str | None) -> tuple[int, int, int]:
-    """Parse an algorithm into its id, splits and mode."""
-    if not algorithm:
-        return -1, 1, 0
-    match = re.fullmatch(r"(\d+)(?:/(\d+)x(\d+))?", algorithm)
-    if match is None:
-        raise LibraryError(f"{algorithm!r} is no cuSPARSELt algorithm, such as '3' or '3/2x1'")
-    algorithm_id, splits, mode = match.groups(default="")
-    return int(algorithm_id), int(splits or 1), int(mode or 0)
-
-
-# A compressed weight of N rows holds its values, K' / 2 bytes a row, and then its metadata, some bytes a row::
-#
-#     values of rows 0 .. N-1 | metadata of rows 0 .. N-1
-#
-# Metadata is laid out in tiles of METADATA_TILE_ROWS rows, so a weight of whole tiles can be compressed chunk by chunk.
-# The library does not guarantee this, so `CuSparseLt._compresses_in_chunks` checks it once per device and type.
-
-
-def _copy_chunk(
-    packed: Tensor, compressed: Tensor, start: int, rows: int, total_rows: int, columns: int
-) -> None:
-    values, metadata = columns // 2, (compressed.numel() - SLACK_BYTES) // rows - columns // 2
-    packed[start * values : (start + rows) * values] = compressed[: rows * values]
-    offset = total_rows * values + start * metadata
-    packed[offset : offset + rows * metadata] = compressed[rows * values : rows * (values + metadata)]
+def _parse_algorithm(algorithm: str) -> int:
+    """Parse an algorithm into its id."""
+    if not algorithm.isdecimal():
+        raise LibraryError(f"{algorithm!r} is no cuSPARSELt algorithm, such as '3'; tune again")
+    return int(algorithm)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slidesparse.blocks import BLOCK, STRIP, blocks_of, strips_of
 from slidesparse.gemm.backend import Tunable
-from slidesparse.gemm.problem import ALL_2_4, DTYPES, MIXED, Plan, Problem
+from slidesparse.gemm.problem import ALL_2_4, DTYPES, MIXED, Plan, Problem, Tensors
 from slidesparse.pattern import round_up
 from slidesparse.tune.measure import Launch, copies_for
 
@@ -23,7 +23,6 @@ ALIGNMENT = 256  # bytes: alignment of each copy
 # Per-token and per-channel scales put the largest of thousands of normal numbers, at 3.6 sigma, at 127.  Uniform codes
 # would toggle more bits, which costs a GPU at its power limit some percent of its clock.
 INT8_MAX, INT8_SIGMA = 127, 35.0
-INT32_MAX = 2**20  # INT32 operands are sums of INT8 products
 FP8_MAX = 448.0  # largest E4M3 number
 FP8_SIGMA = 100.0  # puts the largest value of a row, at about 4 sigma, near FP8_MAX, as per-token scales do
 GOLDEN_RATIO_CONJUGATE = 0.6180339887  # the fractional parts of its multiples are evenly distributed
@@ -49,9 +48,8 @@ class Operands:
 
     def launch(self, plan: Plan) -> Launch:
         """Run ``plan`` on copy i."""
-        return lambda i: plan.run(
-            self.activations[i], self.weights[i], self.outs[i], self.scale_w, self.scale_x, self.bias
-        )
+        factors = self.scale_w, self.scale_x, self.bias
+        return lambda i: plan.run(Tensors(self.activations[i], self.weights[i], self.outs[i], *factors))
 
 
 class Inputs:
@@ -131,8 +129,6 @@ class Inputs:
             part.copy_(self._random(part.numel(), dtype, sparse))
 
     def _random(self, count: int, dtype: str, sparse: bool) -> Tensor:
-        if dtype == "int32":
-            return self._integers(-INT32_MAX, INT32_MAX + 1, count, torch.int32)
         numbers = torch.randn(count, generator=self._generator, device=self.device)
         if dtype == "int8":
             numbers = (numbers * INT8_SIGMA).round_().clamp_(-INT8_MAX, INT8_MAX)
@@ -143,9 +139,6 @@ class Inputs:
         if sparse:  # selected, not multiplied: -0.0 would count as a non-zero
             numbers = torch.where(two_of_four(count, self._generator), numbers, numbers.new_zeros(()))
         return numbers.to(DTYPES[dtype])
-
-    def _integers(self, low: int, high: int, count: int, dtype: torch.dtype) -> Tensor:
-        return torch.randint(low, high, (count,), generator=self._generator, dtype=dtype, device=self.device)
 
 
 def clones(first: Tensor, count: int) -> list[Tensor]:

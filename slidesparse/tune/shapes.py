@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slidesparse.checkpoint.architectures import WEIGHT
+from slidesparse.calibrate.model import fused_layers
 from slidesparse.checkpoint.converted import open_checkpoint
-from slidesparse.checkpoint.inspection import fused_layers
+from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.checkpoint.storage import FLOATS, parse_json, text_config
-from slidesparse.convert.synth_model import PUBLIC
 from slidesparse.errors import SlideSparseError, shown
 from slidesparse.pattern import SlidePattern, parse_pattern, round_up
+from slidesparse.synth import PUBLIC
 
 FEW_TOKENS = (1, 2, 4, 8, 16, 32)  # also tuned for backends whose plans serve any number of tokens
 TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

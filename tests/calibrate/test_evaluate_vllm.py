@@ -6,18 +6,14 @@ import math
 from itertools import pairwise
 from pathlib import Path
 
-import minilm
 import numpy as np
 import pytest
 import torch
-from checkpoints import convert
 from engines import Engines, Request
 from models import LLAMA, converted, write_float
 
-from slidesparse import demo
 from slidesparse.calibrate.models import open_model, rms_norm
 from slidesparse.checkpoint.storage import Checkpoint
-from slidesparse.checkpoint.tokens import tokenizer_of
 from slidesparse.evaluate import perplexity
 from slidesparse.evaluate.engine import Engine, Scored
 
@@ -74,15 +70,15 @@ def test_perplexity_by_vllm_equals_own_layers(engines: Engines, tmp_path: Path) 
     assert comparison.top1.value < 1
 
 
-def test_embeddings_by_the_engine_equal_reference(tmp_path: Path) -> None:
-    """The process that ``slidesparse eval`` starts serves MiniLM in the slided layout."""
-    source = demo.original()
-    for layout in ("dense", "slided"):
-        convert(source, tmp_path / layout, layout=layout)
-    encode = tokenizer_of(source)
+def test_engine_process_scores_and_says_what_served(tmp_path: Path) -> None:
+    """The process that ``slidesparse eval`` starts, with the slided layout."""
+    source = write_float(LLAMA, tmp_path / "source")
+    slided = converted(source, tmp_path / "slided", "6:8", "slided")
     engine = Engine({"dtype": "float32", "gpu_memory_utilization": 0.2})
-    ids = [encode(sentence) for sentence in demo.SENTENCES]
-    scored = engine.score(tmp_path / "slided", "embedding", ids)
-    assert scored.served_by.startswith("6:8 (2 of every 8 pruned): 24 layers sparse, 0 dense; slided layout")
-    expected = minilm.embeddings(source, tmp_path / "dense", demo.SENTENCES)
-    minilm.assert_served(scored.arrays["embeddings"], expected)
+    scored = engine.score(slided, [[1, 2, 3, 4], [5, 6]], top=2)
+    assert scored.served_by.startswith(
+        "6:8 (2 of every 8 pruned): 8 layers sparse, 1 dense (1 lm_head); slided layout"
+    )
+    assert {name: array.shape for name, array in scored.arrays.items()} == {
+        "logprobs": (4,), "top_ids": (4, 2), "top_logprobs": (4, 2)
+    }  # fmt: skip

@@ -28,7 +28,7 @@ from transformers.integrations.bitnet import WeightQuant
 
 from slidesparse.calibrate.models import open_model
 from slidesparse.calibrate.task import Calibration
-from slidesparse.checkpoint.architectures import DECODER
+from slidesparse.checkpoint.names import DECODER
 from slidesparse.checkpoint.bitnet import as_int8
 from slidesparse.checkpoint.inspection import inspect, verify
 from slidesparse.checkpoint.storage import Checkpoint

@@ -36,7 +36,7 @@ from safetensors import safe_open
 from strategies import NAMED, assert_same_bits
 
 from slidesparse import methods
-from slidesparse.checkpoint.architectures import family_of
+from slidesparse.checkpoint.names import family_of
 from slidesparse.checkpoint.inspection import inspect
 from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.checkpoint.storage import CheckpointError

@@ -14,7 +14,7 @@ from moe import EXPERTS, HIDDEN, LAYERS, MODELS, Moe
 from strategies import assert_same_bits
 
 from slidesparse.calibrate.task import Calibration
-from slidesparse.checkpoint.architectures import inside
+from slidesparse.checkpoint.names import inside
 from slidesparse.checkpoint.inspection import inspect
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern

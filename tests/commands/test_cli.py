@@ -441,7 +441,7 @@ def test_environment_faults_exit_3(source: Path, tmp_path: Path, monkeypatch: py
     assert (result.code, "pip install tokenizers" in result.err) == (3, True)
 
 
-# inspect and verify
+# inspect
 
 
 def test_unusable_input_exits_2(source: Path, tmp_path: Path) -> None:
@@ -449,7 +449,6 @@ def test_unusable_input_exits_2(source: Path, tmp_path: Path) -> None:
     for command in (
         convert_command(source, tmp_path / "out"),
         ("inspect", source),
-        ("verify", source, source),
     ):
         result = Done(*command)
         assert (result.code, result.out) == (2, "")
@@ -519,24 +518,6 @@ def test_closed_pipe_prints_no_error(converted: Path) -> None:
     assert (process.returncode, process.stderr) == (1, "")
 
 
-def test_verify_output_and_exit_codes(source: Path, converted: Path, tmp_path: Path) -> None:
-    slided = tmp_path / "slided"
-    convert(source, slided, layout="slided")
-    result = Done("verify", converted, slided)
-    assert result.code == 0
-    assert result.out.startswith(f"equal: {len(tensors_of(slided))} tensors, 14 of them")
-    assert json.loads(Done("verify", converted, slided, "--json").out)["equal"] is True
-    tensors = tensors_of(converted)
-    before = int(tensors[f"{Q}.weight"][45, 9])
-    tensors[f"{Q}.weight"][45, 9] = before ^ 64
-    write(converted, config_of(converted), tensors)
-    result = Done("verify", converted, slided)
-    assert result.code == 1
-    assert result.out == f"different: {Q}.weight: row 45, column 9: {before ^ 64} and {before}\n"
-    report = json.loads(Done("verify", converted, slided, "--json").out)
-    assert (report["equal"], report["difference"]["row"], report["difference"]["column"]) == (False, 45, 9)
-
-
 # Without torch
 
 
@@ -544,7 +525,7 @@ def test_version_and_help() -> None:
     assert Done("--version").out == f"slidesparse {__version__}\n"
     result = Done("--help")
     assert result.code == 0
-    for command in ("convert", "inspect", "verify", "doctor", "synth", "tune", "eval"):
+    for command in ("convert", "inspect", "doctor", "synth", "tune", "eval"):
         assert command in result.out
 
 

@@ -57,12 +57,6 @@ def test_inspect_accepts_a_hub_id(cache: Path) -> None:
     assert len(json.loads(result.stdout)["layers"]) == 14
 
 
-def test_verify_accepts_hub_ids(cache: Path) -> None:
-    result = CliRunner().invoke(app, ["verify", "org/name", "org/name"])
-    assert result.exit_code == 0, result.output
-    assert result.stdout.startswith("equal: ")
-
-
 def test_local_folder_takes_precedence_over_hub_id(cache: Path, tmp_path: Path) -> None:
     assert local_folder("org/name").is_relative_to(cache)
     (tmp_path / "org" / "name").mkdir(parents=True)

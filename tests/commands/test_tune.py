@@ -75,29 +75,6 @@ def test_search_times_only_finalists_thoroughly() -> None:
     assert clock.sampled == {"a0": quick + SAMPLES, **finalists, **dict.fromkeys(names[FINALISTS:], quick)}
 
 
-def test_search_tries_split_k_only_for_fast_algorithms() -> None:
-    times = {str(i): 10.0 + i for i in range(8)} | {f"{i}/2x1": 9.0 + i for i in range(8)}
-    library = FakeLibrary(times=times | {"7/2x1": 1.0})
-    result = find(library, INT8)
-    assert (result.algorithm, result.tried) == ("0/2x1", 8 + 4)
-    only_split = FakeLibrary(times={"refused": 1.0, "1/2x1": 3.0, "2/2x1": 2.0})
-    assert find(only_split, INT8).algorithm == "2/2x1"
-
-
-def test_search_tries_all_algorithms_of_libraries_without_split_k() -> None:
-    """A slash in an algorithm's text is not a split-K suffix there."""
-    times = {f"a{i}": 10.0 + i for i in range(8)} | {"stream:1x8/1/2": 9.0, "split:1x8/1x4/2": 1.0}
-    result = find(FakeLibrary(times=times, splits=False), INT8)
-    assert (result.algorithm, result.tried) == ("split:1x8/1x4/2", 10)
-    assert find(FakeLibrary(times=times), INT8).tried == 8
-
-
-def test_unsplit_strips_the_split_k_suffix() -> None:
-    assert [gemm.get("cusparselt").unsplit(name) for name in ("3", "3/2x1", "12/1x4")] == [None, "3", "12"]
-    assert gemm.get("hopper").unsplit("split:1x8/1x4/2") is None
-    assert gemm.get("cublaslt").unsplit("0a1f-00000000") is None
-
-
 @pytest.mark.parametrize(
     ("times", "message"),
     [
@@ -172,9 +149,8 @@ def test_tune_saves_resumes_and_can_be_forced() -> None:
     steps: list[str] = []
     run = session(library)
     run.advance = steps.append
-    first = tune(run, todo)
-    assert (first.tuned, first.known, first.finished, first.skipped) == (8, 0, True, ())
-    assert (first.algorithms, first.refused, first.wrong) == (32, 8, 8)
+    counts = {"tuned": 8, "known": 0, "algorithms": 32, "refused": 8, "wrong": 8}
+    assert (tune(run, todo), run.skipped) == ((True, counts), [])
     assert len(steps) == 8
     for m in (1, 16, 40):
         problem = Problem("int8", "bf16", 64, 96, m)
@@ -184,10 +160,10 @@ def test_tune_saves_resumes_and_can_be_forced() -> None:
     assert ([name for name, _ in saved.others], saved.tried) == (["slow"], 4)
 
     library.searched.clear()
-    second = tune(session(library), todo)
-    assert (second.tuned, second.known, library.searched) == (0, 8, [])
+    _, second = tune(session(library), todo)
+    assert (second["tuned"], second["known"], library.searched) == (0, 8, [])
     library.times["slow"] = 1.0
-    assert tune(session(library), todo, force=True).tuned == 8
+    assert tune(session(library), todo, force=True)[1]["tuned"] == 8
     assert tuned.tuned_algorithm(GPU.subject(library), todo[0].problem) == "slow"
 
 
@@ -200,10 +176,10 @@ def test_tune_packs_weights_once_for_all_token_counts() -> None:
 def test_tune_keeps_results_at_the_time_limit() -> None:
     library = FakeLibrary()
     todo = gemm_jobs([library], LAYERS, ["fp8"], ["2:4", "6:8"], [16, 32])
-    stopped = tune(session(library, limit=3.5, now=Ticks()), todo)
-    assert (stopped.tuned, stopped.finished) == (3, False)
-    resumed = tune(session(library), todo)
-    assert (resumed.tuned, resumed.known, resumed.finished) == (5, 3, True)
+    finished, stopped = tune(session(library, limit=3.5, now=Ticks()), todo)
+    assert (stopped["tuned"], finished) == (3, False)
+    finished, resumed = tune(session(library), todo)
+    assert (resumed["tuned"], resumed["known"], finished) == (5, 3, True)
 
 
 def test_tune_keeps_results_when_interrupted() -> None:
@@ -218,14 +194,15 @@ def test_tune_keeps_results_when_interrupted() -> None:
     run.advance = interrupt
     with pytest.raises(KeyboardInterrupt):
         tune(run, todo)
-    assert tune(session(library), todo).known == 2
+    assert tune(session(library), todo)[1]["known"] == 2
 
 
 def test_tune_reports_refused_problems() -> None:
     library = FakeLibrary(times={"refused": 1.0})
-    summary = tune(session(library), gemm_jobs([library], LAYERS[:1], ["fp8"], ["2:4"], [16]))
-    assert (summary.tuned, summary.finished, len(summary.skipped)) == (0, True, 1)
-    assert "1 cannot run here" in summary.skipped[0]
+    run = session(library)
+    finished, counts = tune(run, gemm_jobs([library], LAYERS[:1], ["fp8"], ["2:4"], [16]))
+    assert (counts["tuned"], finished, len(run.skipped)) == (0, True, 1)
+    assert "1 cannot run here" in run.skipped[0]
 
 
 # --- the command
@@ -236,8 +213,6 @@ def test_tune_command_tunes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "require_gpu", lambda: GPU)
     monkeypatch.setattr(machine, "require_libraries", lambda gpu, names: [dense, sparse])
     monkeypatch.setattr(gemm, "choose", lambda path, device: ("cusparselt", ""))
-    search_result = SearchResult("1024x1x4", Timing(1.0, 1.0, 1.0), (("256x1x4", 2.0),), 12, 0, 0)
-    monkeypatch.setattr("slidesparse.tune.jobs.search_launches", lambda *_: search_result)
     monkeypatch.setattr(measure, "CudaClock", lambda device: nullcontext(FakeClock(dense, sparse)))
     arguments = [
         "tune",
@@ -257,8 +232,7 @@ def test_tune_command_tunes_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert result.exit_code == 0, result.stderr
         return dict(json.loads(result.stdout))
 
-    # two layers and two M: dense; sparse with two outputs and patterns; a kernel per pattern, and one per type of sums
-    count = 2 * 2 * (1 + 2 * 2 + 2 + 2)
+    count = 2 * 2 * (1 + 2 * 2)  # two layers and two M: dense; sparse with two outputs and patterns
     assert (run()["tuned"], run()["known"]) == (count, count)
 
 

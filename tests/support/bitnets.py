@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from slidesparse.checkpoint.architectures import DECODER
+from slidesparse.checkpoint.names import DECODER
 
 ONLINE = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
 OFFLINE = {**ONLINE, "quantization_mode": "offline"}

@@ -33,7 +33,6 @@ from slidesparse.checkpoint import output, storage
 from slidesparse.checkpoint.inspection import inspect, verify
 from slidesparse.checkpoint.metadata import LAYOUTS, Metadata
 from slidesparse.errors import SlideSparseError
-from slidesparse.preflight import examine
 from slidesparse.slide import lift
 
 TINY = Decoder("LlamaForCausalLM", hidden=64, intermediate=80, heads=2, kv_heads=1, layers=1, vocabulary=64)
@@ -358,14 +357,13 @@ def outcome(command: Callable[[], str]) -> str:
 
 
 def judge(folder: Path, original: Path, out: Path) -> dict[str, str]:
-    """Return the outcomes of `inspect`, `doctor`, `verify` against the original, and `convert` to another layout.
+    """Return the outcomes of `inspect`, `verify` against the original, and `convert` to another layout.
 
     Raises Defect if one is wrong.
     """
     other = {"dense": "slided", "slided": "packed", "packed": "dense"}[original.name.partition("-")[0]]
     outcomes = {
         "inspect": outcome(lambda: "violations" if inspect(folder).violations else "ok"),
-        "doctor": outcome(lambda: "yes" if examine("model", folder).backend else "no"),
         "verify": outcome(lambda: "equal" if verify(original, folder).equal else "different"),
         "convert": outcome(lambda: _convert(folder, out, other)),
     }

@@ -1,0 +1,477 @@
+"""Run a checkpoint's model one transformer block at a time, by transformers' own modules.
+
+The modules hold no weights (see `slidesparse.checkpoint.skeleton`): a `Block` is one of them with float32 tensors read
+from the files, or replaced by pruned ones.  What the model passes to its blocks besides hidden states, such as rotary
+embeddings and masks, is recorded by running it once with stand-ins for the blocks; the same way, hidden states are
+turned into logits::
+
+    ids -> [embedding, ...] -> x -> block 0 -> ... -> block n-1 -> x -> [norm, head, ...] -> logits
+            Ends.embed               Block.output                       Ends.logits
+
+The linear layers of a block that read the same tensor are a group.  Groups are found by running the block once.
+
+On a GPU, products of float32 tensors run in TF32 (see `fast_products`), whose factors have three more mantissa bits
+than the BF16 that models are served in, and whose sums are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from slidesparse.checkpoint.metadata import Metadata
+from slidesparse.checkpoint.names import SCALE, WEIGHT, other_use
+from slidesparse.checkpoint.skeleton import Skeleton
+from slidesparse.checkpoint.storage import FLOATS, Checkpoint, Reader
+from slidesparse.errors import CalibrationError
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a block besides hidden states
+Groups = tuple[tuple[str, ...], ...]  # names of the linear layers that share an input, in order of execution
+
+UNLIMITED = 2**20  # tokens of a sequence where config.json gives no limit
+TRACED_TOKENS = 8  # length of the sequence that shows which layers share an input
+
+
+class _Stop(Exception):  # noqa: N818  not an error
+    """Ends a run whose remaining results nobody needs."""
+
+
+class _StandIn(nn.Module):
+    """Stands for a block: keeps what the model passes to it, and returns ``given``, or its input.
+
+    Args:
+        others: what a block returns in a tuple behind its hidden states; None if it returns no tuple.
+    """
+
+    x: Tensor
+    call: Call
+
+    def __init__(
+        self, block: nn.Module, others: tuple[Any, ...] | None = None, given: Tensor | None = None
+    ) -> None:
+        super().__init__()
+        self.stops = False
+        self._given, self._others = given, others
+        for name, value in vars(block).items():  # that some models read, such as attention_type
+            if not name.startswith("_") and not isinstance(value, nn.Module):
+                self.__dict__.setdefault(name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.x, self.call = _split_call(args, kwargs)
+        if self.stops:
+            raise _Stop
+        y = self.x if self._given is None else self._given
+        return y if self._others is None else (y, *self._others)
+
+
+def _split_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Call]:
+    """Return a block's hidden states, and its other arguments."""
+    if args:
+        return args[0], (args[1:], kwargs)
+    kwargs = dict(kwargs)
+    return kwargs.pop("hidden_states"), ((), kwargs)
+
+
+class Model:
+    """The model of a checkpoint, on ``device``.
+
+    Raises CalibrationError for a model whose blocks cannot be run alone.
+    """
+
+    def __init__(self, skeleton: Skeleton, device: torch.device) -> None:
+        self.skeleton, self.checkpoint, self.device = skeleton, skeleton.checkpoint, device
+        for module in skeleton.model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(device)
+        self._calls: dict[tuple[int, int], list[Call]] = {}
+        self._groups: dict[str, Groups] = {}
+        self._require_equal_calls()
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks."""
+        return len(self.skeleton.blocks)
+
+    @property
+    def hidden(self) -> int:
+        """The width of the hidden states between blocks."""
+        return int(self.skeleton.text_config.hidden_size)
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens of the vocabulary."""
+        return int(self.skeleton.text_config.vocab_size)
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence in tokens; for LongRoPE, of those that its short factors are for."""
+        config = self.skeleton.text_config
+        longest = int(getattr(config, "max_position_embeddings", None) or UNLIMITED)
+        for module in self.skeleton.model.modules():
+            # RoBERTa numbers positions from the row after that of padding
+            if isinstance(module, nn.Embedding) and module.num_embeddings == longest and module.padding_idx:
+                return longest - module.padding_idx - 1
+        rope = getattr(config, "rope_parameters", None) or {}
+        return (
+            min(longest, rope.get("original_max_position_embeddings") or longest)
+            if "short_factor" in rope
+            else longest
+        )
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether tokens attend to earlier ones alone."""
+        return self.skeleton.is_causal
+
+    @property
+    def other_use(self) -> str | None:
+        """See `slidesparse.checkpoint.names.other_use`."""
+        return other_use(self.checkpoint.folder, self.checkpoint.config)
+
+    # Blocks
+
+    def groups(self, number: int) -> Groups:
+        """Return the groups of a block's linear layers, in order of execution."""
+        structure = self.structure(number)
+        if structure not in self._groups:
+            self._groups[structure] = self._trace(number)
+        return self._groups[structure]
+
+    def structure(self, number: int) -> str:
+        """Return a text that is equal for blocks that differ in nothing but their weights and their place."""
+        block = self.skeleton.blocks[number]
+        settings = [
+            f"{name}.{key}={value}"
+            for name, module in block.named_modules()
+            for key, value in sorted(vars(module).items())
+            if isinstance(value, bool | int | float | str) and key != "layer_idx"
+        ]
+        return "\n".join([repr(block), *settings])
+
+    def linears(self, number: int) -> list[str]:
+        """Return the checkpoint's names of the linear layers of a block, group by group."""
+        return [self.full_name(number, name) for group in self.groups(number) for name in group]
+
+    def fused(self, number: int) -> list[tuple[str, ...]]:
+        """Return the checkpoint's names of a block's linear layers, those that vLLM may fuse into one together.
+
+        These share an input and a parent module, such as q, k and v.
+        """
+        fused: dict[tuple[int, str], list[str]] = {}
+        for i, group in enumerate(self.groups(number)):
+            for name in group:
+                fused.setdefault((i, name.rpartition(".")[0]), []).append(self.full_name(number, name))
+        return [tuple(names) for names in fused.values()]
+
+    def full_name(self, number: int, name: str) -> str:
+        """Return the checkpoint's name of a linear layer of a block."""
+        return self.skeleton.layer(number, name)
+
+    def load(self, reader: Reader, number: int) -> Block:
+        """Read a block, its tensors in float32.  Raises CheckpointError for a tensor that is missing."""
+        prefix = self.skeleton.prefix(number)
+        weights, scales = {}, {}
+        for parameter, x in self._load(reader, self.skeleton.tensors(prefix)).items():
+            name = parameter.removeprefix(prefix)
+            stored = self.skeleton.stored.get(parameter, "")
+            scale = stored.removesuffix(WEIGHT) + SCALE
+            if stored.endswith(WEIGHT) and scale in self.checkpoint.tensors:  # codes of BitNet
+                scales[name.removesuffix(WEIGHT)] = reader.whole(scale).to(self.device)
+                x = x * scales[name.removesuffix(WEIGHT)]
+            weights[name] = x
+        for name, _ in self.skeleton.blocks[number].named_parameters():
+            if name not in weights:
+                self.checkpoint.require(prefix + name)
+        return Block(self, number, weights, scales)
+
+    def call(self, number: int, samples: int, tokens: int) -> Call:
+        """Return what the model passes to a block besides hidden states [samples, tokens, hidden]."""
+        shape = samples, tokens
+        if shape not in self._calls:
+            self._calls[shape] = self._record(torch.zeros(shape, dtype=torch.long), 0.0)
+        return self._calls[shape][number]
+
+    def _record(self, ids: Tensor, weight: float) -> list[Call]:
+        """Record the arguments of all blocks for ``ids``, with all weights outside of blocks equal to ``weight``."""
+        with torch.inference_mode(False), torch.no_grad():
+            stand_ins = [_StandIn(block, self.other_outputs) for block in self.skeleton.blocks]
+            self.run_ends(self._placeholders(self.skeleton.model, weight), ids, stand_ins)
+        return [stand_in.call for stand_in in stand_ins]
+
+    @cached_property
+    def other_outputs(self) -> tuple[Any, ...] | None:
+        """What a block returns in a tuple behind its hidden states, such as (None,); None if it returns no tuple."""
+        first, *others = (_StandIn(block) for block in self.skeleton.blocks)
+        first.stops = True
+        ids = torch.zeros(1, TRACED_TOKENS, dtype=torch.long)
+        with torch.inference_mode(False), torch.no_grad():
+            with suppress(_Stop):
+                self.run_ends(self._placeholders(self.skeleton.model, 0.0), ids, [first, *others])
+            args, kwargs = first.call
+            block = self.skeleton.blocks[0]
+            out = functional_call(block, self._placeholders(block, 0.0), (first.x, *args), kwargs)
+        return out[1:] if isinstance(out, tuple) else None
+
+    def _placeholders(self, module: nn.Module, value: float) -> dict[str, Tensor]:
+        """Return parameters of ``module`` but for those of blocks below it, all equal to ``value``, in no memory."""
+        return {
+            name: torch.full((), value, device=self.device).expand(parameter.shape)
+            for name, parameter in module.named_parameters()
+            if not name.startswith(self.skeleton.list_path + ".")
+        }
+
+    def run_ends(self, weights: Mapping[str, Tensor], ids: Tensor, stand_ins: list[Any]) -> Any:
+        """Run the model on ids [samples, tokens] with ``stand_ins`` for its blocks."""
+        model, path = self.skeleton.model, self.skeleton.list_path
+        parent, _, name = path.rpartition(".")
+        holder = model.get_submodule(parent)
+        blocks = getattr(holder, name)
+        setattr(holder, name, nn.ModuleList(stand_ins))
+        options = {"use_cache": False} if self.skeleton.generates else {}
+        try:
+            return functional_call(
+                model,
+                dict(weights),
+                (),
+                {"input_ids": ids.to(self.device), **options},
+                tie_weights=False,
+                strict=False,
+            )
+        finally:
+            setattr(holder, name, blocks)
+
+    def _require_equal_calls(self) -> None:
+        """Raise CalibrationError if what blocks are passed depends on tokens, weights or other blocks."""
+        ids = torch.arange(TRACED_TOKENS)[None] % self.vocabulary
+        first, second = self._record(torch.zeros_like(ids), 0.0), self._record(ids, 1.0)
+        from_blocks = [value for value in self.other_outputs or () if isinstance(value, Tensor)]
+        passed = [value for call in first for value in _tensors(call)]
+        if any(a is b for a in passed for b in from_blocks) or not _equal(first, second):
+            raise CalibrationError(
+                f"the blocks of {type(self.skeleton.model).__name__} read more than hidden states and positions, so "
+                "that they cannot be run one at a time; prune the model without --calib"
+            )
+
+    def _trace(self, number: int) -> Groups:
+        """Return the groups of a block's linear layers by running it with weights of zero."""
+        block = self.skeleton.blocks[number]
+        linears = set(self.skeleton.linears(number))
+        inputs: list[Tensor] = []  # kept, so that no two have the same address
+        groups: dict[tuple[int, torch.Size], list[str]] = {}
+
+        def record(name: str, args: tuple[Any, ...]) -> None:
+            inputs.append(args[0])
+            members = groups.setdefault((args[0].data_ptr(), args[0].shape), [])
+            if not any(name in group for group in groups.values()):
+                members.append(name)
+
+        x = torch.zeros(1, TRACED_TOKENS, self.hidden, device=self.device)
+        args, kwargs = self.call(number, 1, TRACED_TOKENS)
+        with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
+            for name in linears:
+                module = block.get_submodule(name)
+                hook = module.register_forward_pre_hook(lambda _, args, name=name: record(name, args))
+                stack.callback(hook.remove)
+            functional_call(block, self._placeholders(block, 0.0), (x, *args), kwargs)
+        order = {name: i for i, name in enumerate(self.skeleton.linears(number))}
+        return tuple(tuple(sorted(group, key=order.__getitem__)) for group in groups.values() if group)
+
+    # Weights
+
+    def ends(self, reader: Reader) -> Ends:
+        """Read the weights of the text model outside of its blocks."""
+        model = self.skeleton.model
+        decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+        head = model.get_output_embeddings()
+        paths = {id(module): name for name, module in model.named_modules()}
+        roots = [paths[id(module)] + "." for module in (decoder, head) if module is not None]
+        tensors = {
+            name: target
+            for name, target in self.skeleton.tensors("").items()
+            if not target.startswith(self.skeleton.list_path + ".")
+            and any(root == "." or target.startswith(root) for root in roots)
+        }
+        weights = self._load(reader, tensors)
+        tied, embedding = (paths[id(m)] + WEIGHT if m else "" for m in (head, model.get_input_embeddings()))
+        if tied and (self.skeleton.config.tie_word_embeddings or tied not in weights):
+            weights[tied] = weights[embedding]
+        return Ends(self, weights)
+
+    def _load(self, reader: Reader, tensors: Mapping[str, str]) -> dict[str, Tensor]:
+        """Read tensors, whose target names are given; return them by the names of parameters."""
+        converted = {name for name in tensors if self.skeleton.converted(name)}
+        loaded = {
+            target: self._read(reader, name) for name, target in tensors.items() if name not in converted
+        }
+        if converted:
+            state = {name: self._read(reader, name) for name in sorted(converted)}
+            loaded |= _convert(self.skeleton.model, state, self.device)
+        return loaded
+
+    def _read(self, reader: Reader, name: str) -> Tensor:
+        """Read a tensor, floats and codes in float32, without a copy of all of it in host memory."""
+        spec = reader.checkpoint.require(name)
+        if spec.dtype not in (*FLOATS, "I8"):
+            return reader.whole(name).to(self.device)
+        x = torch.empty(spec.rows, spec.columns, device=self.device)
+        for rows in spec.chunks():
+            x[rows] = reader.rows(name, rows).to(self.device)
+        return x.view(spec.shape)
+
+
+class Ends:
+    """The embedding of a model, and its last norm and head, with their weights."""
+
+    def __init__(self, model: Model, weights: Mapping[str, Tensor]) -> None:
+        self._model, self.weights = model, weights
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Return the input of the first block, float32 [samples, tokens, hidden], for ids [samples, tokens]."""
+        model = self._model
+        stand_ins = [_StandIn(block, model.other_outputs) for block in model.skeleton.blocks]
+        model.run_ends(self.weights, ids, stand_ins)
+        x: Tensor = stand_ins[0].x
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return a language model's logits, [..., vocabulary], for the output [..., hidden] of its last block."""
+        model, rows = self._model, x.reshape(1, -1, x.shape[-1])
+        blocks = model.skeleton.blocks
+        ids = torch.zeros(rows.shape[:2], dtype=torch.long)
+        out = model.run_ends(
+            self.weights, ids, [_StandIn(block, model.other_outputs, rows) for block in blocks]
+        )
+        logits: Tensor = out.logits
+        return logits.view(*x.shape[:-1], -1)
+
+
+class Block:
+    """One transformer block.
+
+    Args:
+        weights: the block's parameters by name, such as "mlp.down_proj.weight", in float32.
+        scales: [N, 1] of the linear layers whose weights are ternary codes times scales, by name.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        number: int,
+        weights: dict[str, Tensor],
+        scales: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.model, self.number, self.weights, self.scales = model, number, weights, scales or {}
+        self.groups = model.groups(number)
+        # Hooks on the inputs and outputs of linear layers, called with the layer's name
+        self.read: Callable[[str, Tensor], Tensor] | None = None
+        self.wrote: Callable[[str, Tensor], Tensor] | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The module of transformers, without weights."""
+        return self.model.skeleton.blocks[self.number]
+
+    def copy(self) -> Block:
+        """Return a block that shares this one's tensors; replacing some in one does not affect the other."""
+        return Block(self.model, self.number, dict(self.weights), self.scales)
+
+    def output(self, x: Tensor) -> Tensor:
+        """Return the block's output for its input, both [samples, tokens, hidden]."""
+        args, kwargs = self.model.call(self.number, x.shape[0], x.shape[1])
+        with self._hooks():
+            out = functional_call(self.module, self.weights, (x, *args), kwargs)
+        y: Tensor = out[0] if isinstance(out, tuple) else out
+        return y
+
+    def input(self, layer: str, x: Tensor) -> Tensor:
+        """Return the input of a linear layer, [..., K], for the block's input."""
+        caught: list[Tensor] = []
+
+        def catch(_: nn.Module, args: tuple[Any, ...]) -> None:
+            caught.append(args[0])
+            raise _Stop
+
+        with ExitStack() as stack:
+            stack.callback(self.module.get_submodule(layer).register_forward_pre_hook(catch).remove)
+            with suppress(_Stop):
+                self.output(x)
+        return caught[0]
+
+    @contextmanager
+    def _hooks(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for name in (name for group in self.groups for name in group) if self.read or self.wrote else ():
+                module = self.module.get_submodule(name)
+                if read := self.read:
+                    before = module.register_forward_pre_hook(lambda _, args, n=name: (read(n, args[0]),))
+                    stack.callback(before.remove)
+                if wrote := self.wrote:
+                    after = module.register_forward_hook(lambda _, args, out, n=name: wrote(n, out))
+                    stack.callback(after.remove)
+            yield
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a nested argument."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(entry)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Return whether two nested arguments are equal."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.shape == b.shape and bool(torch.equal(a, b))
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(_equal, a, b))
+    return True  # objects, such as caches
+
+
+def _convert(model: Any, state: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Convert tensors as transformers does when it loads them, such as by joining experts; return parameters."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    mapping: Any = get_model_conversion_mapping(model)
+    config = LoadStateDictConfig(device_map={"": str(device)}, dtype=torch.float32, weight_mapping=mapping)
+    convert_and_load_state_dict_in_model(model, state, config)
+    loaded = {}
+    for module_name, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                loaded[f"{module_name}.{name}" if module_name else name] = parameter.data
+                module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+    return loaded
+
+
+@contextmanager
+def fast_products(device: torch.device) -> Iterator[None]:
+    """Allow TF32 for products of float32 tensors on a GPU."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = before or device.type == "cuda"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def fused_layers(checkpoint: Checkpoint, metadata: Metadata | None) -> list[list[str]]:
+    """List the linear layers of a checkpoint, those that vLLM runs as one layer, such as q, k and v, together.
+
+    With ``metadata``, only the layers that they list.
+    """
+    model = Model(Skeleton(checkpoint), torch.device("cpu"))
+    groups = (group for number in range(model.blocks) for group in model.fused(number))
+    listed = ([name for name in group if metadata is None or name in metadata.layers] for group in groups)
+    return [group for group in listed if group]

@@ -1,0 +1,338 @@
+"""Find out what the layers of a block do, by running it.
+
+Weights may be rotated, permuted and scaled where that leaves the model's outputs as they are.  Where that is, is not
+listed by architecture: each role below is guessed from the shapes of layers and then tried on the block, with random
+changes of its weights, and holds if the results stay the same::
+
+    pair      the rows of `writers` and the columns of `reader` may be permuted alike: nothing but elementwise
+              operations, or attention within a head, lies between them
+    scaled    the rows of one writer may be divided, and the columns of the reader multiplied, by the same factors
+    residual  the block reads the residual stream through norms without a bias, and adds to it what `writers` return,
+              so that it commutes with a rotation of the stream
+
+A wrong guess changes results by about as much as they are; a right one by rounding errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slidesparse.calibrate.changes import Changes, add_change
+from slidesparse.calibrate.model import Block, Model
+from slidesparse.checkpoint.names import BIAS, WEIGHT
+from slidesparse.checkpoint.storage import Reader
+
+SAME = 1e-2  # relative difference of results that still are the same: products on a GPU may round to TF32
+TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Layers whose channels between them may be permuted.
+
+    A column of the reader belongs to one of ``heads`` of ``width`` channels; the heads that share a group of rows of
+    the writer, heads / kv_heads of them, are permuted alike.  In an MLP, all columns are one head.
+    """
+
+    reader: str
+    writers: tuple[str, ...]
+    heads: int
+    kv_heads: int
+    width: int
+    first: int = 0  # the first row that the reader's columns come from; where q, k and v are fused, that of v
+    copies: int = 1  # how often the rows are repeated: twice where gate and up are fused
+    scaled: tuple[str, int] | None = None  # the writer whose rows may be scaled, and the first of these rows
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether attention lies between the layers."""
+        return self.heads > 1
+
+    def rows(self, order: Tensor, count: int) -> Tensor:
+        """Return the permutation of a writer's ``count`` rows for an ``order`` [K] of the reader's columns."""
+        share = self.heads // self.kv_heads
+        inner = order.view(-1, share, self.width)[:, 0] % self.width
+        starts = torch.arange(self.kv_heads, device=order.device)[:, None] * self.width + self.first
+        rows = (inner + starts).flatten()
+        rows = torch.cat([rows + i * len(rows) for i in range(self.copies)])
+        before = torch.arange(self.first, device=order.device)
+        after = torch.arange(self.first + len(rows), count, device=order.device)
+        return torch.cat((before, rows, after))
+
+
+@dataclass(frozen=True)
+class Residual:
+    """How a block reads the residual stream and adds to it."""
+
+    norms: Mapping[str, tuple[str, ...]]  # norm -> the linear layers that read it
+    unit: float  # the weight of a norm without effect: 1, or 0 where one is added to it
+    writers: tuple[str, ...]
+
+    def norm_before(self, layer: str) -> str | None:
+        """Return the norm that a layer reads, or None."""
+        return next((norm for norm, readers in self.norms.items() if layer in readers), None)
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What the layers of a block do."""
+
+    pairs: tuple[Pair, ...]
+    residual: Residual | None  # None if the block does not commute with rotations
+
+    def pair(self, reader: str) -> Pair | None:
+        """Return the pair with this reader, or None."""
+        return next((pair for pair in self.pairs if pair.reader == reader), None)
+
+
+def find_roles(block: Block) -> Roles:
+    """Return the roles of a block's layers; found once for all blocks of the same structure."""
+    known = _known_roles(block.model)
+    structure = block.model.structure(block.number)
+    if structure not in known:
+        with torch.inference_mode(False), torch.no_grad():
+            generator = torch.Generator().manual_seed(0)
+            x = torch.randn(1, TOKENS, block.model.hidden, generator=generator).to(block.model.device)
+            pairs = filter(None, (_find_pair(block, group, x) for group in block.groups if len(group) == 1))
+            known[structure] = Roles(tuple(pairs), _find_residual(block, x))
+    return known[structure]
+
+
+def roles_of(model: Model, reader: Reader) -> list[Roles]:
+    """Return the roles in each block of a model; a block of each structure is read and run."""
+    known = _known_roles(model)
+    structures = [model.structure(number) for number in range(model.blocks)]
+    for number, structure in enumerate(structures):
+        if structure not in known:
+            find_roles(model.load(reader, number))
+    return [known[structure] for structure in structures]
+
+
+def _known_roles(model: Model) -> dict[str, Roles]:
+    """Return the roles found so far, by the structure of the block."""
+    known: dict[str, Roles] = model.__dict__.setdefault("roles", {})
+    return known
+
+
+# Pairs
+
+
+def _find_pair(block: Block, group: tuple[str, ...], x: Tensor) -> Pair | None:
+    """Return the pair whose reader is the only layer of ``group``, or None."""
+    (reader,) = group
+    for pair in _guess_pairs(block, reader):
+        order = _random_order(pair, block.model.device)
+        if _equivalent(permuted(block, pair, order), block, reader, x):
+            return replace(pair, scaled=_find_scaled(block, pair, x))
+    return None
+
+
+def _guess_pairs(block: Block, reader: str) -> Iterator[Pair]:
+    """Yield possible pairs, those with the groups right before the reader first."""
+    columns = block.weights[reader + WEIGHT].shape[1]
+    config = block.model.skeleton.text_config
+    heads = getattr(config, "num_attention_heads", 0) or 0
+    shared = getattr(config, "num_key_value_heads", None) or heads
+    before = block.groups[: next(i for i, group in enumerate(block.groups) if reader in group)]
+    for group in reversed(before):
+        rows = {name: len(block.weights[name + WEIGHT]) for name in group}
+        for writers in dict.fromkeys((group, *((name,) for name in group))):
+            for copies in (1, 2):
+                if all(rows[name] == copies * columns for name in writers):
+                    yield Pair(reader, writers, 1, 1, columns, copies=copies)
+        if not isinstance(heads, int) or heads < 2 or columns % heads:
+            continue
+        width = columns // heads
+        for name, count in rows.items():
+            for kv_heads in dict.fromkeys((shared, heads)):
+                if isinstance(kv_heads, int) and count >= kv_heads * width and heads % kv_heads == 0:
+                    yield Pair(reader, (name,), heads, kv_heads, width, first=count - kv_heads * width)
+
+
+def _random_order(pair: Pair, device: torch.device) -> Tensor:
+    """Return an order of the reader's columns that the pair allows."""
+    generator = torch.Generator().manual_seed(0)
+    share = pair.heads // pair.kv_heads
+    inner = torch.stack([torch.randperm(pair.width, generator=generator) for _ in range(pair.kv_heads)])
+    starts = torch.arange(pair.heads).view(pair.kv_heads, share, 1) * pair.width
+    return (inner[:, None] + starts).flatten().to(device)
+
+
+def permuted(block: Block, pair: Pair, order: Tensor) -> Block:
+    """Return the block with the channels of a pair in another ``order`` [K]."""
+    changed = block.copy()
+    changed.weights[pair.reader + WEIGHT] = block.weights[pair.reader + WEIGHT][:, order]
+    for writer in pair.writers:
+        rows = pair.rows(order, len(block.weights[writer + WEIGHT]))
+        for name in (name for name in (writer + WEIGHT, writer + BIAS) if name in block.weights):
+            changed.weights[name] = block.weights[name][rows]
+    return changed
+
+
+def _find_scaled(block: Block, pair: Pair, x: Tensor) -> tuple[str, int] | None:
+    """Return the writer whose rows may be scaled with the reader's columns, and the first of these rows, or None."""
+    if pair.is_attention:
+        return None
+    factors = torch.rand(pair.width, generator=torch.Generator().manual_seed(1)).to(x.device) + 0.5
+    for writer in reversed(pair.writers):
+        for first in reversed(range(0, pair.copies * pair.width, pair.width)):
+            if _equivalent(scaled(block, pair.reader, writer, first, factors), block, pair.reader, x):
+                return writer, first
+    return None
+
+
+def scaled(block: Block, reader: str, writer: str, first: int, factors: Tensor) -> Block:
+    """Return the block with rows of ``writer``, from ``first`` on, divided by ``factors`` [K]."""
+    changed = block.copy()
+    changed.weights[reader + WEIGHT] = block.weights[reader + WEIGHT] * factors
+    rows = slice(first, first + len(factors))
+    for name in (name for name in (writer + WEIGHT, writer + BIAS) if name in block.weights):
+        w = block.weights[name].clone()
+        w[rows] /= factors[:, None] if w.dim() > 1 else factors
+        changed.weights[name] = w
+    return changed
+
+
+def _equivalent(changed: Block, block: Block, layer: str, x: Tensor) -> bool:
+    """Return whether two blocks agree in the output of a linear layer, before its bias, and in what they add to x."""
+    outputs = [nn.functional.linear(b.input(layer, x), b.weights[layer + WEIGHT]) for b in (changed, block)]
+    return same(*outputs) and same(changed.output(x) - x, block.output(x) - x)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Return whether two results are equal but for rounding errors."""
+    return bool((a - b).norm() <= SAME * b.norm())
+
+
+# The residual stream
+
+
+def _find_residual(block: Block, x: Tensor) -> Residual | None:
+    """Return how the block uses the residual stream, or None if it does not commute with a rotation."""
+    residual = _guess_residual(block, x)
+    if residual is None:
+        return None
+    q = random_rotation(block.model.hidden, x.device)
+    changed = block.copy()
+    for name, change in rotations(residual, block.weights, q).items():
+        w = block.weights[name]
+        changed.weights[name] = change.apply(w.double(), slice(0, len(w))).float()
+    rotated = x @ q.float()
+    commutes = same(changed.output(rotated) - rotated, (block.output(x) - x) @ q.float())
+    return residual if commutes else None
+
+
+def _guess_residual(block: Block, x: Tensor) -> Residual | None:
+    hidden = block.model.hidden
+    candidates = {
+        name: module
+        for name, module in block.module.named_modules()
+        if {n: tuple(p.shape) for n, p in module.named_parameters()} == {"weight": (hidden,)}
+    }
+    outputs: dict[int, str] = {}
+    norms: dict[str, list[str]] = {}
+    kept: list[Tensor] = []  # so that no two have the same address
+
+    def wrote(name: str, out: Any) -> None:
+        if isinstance(out, Tensor):
+            kept.append(out)
+            outputs[out.data_ptr()] = name
+
+    def read(name: str, value: Tensor) -> Tensor:
+        if (norm := outputs.get(value.data_ptr())) is not None:
+            norms.setdefault(norm, []).append(name)
+        return value
+
+    observed = block.copy()
+    observed.read = read
+    with ExitStack() as stack:
+        for name, module in candidates.items():
+            hook = module.register_forward_hook(lambda _, args, out, n=name: wrote(n, out))
+            stack.callback(hook.remove)
+        observed.output(x)
+    readers = {name for names in norms.values() for name in names}
+    writers = tuple(
+        name
+        for group in block.groups
+        for name in group
+        if len(block.weights[name + WEIGHT]) == hidden and name not in readers
+    )
+    if not readers or not writers:
+        return None
+    unit = unit_of(candidates[next(iter(norms))], block.model)
+    if unit is None:
+        return None
+    return Residual({name: tuple(names) for name, names in norms.items()}, unit, writers)
+
+
+def unit_of(norm: nn.Module, model: Model) -> float | None:
+    """Return the weight with which a norm is RMSNorm without a weight, or None if it is not for 1 or 0."""
+    x = torch.randn(TOKENS, model.hidden, generator=torch.Generator().manual_seed(2)).to(model.device)
+    expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True))
+    for unit in (1.0, 0.0):
+        y = torch.func.functional_call(norm, {"weight": torch.full_like(x[0], unit)}, (x,))
+        if same(y, expected):
+            return unit
+    return None
+
+
+def random_rotation(size: int, device: torch.device) -> Tensor:
+    """Return a random orthogonal matrix in float64."""
+    generator = torch.Generator().manual_seed(0)
+    q: Tensor = torch.linalg.qr(torch.randn(size, size, dtype=torch.float64, generator=generator)).Q
+    return q.to(device)
+
+
+def rotations(
+    residual: Residual,
+    weights: Mapping[str, Tensor],
+    q: Tensor | None,
+    pair: Pair | None = None,
+    r: Tensor | None = None,
+) -> Changes:
+    """Return the changes of a block's tensors that fold its norms and rotate it, by their names in the block.
+
+    See `slidesparse.calibrate.rotation`.  The changes take and return float64.
+
+    Args:
+        weights: the block's tensors; only those of norms are read.
+        q: [hidden, hidden] float64; None to fold norms only.
+        pair: the layers whose heads are rotated by ``r`` [kv_heads, width, width] float64.
+    """
+    changes: Changes = {}
+    for norm, readers in residual.norms.items():
+        gain = weights[norm + WEIGHT].double() + (1 - residual.unit)
+        add_change(changes, norm + WEIGHT, lambda w, _: torch.full_like(w, residual.unit))
+        for name in readers:
+            add_change(changes, name + WEIGHT, partial(fold, gain, q))
+    if pair and r is not None:
+        for name in (pair.writers[0] + WEIGHT, pair.writers[0] + BIAS):
+            add_change(changes, name, partial(_rotate_head_rows, r), mixes_rows=True)
+        heads = r.repeat_interleave(pair.heads // pair.kv_heads, 0)
+        add_change(changes, pair.reader + WEIGHT, partial(_rotate_head_columns, heads))
+    if q is not None:
+        for name in residual.writers:
+            for full in (name + WEIGHT, name + BIAS):
+                add_change(changes, full, lambda w, _: q.mT @ w, mixes_rows=True)
+    return {name: change for name, change in changes.items() if name in weights}
+
+
+def fold(gain: Tensor, q: Tensor | None, w: Tensor, _: slice) -> Tensor:
+    """Return rows w [n, hidden] of a weight that reads a norm with ``gain`` [hidden], with the norm folded, rotated."""
+    return w * gain if q is None else (w * gain) @ q
+
+
+def _rotate_head_rows(r: Tensor, w: Tensor, _: slice) -> Tensor:
+    rotated: Tensor = r.mT @ w.view(len(r), r.shape[1], -1)
+    return rotated.view_as(w)
+
+
+def _rotate_head_columns(r: Tensor, w: Tensor, _: slice) -> Tensor:
+    return torch.einsum("nha,hab->nhb", w.unflatten(1, (len(r), -1)), r).flatten(1)

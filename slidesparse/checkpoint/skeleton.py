@@ -1,0 +1,301 @@
+"""The modules of a checkpoint's model, as transformers makes them, without weights.
+
+What a linear layer is, which block it belongs to and what its tensors are called is asked of transformers: the linear
+layers are the `torch.nn.Linear` modules in the list of transformer blocks, and transformers' own conversion mapping
+says which tensor of the files becomes which parameter.  Parameters are on the meta device; buffers, such as rotary
+frequencies, are real.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slidesparse.checkpoint.names import WEIGHT, architecture_of
+from slidesparse.checkpoint.storage import CONFIG, QUANTIZATION, TEXT_CONFIG, Checkpoint, CheckpointError
+from slidesparse.errors import EnvironmentFault
+
+TIED = "tie_word_embeddings"  # key of config.json: whether the output head is the embedding
+TRANSFORMERS = "5.0"  # the oldest release whose conversion mapping is read
+
+
+class Skeleton:
+    """The model of a checkpoint without weights.
+
+    Raises CheckpointError for a model that transformers does not know, whose config.json it refuses, or that has no
+    linear layer of the usual form, and EnvironmentFault where transformers is missing or too old.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        with _quiet():
+            self.config = _read_config(checkpoint)
+            self.model: Any = _build(self.config, architecture_of(checkpoint.config))
+            self._targets = _rename(self.model, checkpoint.tensors)
+        self.text_config = self.config.get_text_config()
+        self.list_path, self.blocks = self._find_blocks()
+
+    # Blocks and layers
+
+    def _find_blocks(self) -> tuple[str, list[nn.Module]]:
+        """Return the path of the list of transformer blocks, such as ``model.layers``, and its modules."""
+        depth = getattr(self.text_config, "num_hidden_layers", None)
+        decoder = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model
+        inside = {id(module) for module in decoder.modules()}
+        lists = [
+            (name, module)
+            for name, module in self.model.named_modules()
+            if isinstance(module, nn.ModuleList) and len(module) == depth
+        ]
+        lists = [entry for entry in lists if id(entry[1]) in inside] or lists
+        if not lists or getattr(self.config, "is_encoder_decoder", False):
+            raise CheckpointError(
+                f"{type(self.model).__name__} is not a stack of {depth} transformer blocks, the only form that can be "
+                "converted"
+            )
+        name, module = lists[0]
+        return name, list(module)
+
+    def prefix(self, number: int) -> str:
+        """Return the prefix of the parameter names of a block, such as ``model.layers.0.``."""
+        return f"{self.list_path}.{number}."
+
+    def linears(self, number: int) -> list[str]:
+        """Return the names within a block of its linear layers that are stored as weights of their own, [N, K]."""
+        prefix = self.prefix(number)
+        return [name for name in _linears(self.blocks[number]) if prefix + name + WEIGHT in self.stored]
+
+    def layer(self, number: int, name: str) -> str:
+        """Return the checkpoint's name of a linear layer of a block, without ``.weight``."""
+        return self.stored[self.prefix(number) + name + WEIGHT].removesuffix(WEIGHT)
+
+    @cached_property
+    def layers(self) -> list[str]:
+        """The checkpoint's names of the linear layers of all blocks."""
+        return [self.layer(i, name) for i in range(len(self.blocks)) for name in self.linears(i)]
+
+    def missing(self) -> list[str]:
+        """Return the weights of the linear layers of blocks that the checkpoint lacks.
+
+        Where transformers computes parameters of a block from other tensors, it alone knows what they need.
+        """
+        converted = {target for target, is_converted in self._targets.values() if is_converted}
+        return [
+            self.prefix(number) + name + WEIGHT
+            for number, block in enumerate(self.blocks)
+            for name in _linears(block)
+            if self.prefix(number) + name + WEIGHT not in self.stored
+            and not any(target.startswith(self.prefix(number)) for target in converted)
+        ]
+
+    def require_tensors(self) -> None:
+        """Raise CheckpointError for a layer without a tensor, and for a tensor whose shape config.json contradicts."""
+        if missing := self.missing():
+            raise CheckpointError(
+                f"{missing[0]} is missing ({len(missing)} such); the checkpoint is incomplete, or the config another "
+                "model's: fetch it again"
+            )
+        shapes = {name: tuple(p.shape) for name, p in self.model.state_dict().items()}
+        for parameter, name in self.stored.items():
+            stored = self.checkpoint.tensors[name].spec.shape
+            if stored != shapes[parameter] and self.checkpoint.require(name).dtype != "U8":
+                raise CheckpointError(
+                    f"tensor {name} has shape {list(stored)}, but config.json describes {list(shapes[parameter])}; "
+                    "fetch the config again"
+                )
+        block = re.compile(re.escape(self.list_path) + r"\.(\d+)\.")
+        numbers = {name: match for name in self.checkpoint.tensors if (match := block.match(name))}
+        other = next((name for name, match in numbers.items() if int(match[1]) >= len(self.blocks)), None)
+        if other and not self._has_experts():
+            raise CheckpointError(
+                f"tensor {other} belongs to none of the {len(self.blocks)} blocks of config.json; fetch it again"
+            )
+
+    def _has_experts(self) -> bool:
+        """Return whether the model has routed experts; some such models have further blocks, to predict further."""
+        return any(is_converted for _, is_converted in self._targets.values())
+
+    # Tensors and parameters
+
+    @cached_property
+    def stored(self) -> dict[str, str]:
+        """The tensor that each parameter is stored as, for parameters that are stored unchanged."""
+        return {target: name for name, (target, converted) in self._targets.items() if not converted}
+
+    def tensors(self, prefix: str) -> dict[str, str]:
+        """Return the tensors that make up the parameters whose names begin with ``prefix``, with their target names."""
+        return {name: target for name, (target, _) in self._targets.items() if target.startswith(prefix)}
+
+    def converted(self, name: str) -> bool:
+        """Return whether transformers computes parameters from a tensor, such as by joining the experts of a layer."""
+        return self._targets[name][1]
+
+    # What the model is used for
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a token attends to earlier ones alone, as far as any attention module says."""
+        modules = (module for block in self.blocks for module in block.modules())
+        flags = {bool(module.is_causal) for module in modules if hasattr(module, "is_causal")}
+        return True in flags if flags else self.generates
+
+    @property
+    def is_multimodal(self) -> bool:
+        """Whether other modules than the text model feed its residual stream."""
+        return self.text_config is not self.config
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model predicts tokens."""
+        return bool(self.model.can_generate())
+
+
+def _linears(block: nn.Module) -> list[str]:
+    """Return the names of a block's linear layers, but for routers and gates, which vLLM does not quantize.
+
+    A router has an output for each expert, whose weights are joined in three dimensions; a gate has one output.
+    """
+    experts = {
+        len(parameter)
+        for module in block.modules()
+        for parameter in module.parameters(recurse=False)
+        if parameter.dim() == 3 and not isinstance(module, nn.Conv1d)
+    }
+    return [
+        name
+        for name, module in block.named_modules()
+        if isinstance(module, nn.Linear) and module.out_features > 1 and module.out_features not in experts
+    ]
+
+
+@contextmanager
+def meta_parameters() -> Iterator[None]:
+    """Put parameters of modules that are made on the meta device; buffers stay real."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None:
+            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence transformers' advice about configs, which concerns its own loading."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _library() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise EnvironmentFault(
+            f"the package transformers, which knows the layers of models, cannot be imported ({error}): pip install "
+            f"'transformers>={TRANSFORMERS}'"
+        ) from error
+    if int(transformers.__version__.split(".")[0]) < int(TRANSFORMERS.split(".")[0]):
+        raise EnvironmentFault(
+            f"transformers {transformers.__version__} is too old: pip install 'transformers>={TRANSFORMERS}'"
+        )
+    return transformers
+
+
+def _read_config(checkpoint: Checkpoint) -> Any:
+    """Return transformers' config of a checkpoint, without its quantization."""
+    transformers = _library()
+    # transformers writes infinite numbers in a way of its own, which this function reads
+    read, _ = transformers.PreTrainedConfig.get_config_dict(checkpoint.folder, local_files_only=True)
+    values = {key: value for key, value in read.items() if key not in QUANTIZATION}
+    if isinstance(text := values.get(TEXT_CONFIG), Mapping):
+        values[TEXT_CONFIG] = {key: value for key, value in text.items() if key not in QUANTIZATION}
+    kind = values.get("model_type")
+    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{checkpoint.folder / CONFIG}: model_type {json.dumps(kind)} is not known to transformers "
+            f"{transformers.__version__}; upgrade transformers if a newer release knows it"
+        )
+    try:
+        config = transformers.CONFIG_MAPPING[kind].from_dict(values)
+        if TIED in checkpoint.config:
+            config.tie_word_embeddings = checkpoint.config[TIED]
+        return config
+    except Exception as error:  # of many classes, by model
+        raise _refused(checkpoint.folder, error) from error
+
+
+def _refused(folder: Path, error: Exception) -> CheckpointError:
+    reason = " ".join(str(error).split())[:300]
+    return CheckpointError(
+        f"{folder / CONFIG} describes no model that transformers can build ({type(error).__name__}: {reason}); fetch "
+        "the config again"
+    )
+
+
+def _build(config: Any, architecture: str | None) -> nn.Module:
+    """Return the model with parameters on the meta device: of the class that config.json names, or the usual one."""
+    transformers = _library()
+    named = getattr(transformers, architecture or "", None)
+    causal = (architecture or "").endswith("ForCausalLM")
+    auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+    kind = named if isinstance(named, type) and hasattr(named, "_from_config") else None
+    with meta_parameters(), torch.no_grad():
+        try:
+            for attention in ("sdpa", "eager"):
+                try:
+                    options = {"attn_implementation": attention, "dtype": torch.float32}
+                    options |= {
+                        "experts_implementation": "eager"
+                    }  # others need experts in memory of their own
+                    model = (
+                        kind._from_config(config, **options) if kind else auto.from_config(config, **options)
+                    )
+                    break
+                except ValueError:
+                    if attention == "eager":
+                        raise
+        except Exception as error:  # of many classes, by model
+            raise _refused(Path(getattr(config, "_name_or_path", "") or "."), error) from error
+    built: nn.Module = model.eval()
+    return built
+
+
+def _rename(model: Any, tensors: Mapping[str, Any]) -> dict[str, tuple[str, bool]]:
+    """Return the parameter of each tensor by transformers' mapping, and whether its values are converted."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    parameters: dict[str, Tensor] = model.state_dict()
+    prefix: str = model.base_model_prefix
+    targets = {}
+    for name in tensors:
+        target, source = rename_source_key(name, renamings, converters, prefix, parameters)
+        if target in parameters or source is not None:
+            targets[name] = target, source is not None
+    return targets

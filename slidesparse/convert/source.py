@@ -1,0 +1,329 @@
+"""What a checkpoint to convert holds: floats, quantized weights, or weights that were pruned before.
+
+A source answers for each linear layer what is written for it, and makes it, rows at a time.  To read another format,
+write a `Source`, and return it from `source_of`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from slidesparse.checkpoint.bitnet import is_bitnet
+from slidesparse.checkpoint.converted import require_shape, restore
+from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, Metadata
+from slidesparse.checkpoint.names import HEAD, SCALE, WEIGHT, ZERO_POINT, layer_names
+from slidesparse.checkpoint.storage import DTYPES, FLOATS, Checkpoint, CheckpointError, Reader
+from slidesparse.checkpoint.w8a8 import (
+    FP8_METHOD,
+    KINDS,
+    Quantization,
+    Scheme,
+    holds_floats,
+    ignore_list,
+    new_block,
+    parse_block,
+    require_float,
+    require_quantized,
+    rewritten_block,
+)
+from slidesparse.errors import CalibrationError
+from slidesparse.quantize import dequantize_blocks, dequantize_rows, quantize_rows
+
+Prune = Callable[[Tensor], Tensor]  # rows [n, K] -> the same rows, pruned, in their dtype
+
+KV_SCALES = (".output_scale", ".k_scale", ".v_scale")  # suffixes of a layer's name for a quantized KV cache
+
+
+class Source(ABC):
+    """A checkpoint to convert.
+
+    Args:
+        quant: the requested type of its float weights, "int8" or "fp8".
+    """
+
+    metadata: Metadata | None = None  # of a source that was pruned before
+    heads: Mapping[str, Scheme] = {}  # lm_heads that are quantized and must be written as floats
+
+    def __init__(self, checkpoint: Checkpoint, quant: str | None) -> None:
+        self.checkpoint = checkpoint
+        self._quant = quant or "int8"
+
+    @abstractmethod
+    def in_features(self, layer: str) -> int:
+        """Return K of a linear layer.  Raises CheckpointError if its weight or scale is not what it must be."""
+
+    @abstractmethod
+    def codes(self, reader: Reader, layer: str, rows: slice, prune: Prune) -> tuple[Tensor, Tensor | None]:
+        """Return rows of a layer's weight, pruned and quantized, and their scales [n, 1] unless these are copied."""
+
+    @abstractmethod
+    def config(self, layers: Collection[str], ignored: Collection[str]) -> dict[str, Any]:
+        """Return the ``quantization_config`` of the output, in which ``ignored`` are names of unquantized layers."""
+
+    def quant(self, layer: str) -> str:
+        """Return the type of a layer in the output, "int8" or "fp8"."""
+        return self._quant
+
+    def copies_scale(self, layer: str) -> bool:
+        """Return whether the scales of a layer are copied, not written with its weight."""
+        return False
+
+    def is_float(self, layer: str) -> bool:
+        """Return whether a quantized source keeps a layer in floats."""
+        return False
+
+    def dropped(self, layers: Collection[str]) -> dict[str, str]:
+        """Return the tensors that are not written, each with what is done instead."""
+        return {}
+
+    def changes(self, layers: Collection[str]) -> Iterator[str]:
+        """Describe the changes to the source's quantization."""
+        yield from ()
+
+    def require_calibration(self) -> None:
+        """Raise CalibrationError unless the weights can be calibrated."""
+        return
+
+    def also_quantized(self, excluded: Collection[str]) -> list[str]:
+        """Return further matrices that must be quantized again, besides the ``excluded`` layers."""
+        return []
+
+
+class Floats(Source):
+    """Weights in FP32, FP16 or BF16."""
+
+    def in_features(self, layer: str) -> int:
+        return require_float(self.checkpoint, layer).shape[1]
+
+    def codes(self, reader: Reader, layer: str, rows: slice, prune: Prune) -> tuple[Tensor, Tensor | None]:
+        values = prune(reader.rows(layer + WEIGHT, rows))
+        return quantize_rows(values, DTYPES[KINDS[self._quant][1]], "cuda")
+
+    def config(self, layers: Collection[str], ignored: Collection[str]) -> dict[str, Any]:
+        return new_block(self._quant, ignore_list(ignored))
+
+
+class Quantized(Source):
+    """INT8 or FP8 weights, which are kept with their scales, or dequantized and quantized again where these differ.
+
+    Raises CheckpointError for a quantization that is not supported, or that contradicts ``quant``.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, quant: str | None, block: Mapping[str, Any], has_experts: bool
+    ) -> None:
+        super().__init__(checkpoint, quant)
+        self._block, self._asked = dict(block), quant
+        self.quantization: Quantization = parse_block(block, checkpoint.tensors)
+        self.requantizes = self.quantization.rewritten(has_experts)
+        for scheme in self.quantization.schemes:
+            if not scheme.block and quant not in (None, scheme.quant):
+                raise CheckpointError(
+                    f"--quant {quant} contradicts the source, whose weights are {self.quantization.quant} already; "
+                    "leave --quant out, or start from the original float checkpoint"
+                )
+        self.heads = self._float_heads()
+
+    def scheme(self, layer: str) -> Scheme | None:
+        """Return how the source quantized a layer, or None for floats."""
+        return self.quantization.scheme(layer, self.checkpoint.require(layer + WEIGHT).dtype)
+
+    def quant(self, layer: str) -> str:
+        return self._quant_of(self._required(layer))
+
+    def _quant_of(self, scheme: Scheme) -> str:
+        """Return the output type: the source's, unless that has per-block scales and another was asked for."""
+        return (self._asked or scheme.quant) if scheme.block else scheme.quant
+
+    def _required(self, layer: str) -> Scheme:
+        scheme = self.scheme(layer)
+        assert scheme
+        return scheme
+
+    def in_features(self, layer: str) -> int:
+        return require_quantized(self.checkpoint, layer, self.quantization).shape[1]
+
+    def is_float(self, layer: str) -> bool:
+        return self.checkpoint.require(layer + WEIGHT).dtype in FLOATS and not self.scheme(layer)
+
+    def copies_scale(self, layer: str) -> bool:
+        return not self.requantizes or self._required(layer).strategy == "channel"
+
+    def codes(self, reader: Reader, layer: str, rows: slice, prune: Prune) -> tuple[Tensor, Tensor | None]:
+        values, scheme = reader.rows(layer + WEIGHT, rows), self._required(layer)
+        if scheme.block:
+            scale = reader.whole(layer + scheme.scale).float()
+            values = prune(dequantize_blocks(values, scale, scheme.block, rows.start))
+            return quantize_rows(values, DTYPES[KINDS[self._quant_of(scheme)][1]], "cuda")
+        if self.copies_scale(layer):
+            return prune(values), None
+        scale = reader.whole(layer + scheme.scale).float()
+        return prune(values), scale.reshape(1, 1).expand(len(values), 1)
+
+    def float_rows(self, reader: Reader, head: str, rows: slice) -> Tensor:
+        """Return rows of a quantized lm_head, codes times their scales, in float32."""
+        values, scheme = reader.rows(head + WEIGHT, rows), self.heads[head]
+        scale = reader.whole(head + scheme.scale)
+        if scheme.block:
+            return dequantize_blocks(values, scale, scheme.block, rows.start)
+        return dequantize_rows(values, scale.reshape(-1)[rows] if scheme.strategy == "channel" else scale)
+
+    def _float_heads(self) -> dict[str, Scheme]:
+        heads = {}
+        for name in filter(HEAD.search, layer_names(self.checkpoint.tensors)):
+            scheme = self.scheme(name)
+            if scheme and not self.quantization.loads_head(name):
+                require_quantized(self.checkpoint, name, self.quantization)
+                heads[name] = scheme
+        return heads
+
+    def also_quantized(self, excluded: Collection[str]) -> list[str]:
+        if not self.requantizes:
+            return []
+        return [
+            name
+            for name in layer_names(self.checkpoint.tensors)
+            if name not in excluded
+            and self.scheme(name)
+            and self.checkpoint.require(name + WEIGHT).dtype not in FLOATS
+        ]
+
+    def dropped(self, layers: Collection[str]) -> dict[str, str]:
+        dropped = {}
+        for name in self.checkpoint.tensors:
+            layer, _, suffix = name.rpartition(".")
+            suffix = f".{suffix}"
+            if name.endswith(ZERO_POINT):
+                dropped[name] = "zero points removed, as the weights are symmetric"
+            elif layer in self.heads and name != layer + WEIGHT:
+                dropped[name] = ""  # said of the head
+            elif layer in layers and suffix == self._required(layer).scale and self.copies_scale(layer):
+                continue
+            elif layer in layers and suffix not in (
+                WEIGHT,
+                ".bias",
+                *(KV_SCALES if self._has_kv_scales else ()),
+            ):
+                known = (
+                    suffix in (SCALE, self._required(layer).scale)
+                    or "scale" in suffix
+                    or "zero_point" in suffix
+                )
+                dropped[name] = (
+                    "" if known and self.requantizes else f"{suffix} tensors removed, which W8A8 lacks"
+                )
+        return dropped
+
+    @property
+    def replaces_ignore(self) -> bool:
+        """Whether the output's ignore list is written anew, not the source's with additions."""
+        return self.quantization.method == FP8_METHOD
+
+    @property
+    def _has_kv_scales(self) -> bool:
+        return bool(self._block.get("kv_cache_scheme"))
+
+    def changes(self, layers: Collection[str]) -> Iterator[str]:
+        counts: Counter[str] = Counter()
+        for scheme in (self._required(layer) for layer in layers) if self.requantizes else ():
+            counts.update(_change(scheme))
+        yield from (f"{count} layers: {words}" for words, count in counts.items())
+        for name in self.heads:
+            yield f"{name} dequantized, as vLLM loads a quantized one only if a target names it"
+        reasons = Counter(reason for reason in self.dropped(layers).values() if reason)
+        yield from (f"{count} {words}" for words, count in reasons.items())
+
+    def config(self, layers: Collection[str], ignored: Collection[str]) -> dict[str, Any]:
+        if not self.requantizes:
+            heads = {"ignore": [*self.quantization.ignore, *self.heads]} if self.heads else {}
+            return {**self._block, **heads}
+        unquantized = [*ignored, *self.heads]
+        return rewritten_block(self._block, self.quantization, self._quant_of, unquantized)
+
+    def require_calibration(self) -> None:
+        if not is_bitnet(self.checkpoint.config):
+            raise CalibrationError(
+                f"calibration updates float weights, but the source holds {self.quantization.quant} ones; start from "
+                "the original checkpoint, or prune its quantized weights: leave --calib out"
+            )
+
+
+def _change(scheme: Scheme) -> Iterable[str]:
+    """Describe what requantization changes for a layer."""
+    if scheme.block:
+        rows, columns = scheme.block
+        return [f"dequantized from blocks of {rows} x {columns} and quantized again per channel"]
+    if scheme.activations == "static":
+        return ["static activation scales removed, as activations are now quantized dynamically per token"]
+    if scheme.activations == "dynamic":
+        return ["activations are now quantized per token instead of per tensor"]
+    if scheme.activations == "asymmetric":
+        return ["activations are now quantized symmetrically"]
+    return (
+        ["per-tensor scales expanded to per-channel, which experts need"]
+        if scheme.strategy == "tensor"
+        else []
+    )
+
+
+class Converted(Source):
+    """A checkpoint that was pruned before, of which only the layout changes."""
+
+    def __init__(self, checkpoint: Checkpoint, block: Mapping[str, Any], metadata: Metadata) -> None:
+        super().__init__(checkpoint, None)
+        self._block, self._converted = dict(block), metadata
+        self.metadata = metadata
+        self.quantization = parse_block(block, checkpoint.tensors)
+
+    def quant(self, layer: str) -> str:
+        scheme = self.quantization.scheme(layer, self.checkpoint.require(layer + WEIGHT).dtype)
+        assert scheme
+        return scheme.quant
+
+    def in_features(self, layer: str) -> int:
+        require_quantized(self.checkpoint, layer, self.quantization)
+        require_shape(self.checkpoint, self._converted, layer)
+        return self._converted.layers[layer].in_features
+
+    def copies_scale(self, layer: str) -> bool:
+        return True
+
+    def codes(self, reader: Reader, layer: str, rows: slice, prune: Prune) -> tuple[Tensor, Tensor | None]:
+        return restore(reader.rows(layer + WEIGHT, rows), self._converted, layer, rows.start), None
+
+    def config(self, layers: Collection[str], ignored: Collection[str]) -> dict[str, Any]:
+        return dict(self._block)
+
+
+def source_of(checkpoint: Checkpoint, quant: str | None, has_experts: bool) -> Source:
+    """Return the source of a checkpoint.
+
+    Args:
+        quant: the requested type of weights; None is that of the source, or "int8" for floats.
+        has_experts: whether it has routed experts, which vLLM serves with per-channel scales only.
+
+    Raises CheckpointError for a form that cannot be converted.
+    """
+    block = checkpoint.quantization_config()
+    metadata = Metadata.of_config(block)
+    if block is not None and metadata is None and block.get("quant_method") == QUANT_METHOD:
+        raise CheckpointError(
+            f"the source says quant_method {QUANT_METHOD!r} but has no quantization_config.{KEY}, which "
+            "holds its pattern and layout; start from the original checkpoint"
+        )
+    if block is None or holds_floats(block):
+        return Floats(checkpoint, quant)
+    if metadata is not None and not _is_unpruned(metadata):
+        return Converted(checkpoint, block, metadata)
+    return Quantized(checkpoint, quant, block, has_experts)
+
+
+def _is_unpruned(metadata: Metadata) -> bool:
+    """Return whether metadata describe an ordinary W8A8 checkpoint, of which nothing is pruned yet."""
+    patterns = (metadata.pattern, *(entry.pattern for entry in metadata.layers.values()))
+    return metadata.layout == "dense" and all(pattern.density == 1 for pattern in patterns)

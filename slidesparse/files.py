@@ -1,0 +1,126 @@
+"""Files and folders of our own: written atomically, locked, and read only if nobody else could have put them there.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from slidesparse.errors import EnvironmentFault, SlideSparseError
+
+T = TypeVar("T")
+JSON_LIMIT = 256 * 2**20  # bytes of a JSON file that is read
+SHARED = stat.S_IWGRP | stat.S_IWOTH
+
+
+class DamagedFile(SlideSparseError, ValueError):  # noqa: N818  names what was found
+    """A file does not hold what was written there."""
+
+
+def own_folder(folder: Path) -> Path:
+    """Create a folder, with its parents, and return it.
+
+    Raises EnvironmentFault unless it is a folder of this user, not a link, that nobody else may write to.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o755, exist_ok=True)
+        status = folder.lstat()
+    except OSError as error:
+        raise EnvironmentFault(f"{folder} cannot be created: {error.strerror}; name another place") from error
+    if not stat.S_ISDIR(status.st_mode):
+        raise EnvironmentFault(f"{folder} is a link, which is not followed; remove it")
+    if status.st_uid != os.geteuid():
+        raise EnvironmentFault(f"{folder} belongs to another user; remove it, or name another place")
+    if status.st_mode & SHARED and not status.st_mode & stat.S_ISVTX:
+        raise EnvironmentFault(f"{folder} may be changed by other users; run chmod go-w on it")
+    return folder
+
+
+@contextmanager
+def locked(folder: Path, busy: SlideSparseError | None = None) -> Iterator[None]:
+    """Hold the lock on a folder, which the kernel releases when a process dies.
+
+    Raises ``busy`` if another process has it; waits for that process if ``busy`` is None.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+        except BlockingIOError:
+            assert busy
+            raise busy from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that it is there whole or not at all, also after a power failure."""
+    partial = path.parent / f".{path.name}.{os.getpid()}"
+    partial.unlink(missing_ok=True)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(partial, path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Sync a file, or a folder's entries, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_own(path: Path, limit: int = JSON_LIMIT) -> bytes:
+    """Read a file that this user wrote.  Raises DamagedFile for a link, a pipe, another user's or a larger file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise DamagedFile(f"{path} cannot be read: {error.strerror}") from error
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_size > limit:
+            raise DamagedFile(f"{path} is not a file of at most {limit} bytes of this user")
+        return file.read()
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file atomically."""
+    write_atomically(path, json.dumps(value, indent=1).encode() + b"\n")
+
+
+def read_json(path: Path, parse: Callable[[Any], T]) -> T | None:
+    """Return what ``parse`` makes of a JSON file, or None if there is none.
+
+    ``parse`` refuses other values by ValueError, TypeError, KeyError, AttributeError or IndexError; these, and text
+    that is not JSON, raise DamagedFile.
+    """
+    if not path.is_symlink() and not path.exists():
+        return None
+    content = read_own(path)
+    try:
+        return parse(json.loads(content))
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        IndexError,
+        RecursionError,
+        OverflowError,
+    ) as error:
+        raise DamagedFile(f"{path} is damaged ({type(error).__name__}: {str(error)[:200]})") from error

@@ -1,0 +1,304 @@
+"""``slidesparse synth``: a checkpoint of random weights, for measuring speed without the real ones.
+
+Names, shapes and config are those of transformers' model, and the checkpoint is planned and written like a conversion.
+Of each linear layer, SAMPLE rows are drawn, pruned and quantized, and all others repeat them from another row on::
+
+    w ~ N(0, 1/K), which preserves the scale of the inputs                 embeddings, lm_head, biases:
+    codes, scales = quantize_rows(prune(w))                                N(0, initializer_range^2); norms: 1
+
+The codes of BitNet are the signs of w, with the smallest TERNARY_ZEROS set to 0, about as many as in trained models.
+With "bf16" rows are written as drawn, which gives a float checkpoint to convert.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+import zlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slidesparse.blocks import STRIP
+from slidesparse.calibrate.task import Progress, no_progress
+from slidesparse.checkpoint.bitnet import is_bitnet
+from slidesparse.checkpoint.metadata import KEY
+from slidesparse.checkpoint.names import WEIGHT, architecture_of
+from slidesparse.checkpoint.output import (
+    partial_folder,
+    publish,
+    remove_stale,
+    require_free_name,
+    require_space,
+)
+from slidesparse.checkpoint.skeleton import Skeleton
+from slidesparse.checkpoint.storage import (
+    CONFIG,
+    NAMES,
+    QUANTIZATION,
+    Checkpoint,
+    CheckpointError,
+    Reader,
+    StoredTensor,
+    TensorSpec,
+    parse_json,
+)
+from slidesparse.checkpoint.w8a8 import KINDS
+from slidesparse.convert.options import ConvertOptions
+from slidesparse.convert.plan import ConversionPlan, Planner
+from slidesparse.convert.source import Floats, Prune
+from slidesparse.convert.stream import write_tensors
+from slidesparse.pattern import Pattern, SlidePattern
+from slidesparse.quantize import INT8
+
+SAMPLE = 8 * STRIP  # rows of a layer that are drawn
+BUFFER = 2**22  # random numbers that all others are taken from
+SHARD_BYTES = 4 * 10**9
+TERNARY_ZEROS = 0.42  # share of BitNet's codes
+BF16 = "bf16"
+QUANTS = (*KINDS, BF16)
+TOKENIZER = "tokenizer"  # the folder of `tokenizer_files` in a checkpoint
+
+_QWEN25 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 152064}
+_QWEN25 |= {"rope_theta": 1e6, "max_position_embeddings": 131072, "tie_word_embeddings": False}
+_LLAMA3 = {"model_type": "llama", "vocab_size": 128256, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
+_LLAMA3 |= {
+    "architectures": ["LlamaForCausalLM"],
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+}
+_BITNET = {**_LLAMA3, "architectures": ["BitNetForCausalLM"], "model_type": "bitnet", "hidden_act": "relu2"}
+
+
+def _sizes(hidden: int, intermediate: int, heads: int, kv_heads: int, layers: int) -> dict[str, int]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "num_hidden_layers": layers,
+    }
+
+
+# The sizes of base models, as their config.json on the Hub gives them
+PUBLIC: Mapping[str, Mapping[str, Any]] = {
+    "Llama3.2-1B": {**_LLAMA3, **_sizes(2048, 8192, 32, 8, 16), "head_dim": 64},
+    "Llama3.2-3B": {**_LLAMA3, **_sizes(3072, 8192, 24, 8, 28), "head_dim": 128},
+    "Qwen2.5-7B": {**_QWEN25, **_sizes(3584, 18944, 28, 4, 28), "rms_norm_eps": 1e-6},
+    "Qwen2.5-14B": {**_QWEN25, **_sizes(5120, 13824, 40, 8, 48), "rms_norm_eps": 1e-5},
+    "BitNet-2B": {**_BITNET, **_sizes(2560, 6912, 20, 5, 30), "max_position_embeddings": 4096},
+}
+
+
+@dataclass(frozen=True)
+class SynthReport:
+    """The checkpoint that was written."""
+
+    out: Path
+    architecture: str
+    layers: int  # number of transformer blocks
+    pattern: Pattern | None
+    quant: str
+    layout: str
+    files: int  # shards
+    bytes_out: int
+    seconds: float
+
+
+def synth(
+    config: str | Path,
+    out: str | Path,
+    *,
+    quant: str = "int8",
+    pattern: Pattern | None = None,
+    layout: str = "dense",
+    layers: int | None = None,
+    progress: Progress = no_progress,
+) -> SynthReport:
+    """Write the checkpoint ``out`` of a model with random weights and a placeholder tokenizer.
+
+    Args:
+        config: a config.json, a folder that holds one, or a name in PUBLIC.
+        out: the folder to create; absent or empty.
+        quant: "int8" or "fp8" for W8A8, or "bf16" for a float source.
+        pattern: the pattern of the linear layers, or None for dense ones; not with "bf16".
+        layout: "dense" [N, K] or, with a pattern, "slided" [N, K'].
+        layers: number of transformer blocks to keep, from the first.
+        progress: called with "writing", bytes written and total bytes.
+
+    The output is deterministic with the same torch.  Raises CheckpointError before anything is written when the config
+    or the options cannot be used, EnvironmentFault when the output does not fit.
+    """
+    started, out = time.monotonic(), Path(out)
+    require_free_name(Path(config) / CONFIG, out)
+    values = _config(config, quant, layers)
+    if quant not in QUANTS:
+        raise CheckpointError(f"--quant {quant!r} is not known; use one of {', '.join(QUANTS)}")
+    if quant == BF16 and (pattern or layout != "dense"):
+        raise CheckpointError(
+            "--quant bf16 writes weights that are not pruned; leave --sparsity and --layout out"
+        )
+    if quant == "fp8" and is_bitnet(values):
+        raise CheckpointError("--quant fp8: BitNet was trained for INT8 activations; use int8, or bf16")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / CONFIG).write_text(json.dumps(values))
+        plan = _plan(Path(folder), values, quant, pattern, layout)
+        remove_stale(out)
+        require_space(out, plan.disk_bytes())
+        with partial_folder(out) as partial, plan.checkpoint.reader() as reader:
+            write_tensors(plan, reader, None, partial, progress)
+            (partial / TOKENIZER).mkdir()
+            for file, content in tokenizer_files(values["vocab_size"]).items():
+                (partial / TOKENIZER / file).write_bytes(content)
+            for file, content in plan.small_files():
+                (partial / file).write_bytes(content)
+            publish(partial, out)
+    blocks = int(values["num_hidden_layers"])
+    seconds = time.monotonic() - started
+    files = len(plan.checkpoint.files)
+    return SynthReport(
+        out, str(architecture_of(values)), blocks, pattern, quant, layout, files, plan.bytes_out, seconds
+    )
+
+
+def _config(config: str | Path, quant: str, layers: int | None) -> dict[str, Any]:
+    """Read a config.json, or the one of a folder, or one of PUBLIC by name, without its quantization."""
+    path = Path(config) / CONFIG if Path(config).is_dir() else Path(config)
+    if str(config) in PUBLIC:
+        values = dict(PUBLIC[str(config)])
+    elif path.is_file():
+        values = parse_json(path.read_bytes(), path)
+    else:
+        raise CheckpointError(
+            f"{str(config)!r} is neither one of {', '.join(PUBLIC)}, nor a {CONFIG}, nor a folder that holds one"
+        )
+    values = {key: value for key, value in values.items() if key not in (*QUANTIZATION, "auto_map")}
+    total = values.get("num_hidden_layers")
+    if layers is not None:
+        if type(total) is not int or not 1 <= layers <= total:
+            raise CheckpointError(f"--layers {layers} must be from 1 to {total}, the layers of the model")
+        values["num_hidden_layers"] = layers
+        if isinstance(values.get("layer_types"), list):  # one entry a layer
+            values["layer_types"] = values["layer_types"][:layers]
+    return {**values, "dtype": "bfloat16"}
+
+
+def _plan(
+    folder: Path, values: dict[str, Any], quant: str, pattern: Pattern | None, layout: str
+) -> ConversionPlan:
+    """Plan how a float checkpoint of the model would be converted, in shards."""
+    source = RandomCheckpoint(folder, values, {}, ("",), {})
+    skeleton = Skeleton(source)
+    tied = skeleton.config.tie_word_embeddings and skeleton.model.get_output_embeddings()
+    shapes = {
+        name: tuple(p.shape)
+        for name, p in skeleton.model.named_parameters()
+        if not (tied and name == "lm_head" + WEIGHT)
+    }
+    file, size, files = 0, 0, {}
+    for name, shape in shapes.items():
+        nbytes = 2 * torch.Size(shape).numel()
+        file, size = (file + 1, nbytes) if size and size + nbytes > SHARD_BYTES else (file, size + nbytes)
+        files[name] = file
+    names = [f"model-{i + 1:05}-of-{file + 1:05}.safetensors" for i in range(file + 1)]
+    tensors = {
+        name: StoredTensor(TensorSpec(name, NAMES[torch.bfloat16], shape), names[files[name]], 0)
+        for name, shape in shapes.items()
+    }
+    source = replace(source, files=tuple(names), tensors=tensors)
+    options = ConvertOptions(pattern or SlidePattern(None), None if quant == BF16 else quant, layout)
+    plan = Planner(source, options, RandomWeights(source, options.quant)).plan()
+    if quant == BF16:
+        outputs = tuple(replace(o, specs=(o.source,), layer=None, pattern=None) for o in plan.outputs)
+        return replace(plan, quant=quant, outputs=outputs, config=values)
+    if pattern is None:
+        block = {key: value for key, value in plan.config["quantization_config"].items() if key != KEY}
+        return replace(plan, config={**plan.config, "quantization_config": block})
+    return plan
+
+
+class RandomCheckpoint(Checkpoint):
+    """A checkpoint whose tensors are drawn when they are read."""
+
+    def reader(self) -> Reader:
+        """Return a context manager for drawing tensors."""
+        return _RandomReader(self)
+
+
+class _RandomReader(Reader):
+    """Draws the rows of tensors from a buffer of normal numbers, from a place that depends on the tensor's name."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        self._normal = torch.randn(BUFFER, generator=torch.Generator().manual_seed(0))
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def rows(self, name: str, rows: slice) -> Tensor:
+        """Return rows of a tensor as [rows, columns]."""
+        spec = self.checkpoint.require(name)
+        if len(spec.shape) < 2 and name.endswith(WEIGHT):
+            return torch.ones(rows.stop - rows.start, 1)  # norms
+        start = (zlib.crc32(name.encode()) + rows.start * spec.columns) % BUFFER
+        count = (rows.stop - rows.start) * spec.columns
+        values = self._normal[torch.arange(start, start + count) % BUFFER].view(-1, spec.columns)
+        is_layer = ".layers." in name and len(spec.shape) == 2
+        return values * float(
+            spec.columns**-0.5 if is_layer else self.checkpoint.config.get("initializer_range", 0.02)
+        )
+
+
+class RandomWeights(Floats):
+    """Layers whose rows repeat SAMPLE rows that were drawn, pruned and quantized once."""
+
+    def __init__(self, checkpoint: Checkpoint, quant: str | None) -> None:
+        super().__init__(checkpoint, quant)
+        self._samples: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def codes(self, reader: Reader, layer: str, rows: slice, prune: Prune) -> tuple[Tensor, Tensor]:
+        if layer not in self._samples:
+            spec = self.checkpoint.require(layer + WEIGHT)
+            if is_bitnet(self.checkpoint.config):
+                w = reader.rows(spec.name, slice(0, SAMPLE))
+                threshold = NormalDist().inv_cdf((1 + TERNARY_ZEROS) / 2) * spec.columns**-0.5
+                codes = prune(torch.where(w.abs() < threshold, 0.0, w.sign()).to(INT8))
+                self._samples[layer] = codes, torch.full((SAMPLE, 1), spec.columns**-0.5)
+            else:
+                codes, scale = super().codes(reader, layer, slice(0, SAMPLE), prune)
+                assert scale is not None
+                self._samples[layer] = codes, scale
+        codes, scale = self._samples[layer]
+        # whole strips stay together, of which some blocks may be 2:4
+        places = torch.arange(rows.start, rows.stop)
+        index = (places + STRIP * (places // SAMPLE)) % SAMPLE
+        return codes[index], scale[index]
+
+    def also_quantized(self, excluded: Collection[str]) -> list[str]:
+        return []
+
+
+def tokenizer_files(vocabulary: int) -> dict[str, bytes]:
+    """Return the files of a tokenizer with one word per token, "t0" to "t151935": file -> content.
+
+    It replaces the real one, so that prompts keep their lengths when vLLM's commands tokenize them.  It needs a folder
+    of its own: next to the model's config.json, transformers would use that model's tokenizer class, and some of these
+    cannot read such words.  vLLM also looks for a config.json there; a GPT-2 config accepts any tokenizer.json.
+    """
+    words = {f"t{token}": token for token in range(vocabulary)}
+    splitter = {"type": "WhitespaceSplit"}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "t0"}
+    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": splitter, "model": model}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0", "pad_token": "t0"}
+    files = {
+        TOKENIZER + ".json": tokenizer,
+        "tokenizer_config.json": settings,
+        CONFIG: {"model_type": "gpt2"},
+    }
+    return {name: json.dumps(content).encode() for name, content in files.items()}
