@@ -244,7 +244,10 @@ class SlideSparseConfig(CompressedTensorsConfig):
         unpruned = [
             name for name, layer in found if layer.pattern == DENSE_WEIGHT and layer.columns in columns
         ]
-        if len(missing) <= self.summary.pruned_by_weights or not unpruned or not compat.holds_whole_model():
+        others = self.summary.claimed or self.summary.pruned_by_weights
+        if not others or not unpruned or len(missing) <= self.summary.pruned_by_weights:
+            return ""
+        if not compat.holds_whole_model():
             return ""
         return (
             f"the metadata list {len(missing)} layers, such as {missing[0]}, that vLLM has no layer of that name for, "

@@ -17,10 +17,11 @@ from calibration import DEVICES, Killed, calibrated, random_decoder, write_ids
 from checkpoints import LLAMA, bert, config_of, snapshot, tensors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slidesparse.calibrate.models import open_model
+from slidesparse.methods.sparsegpt import damping_for, factor, sparsegpt
 
 from slidesparse.calibrate import losses
 from slidesparse.calibrate.losses import layer_losses, whole_loss
-from slidesparse.calibrate.models import open_model
 from slidesparse.calibrate.pipeline import calibrate
 from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.calibrate.task import Calibration, no_progress, prepare
@@ -32,7 +33,6 @@ from slidesparse.convert.choose import Attempt, next_limit
 from slidesparse.convert.report import Report
 from slidesparse.convert.times import LayerTimes, TimesError, default_gpu
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
-from slidesparse.methods.sparsegpt import damping_for, factor, sparsegpt
 from slidesparse.pattern import SlidePattern
 
 LENGTHS = (10, 8, 6, 4)

@@ -12,11 +12,11 @@ import pytest
 import torch
 from calibration import LINEARS, TOKENS, calibrated, write_ids
 from checkpoints import DOWN, LLAMA, Q, bert, config_of, convert, llama, snapshot, tensors_of, write
+from slidesparse.calibrate.models import LayeredModel, open_model
 from strategies import NAMED, assert_same_bits
 
 from slidesparse.calibrate import inputs, pipeline
 from slidesparse.calibrate.inputs import HiddenStates
-from slidesparse.calibrate.models import LayeredModel, open_model
 from slidesparse.calibrate.pipeline import Position
 from slidesparse.calibrate.resume import work_folder
 from slidesparse.calibrate.task import Calibration, Task

@@ -24,16 +24,16 @@ from bitnets import (
 from checkpoints import convert, refused
 from models import converted
 from safetensors.torch import load_file
+from slidesparse.calibrate.models import open_model
+from slidesparse.convert.synth import synth
 from transformers.integrations.bitnet import WeightQuant
 
-from slidesparse.calibrate.models import open_model
 from slidesparse.calibrate.task import Calibration
-from slidesparse.checkpoint.names import DECODER
 from slidesparse.checkpoint.bitnet import as_int8
 from slidesparse.checkpoint.inspection import inspect, verify
+from slidesparse.checkpoint.names import DECODER
 from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.convert.report import final_error
-from slidesparse.convert.synth import synth
 from slidesparse.errors import SlideSparseError
 from slidesparse.pattern import SlidePattern
 

@@ -36,9 +36,9 @@ from safetensors import safe_open
 from strategies import NAMED, assert_same_bits
 
 from slidesparse import methods
-from slidesparse.checkpoint.names import family_of
 from slidesparse.checkpoint.inspection import inspect
 from slidesparse.checkpoint.metadata import Metadata
+from slidesparse.checkpoint.names import family_of
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.convert.stream import is_finite
 from slidesparse.pattern import SlidePattern

@@ -31,7 +31,8 @@ from checkpoints import (
 from models import float_tensors
 
 from slidesparse.calibrate.task import Calibration
-from slidesparse.checkpoint import names as architectures, storage
+from slidesparse.checkpoint import names as architectures
+from slidesparse.checkpoint import storage
 from slidesparse.checkpoint.inspection import inspect, verify
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.checkpoint.w8a8 import parse_block

@@ -14,8 +14,8 @@ from moe import EXPERTS, HIDDEN, LAYERS, MODELS, Moe
 from strategies import assert_same_bits
 
 from slidesparse.calibrate.task import Calibration
-from slidesparse.checkpoint.names import inside
 from slidesparse.checkpoint.inspection import inspect
+from slidesparse.checkpoint.names import inside
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune

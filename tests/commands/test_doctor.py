@@ -15,6 +15,7 @@ import pytest
 import torch
 from checkpoints import DOWN, config_of, convert, edit_json, llama, tensors_of, w8a8, write
 from commands import Done
+from models import converted
 
 from slidesparse import doctor, gemm, versions
 from slidesparse.build import compile, find
@@ -247,7 +248,7 @@ def warm(monkeypatch: pytest.MonkeyPatch, skeletons: Skeletons) -> None:
 @pytest.mark.vllm
 def test_doctor_asks_vllm_itself(tmp_path: Path) -> None:
     """The command starts vLLM and says what it decided for each layer."""
-    convert(llama(tmp_path / "source"), tmp_path / "out", layer=["down_proj=4:6"], skip=["o_proj"])
+    convert(llama(tmp_path / "source"), tmp_path / "out", layer=["down_proj=4:6", "o_proj=dense"])
     result = Done("doctor", tmp_path / "out", "--json")
     document = json.loads(result.out)
     assert (result.code, document["code"], document["backend"]) == (0, 0, "reference")
@@ -333,7 +334,7 @@ def test_doctor_says_what_the_server_does(
 ) -> None:
     folder = tmp_path / "model"
     if kind in ("dense", "slided", "packed"):
-        convert(llama(tmp_path / "source"), folder, layout=kind)
+        converted(llama(tmp_path / "source"), folder, "6:8", kind)
     else:
         (llama if kind == "source" else w8a8)(folder)
     if change:

@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from machines import with_gpu
 
-from slidesparse import flags
+from slidesparse import flags, gemm
 from slidesparse.checkpoint.metadata import KEY, LayerEntry, Metadata, MetadataError
 from slidesparse.flags import FlagError, Flags
 from slidesparse.pattern import SlidePattern
@@ -18,6 +19,7 @@ from slidesparse.resolve import STAMP, Resolution, ResolveError, claim, resolve,
 
 ROOT = Path(__file__).parents[2]
 SIX_EIGHT = SlidePattern.parse("6:8")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def test_flags_accept_both_pattern_spellings_and_boolean_words() -> None:
@@ -217,3 +219,50 @@ def test_newer_metadata_version_is_refused() -> None:
     config[KEY]["version"] = 2  # type: ignore[index]
     with pytest.raises(MetadataError, match="version: found 2, this slidesparse reads 1; upgrade"):
         resolve(config, Flags(), False)
+
+
+# The choice of a path's backend by the flag and the machine
+
+
+def test_backend_flag_parsing() -> None:
+    for value in ("hopper", " Hopper ", "cusparselt", "reference"):
+        assert Flags.from_environment({"SLIDESPARSE_BACKEND": value}).backend == value.strip().lower()
+    for value in ("", "auto", "AUTO"):
+        assert Flags.from_environment({"SLIDESPARSE_BACKEND": value}).backend is None
+    with pytest.raises(FlagError, match="SLIDESPARSE_BACKEND='cutlass': use auto, hopper or cusparselt"):
+        Flags.from_environment({"SLIDESPARSE_BACKEND": "cutlass"})
+    with pytest.raises(
+        FlagError, match="USE_CUBLASLT selects the dense path, but SLIDESPARSE_BACKEND=hopper"
+    ):
+        Flags.from_environment({"SLIDESPARSE_BACKEND": "hopper", "USE_CUBLASLT": "1"})
+
+
+def test_choose_takes_the_preferred_usable_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in (gemm.SPARSE, gemm.DENSE):
+        assert gemm.choose(path, CPU) == ("reference", "this machine has no CUDA device")
+    with_gpu(monkeypatch)
+    assert gemm.choose(gemm.SPARSE, CUDA, (9, 0)) == ("hopper", "CUDA device of compute capability 9.0")
+    assert gemm.choose(gemm.DENSE, CUDA, (9, 0))[0] == "cublaslt"
+    with_gpu(monkeypatch, hopper="nvcc was\nnot found")
+    name, reason = gemm.choose(gemm.SPARSE, CUDA, (9, 0))
+    assert name == "cusparselt"
+    assert "hopper cannot run: nvcc was not found" in reason
+
+
+def test_choose_fails_if_no_gpu_backend_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, choose() does not fall back to the reference backend silently."""
+    with_gpu(monkeypatch, hopper="no nvcc", cusparselt="no library")
+    with pytest.raises(
+        gemm.BackendError, match="hopper cannot run: no nvcc; cusparselt cannot run: no library"
+    ):
+        gemm.choose(gemm.SPARSE, CUDA, (9, 0))
+
+
+def test_backend_flag_overrides_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slidesparse.resolve import _backend as backend_of
+
+    with_gpu(monkeypatch, cusparselt="no library")
+    assert backend_of("sparse", True, "hopper") == ("hopper", "SLIDESPARSE_BACKEND=hopper")
+    for backend, on_cuda in (("cusparselt", True), ("hopper", False)):
+        with pytest.raises(ResolveError, match=f"SLIDESPARSE_BACKEND={backend}: .* cannot run here"):
+            backend_of("sparse", on_cuda, backend)

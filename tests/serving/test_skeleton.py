@@ -33,8 +33,7 @@ def warm(monkeypatch: pytest.MonkeyPatch, skeletons: Skeletons) -> None:
 
 def hybrid(name: str, folder: Path) -> Path:
     """One of `hybrids.MODELS` at 6:8, with codes that stock vLLM multiplies exactly on every CPU."""
-    linear = hybrids.MODELS[name][2]
-    convert(hybrids.write(name, folder / "source"), folder / "out", linear=linear)
+    convert(hybrids.write(name, folder / "source"), folder / "out")
     return shrink_codes(folder / "out")
 
 
@@ -78,7 +77,7 @@ def test_targets_by_name_leave_other_layers_unquantized(
 ) -> None:
     """Where MLPs alone are quantized, a list of layers to ignore misses those that vLLM calls otherwise."""
     source = hybrids.write(name, tmp_path / "source")
-    convert(source, tmp_path / "out", linear=r"\.(feed_forward|shared_mlp)\.")
+    convert(source, tmp_path / "out", ignore=[r"\.(mamba|self_attn)\."])
     out = shrink_codes(tmp_path / "out")
     block = json.loads((out / "config.json").read_text())["quantization_config"]
     names = targets(block["slidesparse"]["layers"], planned(skeletons, source))
@@ -114,7 +113,10 @@ def test_fused_groups_are_known(skeletons: Skeletons, tmp_path: Path) -> None:
         for group in fused(planned(skeletons, source))
     }
     assert groups == {("kv_a_proj_with_mqa", "q_a_proj"), ("gate_proj", "up_proj")}
-    convert(source, tmp_path / "part", linear=r"\.(q_a_proj|o_proj)$")
+    convert(source, tmp_path / "out")
+    block = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    ignore = [*block["ignore"], "model.layers.0.self_attn.kv_a_proj_with_mqa"]
+    edited(tmp_path / "out", tmp_path / "part", {}, {"ignore": ignore})
     words = (
         "fused_qkv_a_proj: vLLM fuses q_a_proj, kv_a_proj_with_mqa into one layer, but .* only some of them"
     )

@@ -30,12 +30,11 @@ MLA = {
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
 }
-# name -> the class of its config, its settings, a regex of its linear layers
-MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
+# name -> the class of its config, its settings
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "FalconH1": (
         "FalconH1Config",
         {**MAMBA, "mamba_d_ssm": 256, "head_dim": 32},
-        r"\.(mamba\.(in|out)_proj|self_attn\.\w+_proj|feed_forward\.\w+_proj)$",
     ),
     "GraniteMoeHybrid": (
         "GraniteMoeHybridConfig",
@@ -48,7 +47,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
             "layer_types": ["mamba", "attention"],
             "position_embedding_type": "nope",
         },
-        r"\.(mamba\.(in|out)_proj|self_attn\.\w+_proj|shared_mlp\.\w+_linear)$",
     ),
     "DeepseekV2": (
         "DeepseekV2Config",
@@ -59,7 +57,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
             "moe_intermediate_size": 64,
             "head_dim": 32,
         },
-        r"\.(self_attn\.\w+_proj\w*|mlp\.\w+_proj)$",
     ),
 }
 
@@ -68,7 +65,7 @@ def write(name: str, folder: Path) -> Path:
     """Write one of MODELS as a checkpoint in float32."""
     import transformers
 
-    config, settings, _ = MODELS[name]
+    config, settings = MODELS[name]
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, config)(**COMMON, **settings))
     for parameter in model.parameters():
