@@ -27,6 +27,7 @@ from slidesparse.errors import EnvironmentFault
 
 TIED = "tie_word_embeddings"  # key of config.json: whether the output head is the embedding
 TRANSFORMERS = "5.0"  # the oldest release whose conversion mapping is read
+MAX_LAYERS = 1024  # blocks and other counts of modules, which take time to make; 126 in Llama 3.1 405B
 
 
 class Skeleton:
@@ -229,6 +230,7 @@ def _read_config(checkpoint: Checkpoint) -> Any:
     transformers = _library()
     # transformers writes infinite numbers in a way of its own, which this function reads
     read, _ = transformers.PreTrainedConfig.get_config_dict(checkpoint.folder, local_files_only=True)
+    _require_few_layers(read, checkpoint.folder)
     values = {key: value for key, value in read.items() if key not in QUANTIZATION}
     if isinstance(text := values.get(TEXT_CONFIG), Mapping):
         values[TEXT_CONFIG] = {key: value for key, value in text.items() if key not in QUANTIZATION}
@@ -245,6 +247,17 @@ def _read_config(checkpoint: Checkpoint) -> Any:
         return config
     except Exception as error:  # of many classes, by model
         raise _refused(checkpoint.folder, error) from error
+
+
+def _require_few_layers(values: Mapping[str, Any], folder: Path) -> None:
+    """Raise CheckpointError for a count of layers, of any part of the model, that would take forever to make."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            _require_few_layers(value, folder)
+        elif ("layer" in key or "depth" in key) and isinstance(value, int) and value > MAX_LAYERS:
+            raise CheckpointError(
+                f"{folder / CONFIG}: {key} is {value}, at most {MAX_LAYERS} are made; fetch the config again"
+            )
 
 
 def _refused(folder: Path, error: Exception) -> CheckpointError:

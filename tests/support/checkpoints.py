@@ -12,6 +12,7 @@ import pytest
 import torch
 from models import Decoder, float_tensors, quantization_config
 from safetensors.torch import load_file, save_file
+from strategies import assert_same_bits
 from torch import Tensor
 
 from slidesparse.calibrate.task import Progress, no_progress
@@ -133,6 +134,13 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     for path in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(path)
     return tensors
+
+
+def assert_same_tensors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Check for the same names, and equal dtypes, shapes and bits."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_same_bits(actual[name], tensor)
 
 
 def config_of(folder: Path) -> dict[str, Any]:
