@@ -41,7 +41,7 @@ class Skeleton:
         self.checkpoint = checkpoint
         with _quiet():
             self.config = _read_config(checkpoint)
-            self.model: Any = _build(self.config, architecture_of(checkpoint.config))
+            self.model: Any = _build(checkpoint, self.config)
             self._targets = _rename(self.model, checkpoint.tensors)
         self.text_config = self.config.get_text_config()
         self.list_path, self.blocks = self._find_blocks()
@@ -268,9 +268,9 @@ def _refused(folder: Path, error: Exception) -> CheckpointError:
     )
 
 
-def _build(config: Any, architecture: str | None) -> nn.Module:
+def _build(checkpoint: Checkpoint, config: Any) -> nn.Module:
     """Return the model with parameters on the meta device: of the class that config.json names, or the usual one."""
-    transformers = _library()
+    transformers, architecture = _library(), architecture_of(checkpoint.config)
     named = getattr(transformers, architecture or "", None)
     causal = (architecture or "").endswith("ForCausalLM")
     auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
@@ -291,7 +291,7 @@ def _build(config: Any, architecture: str | None) -> nn.Module:
                     if attention == "eager":
                         raise
         except Exception as error:  # of many classes, by model
-            raise _refused(Path(getattr(config, "_name_or_path", "") or "."), error) from error
+            raise _refused(checkpoint.folder, error) from error
     built: nn.Module = model.eval()
     return built
 

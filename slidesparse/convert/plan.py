@@ -318,7 +318,7 @@ class Planner:
         if layer in self.source.heads and layer != name:
             return Output(spec, stored.file, (spec._replace(dtype=self._float_dtype()),), layer=None)
         if layer == name or layer not in patterns:
-            return Output(spec, stored.file, (spec,))
+            return Output(spec, stored.file, tuple(spec._replace(name=n) for n in self.source.names(name)))
         entry, rows = entries.get(layer), spec.shape[0]
         columns = entry.columns(self.options.layout) if entry else self.source.in_features(layer)
         specs = [TensorSpec(name, KINDS[self.source.quant(layer)][1], (rows, columns))]
