@@ -99,8 +99,12 @@ class Skeleton:
             and not any(target.startswith(self.prefix(number)) for target in converted)
         ]
 
-    def require_tensors(self) -> None:
-        """Raise CheckpointError for a layer without a tensor, and for a tensor whose shape config.json contradicts."""
+    def require_tensors(self, widths: Mapping[str, int]) -> None:
+        """Raise CheckpointError for a layer without a tensor, and for a tensor whose shape config.json contradicts.
+
+        Args:
+            widths: K of layers whose weights may be stored with other columns.
+        """
         if missing := self.missing():
             raise CheckpointError(
                 f"{missing[0]} is missing ({len(missing)} such); the checkpoint is incomplete, or the config another "
@@ -108,7 +112,8 @@ class Skeleton:
             )
         shapes = {name: tuple(p.shape) for name, p in self.model.state_dict().items()}
         for parameter, name in self.stored.items():
-            stored = self.checkpoint.tensors[name].spec.shape
+            stored, layer = self.checkpoint.tensors[name].spec.shape, name.removesuffix(WEIGHT)
+            stored = (*stored[:-1], widths[layer]) if layer in widths else stored
             if stored != shapes[parameter] and self.checkpoint.require(name).dtype != "U8":
                 raise CheckpointError(
                     f"tensor {name} has shape {list(stored)}, but config.json describes {list(shapes[parameter])}; "

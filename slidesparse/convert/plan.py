@@ -149,13 +149,9 @@ class Planner:
             _require_layout_alone(self.source.metadata, options)
         elif options.calibration:
             self.source.require_calibration()
-
-    @cached_property
-    def skeleton(self) -> Skeleton:
-        """The modules of the model, whose shapes the checkpoint's tensors must have."""
-        skeleton = Skeleton(self.checkpoint)
-        skeleton.require_tensors()
-        return skeleton
+        self.skeleton = Skeleton(checkpoint)
+        pruned = self.source.metadata.layers if self.source.metadata else {}
+        self.skeleton.require_tensors({name: entry.in_features for name, entry in pruned.items()})
 
     @cached_property
     def model(self) -> Model:

@@ -85,7 +85,7 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     ),
     "a scale": (
         lambda s: write(s, config_of(s), {**tensors_of(s), f"{Q}.weight_scale": torch.ones(64, 1)}),
-        [f"{Q}.weight_scale but no quantization_config"],
+        [f"has {Q}.weight_scale, but by its config.json no weights are quantized"],
     ),
     "a block too few": (config(num_hidden_layers=3), ["model.layers.2.", "is missing (7 such)"]),
     "a block too many": (config(num_hidden_layers=1), ["model.layers.1.", "none of the 1 blocks"]),
