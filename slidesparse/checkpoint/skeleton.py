@@ -138,6 +138,13 @@ class Skeleton:
         """The tensor that each parameter is stored as, for parameters that are stored unchanged."""
         return {target: name for name, (target, converted) in self._targets.items() if not converted}
 
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the tensors, with their shapes, that transformers would write for the model."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        tensors = revert_weight_conversion(self.model, self.model.state_dict())
+        return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
     def tensors(self, prefix: str) -> dict[str, str]:
         """Return the tensors that make up the parameters whose names begin with ``prefix``, with their target names."""
         return {name: target for name, (target, _) in self._targets.items() if target.startswith(prefix)}
