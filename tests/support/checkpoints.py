@@ -209,7 +209,7 @@ def refused(
     return message
 
 
-def packed(dense: Path, out: Path) -> Path:
+def packed(dense: Path, out: Path, shards: int = 1) -> Path:
     """Write a converted checkpoint in the packed layout of version 0.2: weights without the zeros of their blocks.
 
     ::
@@ -229,4 +229,4 @@ def packed(dense: Path, out: Path) -> Path:
         values = bits(weight)[kept].view(len(weight), -1).view(weight.dtype)
         tensors[f"{name}.compressed"], tensors[f"{name}.shape"] = values, torch.tensor(weight.shape)[:, None]
         tensors[f"{name}.bitmask"] = torch.from_numpy(np.packbits(kept.numpy(), axis=1, bitorder="little"))
-    return write(out, config, tensors)
+    return write(out, config, tensors, shards)
