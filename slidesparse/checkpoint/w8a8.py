@@ -401,7 +401,7 @@ def _group(name: str, group: Any, form: Any) -> Scheme | None:
     return Scheme(quant, strategy, _activations(name, inputs, size is not None), size)
 
 
-def _strategy(arguments: Mapping[str, Any]) -> str:
+def _strategy(arguments: Mapping[str, Any]) -> Any:
     return arguments.get("strategy") or ("group" if arguments.get("group_size") else "tensor")
 
 
@@ -411,7 +411,7 @@ def _activations(name: str, inputs: Mapping[str, Any], by_block: bool) -> str:
     if dynamic is False and strategy == "tensor":
         return "static"
     names = {"token": "per token", "tensor": "dynamic", **({"group": "per group"} if by_block else {})}
-    if dynamic is not True or strategy not in names:
+    if dynamic is not True or not isinstance(strategy, str) or strategy not in names:
         raise _refusal(
             f"activations not quantized per token in {name}", "static or dynamic per-token ones are"
         )
