@@ -151,7 +151,7 @@ class Skeleton:
 
     def converted(self, name: str) -> bool:
         """Return whether transformers computes parameters from a tensor, such as by joining the experts of a layer."""
-        return self._targets[name][1]
+        return name in self._targets and self._targets[name][1]
 
     # What the model is used for
 

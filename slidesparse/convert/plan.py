@@ -42,6 +42,7 @@ BY_IGNORE, BY_SOURCE, NOT_LINEAR = (
     "not quantized in the source",
     "not a linear layer of a transformer block",
 )
+SPLIT = "stored as one matrix of several layers"
 JOINED = "routed experts in one tensor, which vLLM serves unquantized"
 # Reasons for quantizing a linear layer without pruning it
 BY_LAYER, BY_BUDGET = "--layer", "by the budget"
@@ -183,8 +184,7 @@ class Planner:
         widths = {name: source.in_features(name) for name in patterns}
         if not source.metadata:
             for layer in self._other_matrices({*patterns, *source.heads}):
-                is_float = isinstance(source, Quantized) and source.quantization.ignores(layer)
-                kept.setdefault(layer, BY_SOURCE if is_float else NOT_LINEAR)
+                kept.setdefault(layer, self._why_kept(layer))
         entries = {name: LayerEntry(pattern, widths[name]) for name, pattern in patterns.items() if pattern}
         metadata = Metadata(
             self._commonest(entries) if by_budget else options.pattern,
@@ -296,6 +296,12 @@ class Planner:
             is_matrix = layer != name and len(stored.spec.shape) == 2
             if is_matrix and layer not in excluded and name not in tables:
                 yield layer
+
+    def _why_kept(self, layer: str) -> str:
+        """Return the reason for leaving a matrix unchanged that is no linear layer of a block."""
+        if isinstance(self.source, Quantized) and self.source.quantization.ignores(layer):
+            return BY_SOURCE
+        return SPLIT if self.skeleton.converted(layer + WEIGHT) else NOT_LINEAR
 
     # The output
 
