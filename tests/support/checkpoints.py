@@ -157,6 +157,25 @@ def edit_json(path: Path, **values: Any) -> None:
     path.write_text(json.dumps({name: value for name, value in document.items() if value is not None}))
 
 
+def block_of(folder: Path) -> dict[str, Any]:
+    """Read quantization_config."""
+    return config_of(folder)["quantization_config"]
+
+
+def edit_block(folder: Path, **changed: Any) -> None:
+    """Replace entries of quantization_config, or remove them with None."""
+    block = {name: value for name, value in {**block_of(folder), **changed}.items() if value is not None}
+    edit_json(folder / "config.json", quantization_config=block)
+
+
+def rewrite(folder: Path, **changed: Tensor | None) -> None:
+    """Replace tensors of a checkpoint of one file, or remove them with None."""
+    tensors = {
+        name: tensor for name, tensor in {**tensors_of(folder), **changed}.items() if tensor is not None
+    }
+    write(folder, config_of(folder), tensors)
+
+
 def edit_header(path: Path, text: str | None = None, **changed: dict[str, Any]) -> None:
     """Rewrite the entries of tensors in a safetensors header, or its whole JSON text; the data stay unchanged."""
     raw = path.read_bytes()
