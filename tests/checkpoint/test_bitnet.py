@@ -89,32 +89,34 @@ def test_pruned_codes_are_those_of_the_source_or_zero(
         assert torch.equal(blocks, before.clamp(max=6))  # natural zeros count among those that go
 
 
+def codes(dtype: torch.dtype, value: float, rows: int = 128) -> dict[str, torch.Tensor]:
+    return {f"{Q}.weight": torch.full((rows, 128), value, dtype=dtype)}
+
+
 # A form of the weights, changed tensors, and words of the message
-DAMAGED: list[tuple[dict[str, Any], bool, dict[str, torch.Tensor], list[str]]] = [
-    ({**OFFLINE, "use_rms_norm": True}, True, {}, ["use_rms_norm"]),
-    (OFFLINE, True, {"weight": torch.full((32, 128), 3, dtype=torch.uint8)}, [Q, "holds 2", "-1, 0 and 1"]),
-    (OFFLINE, False, {"weight": torch.full((128, 128), 0.5)}, [Q, "holds 0.5"]),
-    (OFFLINE, True, {"weight_scale": torch.ones(128)}, [f"{Q}.weight_scale", "F32 [128]"]),
-    (OFFLINE, True, {"weight_scale": torch.zeros(1)}, [f"the scale of {Q} is 0.0"]),
-    (OFFLINE, True, {"weight": torch.ones(128, 128, dtype=torch.int32)}, [Q, "I32"]),
-]
+DAMAGED: dict[str, tuple[dict[str, Any], bool, dict[str, torch.Tensor], str]] = {
+    "norms": ({**OFFLINE, "use_rms_norm": True}, True, {}, "use_rms_norm"),
+    "a code of 2": (
+        OFFLINE,
+        True,
+        codes(torch.uint8, 3, 32),
+        f"{Q}.weight holds 2, ternary weights are -1, 0 and 1",
+    ),
+    "a half": (OFFLINE, False, codes(torch.float32, 0.5), f"{Q}.weight holds 0.5"),
+    "another dtype": (OFFLINE, True, codes(torch.int32, 1), f"{Q}.weight is I32"),
+    "128 scales": (OFFLINE, True, {f"{Q}.weight_scale": torch.ones(128)}, f"{Q}.weight_scale is F32 [128]"),
+    "no scale": (OFFLINE, True, {f"{Q}.weight_scale": torch.zeros(1)}, f"the scale of {Q} is 0.0"),
+}
 
 
-@pytest.mark.parametrize(("block", "packed", "changed", "words"), DAMAGED)
-def test_damaged_sources_are_refused(
-    master: Path,
-    tmp_path: Path,
-    block: dict[str, Any],
-    packed: bool,
-    changed: dict[str, torch.Tensor],
-    words: list[str],
-) -> None:
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_sources_are_refused(master: Path, tmp_path: Path, name: str) -> None:
+    block, packed, changed, words = DAMAGED[name]
     base = tensors_of(write_offline(master, tmp_path / "base", OFFLINE, packed))
-    tensors = {**base, **{f"{Q}.{name}": tensor for name, tensor in changed.items()}}
-    refused(write(tmp_path / "damaged", tensors, block), *words)
+    refused(write(tmp_path / "damaged", {**base, **changed}, block), words)
 
 
-def test_weights_that_are_not_finite_and_fp8_are_refused(master: Path, tmp_path: Path) -> None:
+def test_nan_and_fp8_are_refused(master: Path, tmp_path: Path) -> None:
     weights = tensors_of(master)
     weights[f"{Q}.weight"][3, 5] = torch.nan
     refused(write(tmp_path / "nan", weights, None), f"the scale of {Q} is nan")

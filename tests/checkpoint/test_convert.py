@@ -21,6 +21,7 @@ from checkpoints import (
     MODEL,
     assert_same_tensors,
     bert,
+    block_of,
     config_of,
     convert,
     edit_json,
@@ -163,7 +164,7 @@ def test_each_value_that_is_not_finite_is_found_anywhere(dtype: torch.dtype) -> 
 # Files beside the weights
 
 
-def test_files_beside_the_weights_are_copied_but_code_and_links_out(tmp_path: Path) -> None:
+def test_encoder_with_files_beside_the_weights_but_no_code_or_links_out(tmp_path: Path) -> None:
     source = bert(tmp_path / "source")
     (tmp_path / "secret.json").write_text("of somebody else")
     beside = ("vocab.txt", "LICENSE", "chat_template.jinja", "2_Dense/config.json", f"2_Dense/{MODEL}")
@@ -181,20 +182,12 @@ def test_files_beside_the_weights_are_copied_but_code_and_links_out(tmp_path: Pa
     names = {*beside, "1_Pooling/config.json", "modules.json", "special_tokens_map.json"}
     assert set(snapshot(tmp_path / "out")) == names | {"config.json", "tokenizer.json", MODEL}
     assert set(report.left_out) == {*left_out, "added_tokens.json"}
-
-
-def test_ignored_layers_of_encoders_are_listed_by_the_names_of_vllm(tmp_path: Path) -> None:
-    report = convert(
-        bert(tmp_path / "source"), tmp_path / "out", "4:6", ignore=["1.intermediate", "0.attention.self"]
-    )
-    assert len(report.pruned) == 8
-    assert report.kept["pooler.dense"] == "not a linear layer of a transformer block"
-    ignore = config_of(tmp_path / "out")["quantization_config"]["ignore"]
-    for name in ("encoder.layer.1.intermediate.dense", "pooler.dense"):
-        assert {name, f"model.{name}"} <= set(ignore)  # vLLM puts "model." before the names of a bare encoder
-    for last in ("query", "key", "value"):  # and calls the attention by another name
-        assert f"model.encoder.layer.0.attention.self.{last}" in ignore
-        assert f"model.encoder.layer.0.attention.output.{last}" in ignore
+    ignore = set(
+        block_of(tmp_path / "out")["ignore"]
+    )  # vLLM puts "model." before the names of a bare encoder,
+    assert {"model.encoder.layer.1.intermediate.dense", "pooler.dense", "model.pooler.dense"} <= ignore
+    for attention in ("attention.self", "attention.output"):  # and calls its attention by another name
+        assert {f"model.encoder.layer.0.{attention}.{last}" for last in ("query", "key", "value")} <= ignore
 
 
 def test_code_that_config_names_is_not_needed_by_the_output(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from tool_sources import compressed, fp8
 from torch import Tensor
 
 from slidesparse.calibrate.task import Calibration
+from slidesparse.checkpoint.w8a8 import parse_block
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
@@ -48,9 +49,13 @@ O0 = "model.layers.0.self_attn.o_proj"
 CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 
 
+def scale_of(tensors: dict[str, Tensor], layer: str) -> Tensor:
+    return tensors.get(f"{layer}.weight_scale", tensors.get(f"{layer}.weight_scale_inv"))
+
+
 def check_codes(before: dict[str, Tensor], after: dict[str, Tensor], layer: str, pruned: bool = True) -> None:
     """Check that codes are pruned, and that the scale of each row is the source's."""
-    codes, scale = (before[f"{layer}.{name}"] for name in ("weight", "weight_scale"))
+    codes, scale = before[f"{layer}.weight"], scale_of(before, layer)
     assert_same_bits(after[f"{layer}.weight"], prune(codes, SIX_EIGHT) if pruned else codes)
     scales = scale.float().reshape(1, 1).repeat(len(codes), 1) if scale.numel() == 1 else scale
     assert_same_bits(after[f"{layer}.weight_scale"], scales)
@@ -73,21 +78,10 @@ def check_blocks(
     pruned: bool = True,
 ) -> None:
     """Check that weights are codes times scales of their blocks, pruned and quantized per channel."""
-    scale = before.get(f"{layer}.weight_scale_inv", before.get(f"{layer}.weight_scale"))
-    floats = by_block(before[f"{layer}.weight"], scale, block)
+    floats = by_block(before[f"{layer}.weight"], scale_of(before, layer), block)
     weight, scales = quantize_rows(prune(floats, SIX_EIGHT) if pruned else floats, NAMES[quant])
     assert_same_bits(after[f"{layer}.weight"], weight)
     assert_same_bits(after[f"{layer}.weight_scale"], scales)
-
-
-def check_config(folder: Path, quant: str, ignore: set[str]) -> None:
-    """Check that the quantization_config equals that of a converted float source, and its ignore list."""
-    block, expected = block_of(folder), quantization_config(quant)
-    group = expected["config_groups"]["group_0"]  # type: ignore[index]
-    for entry in block["config_groups"].values():
-        assert entry == {**entry, **group, "targets": entry["targets"]}
-    assert (block["quant_method"], block["format"]) == ("compressed-tensors", expected["format"])
-    assert set(block["ignore"]) == ignore
 
 
 def vllm_config(block: dict[str, Any]) -> Any:
@@ -107,24 +101,6 @@ def scheme(preset: str, targets: list[str], **weights: Any) -> Any:
     for name, value in weights.items():
         setattr(preset_scheme.weights, name, value)
     return preset_scheme
-
-
-def static_int8(folder: Path) -> Path:
-    """Asymmetric static activations, as SmoothQuant recipes have them."""
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-
-    inputs = QuantizationArgs(num_bits=8, symmetric=False, dynamic=False, strategy="tensor")
-    weights = QuantizationArgs(num_bits=8, strategy="channel")
-    group = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
-    return compressed(folder, {"group_0": group}, ["lm_head"])
-
-
-def asymmetric_int8(folder: Path) -> Path:
-    """llmcompressor 0.14 stores nothing else for dynamic asymmetric activations, whose zero points are per token."""
-    groups = block_of(w8a8(folder))["config_groups"]
-    groups["group_0"]["input_activations"] |= {"symmetric": False, "zp_dtype": "torch.int8"}
-    edit_block(folder, config_groups=groups)
-    return folder
 
 
 # W8A8 of compressed-tensors
@@ -175,52 +151,6 @@ def test_zero_points_of_symmetric_weights_are_dropped_or_refused(tmp_path: Path,
     zeros[f"{Q}.weight_zero_point"][5] = 1
     write(source, config_of(source), before | zeros, shards=3)
     refused(source, f"tensor {Q}.weight_zero_point in", "is not 0 everywhere", "symmetric", out="x")
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize(
-    ("make", "rewritten"),
-    [
-        (
-            static_int8,
-            "14 layers: static activation scales removed, as activations are now quantized dynamically",
-        ),
-        (
-            lambda folder: compressed(folder, {"group_0": scheme("FP8", ["Linear"])}, ["lm_head"]),
-            "14 layers: static activation scales removed, as activations are now quantized dynamically",
-        ),
-        (asymmetric_int8, "13 layers: activations are now quantized symmetrically"),
-    ],
-    ids=["static int8", "static fp8", "asymmetric"],
-)
-def test_activations_become_dynamic_and_symmetric(
-    tmp_path: Path, make: Callable[[Path], Path], rewritten: str
-) -> None:
-    source = make(tmp_path / "source")
-    report = convert(source, tmp_path / "out")
-    before, after = tensors_of(source), tensors_of(tmp_path / "out")
-    assert {name for name in before if not name.endswith((".input_scale", ".input_zero_point"))} == set(after)
-    for layer in report.pruned:
-        check_codes(before, after, layer)
-    check_config(tmp_path / "out", report.quant, set(block_of(source)["ignore"]))
-    assert report.rewritten.startswith(rewritten)
-    refused(source, f"--ignore covers {Q}", "--layer", out="x", ignore=["1.self_attn.[qkv]"])
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize("quant", ["int8", "fp8"])
-def test_block_scales_are_dequantized(tmp_path: Path, quant: str) -> None:
-    """The ignore list leaves one layer float."""
-    blocks = {"group_0": scheme("FP8_BLOCK", ["Linear"], block_structure=[32, 16])}
-    source = compressed(tmp_path / "source", blocks, ["lm_head", "re:.*layers.0.*o_proj"])
-    report = convert(source, tmp_path / "out", quant=quant)
-    before, after = tensors_of(source), tensors_of(tmp_path / "out")
-    assert (report.quant, report.kept[O0]) == (quant, "not quantized in the source")
-    assert_same_bits(after[f"{O0}.weight"], before[f"{O0}.weight"])
-    for layer in set(LINEARS) - {O0}:
-        check_blocks(before, after, layer, (32, 16), quant)
-    check_config(tmp_path / "out", quant, {"lm_head", O0})
-    assert "13 layers: dequantized from blocks of 32 x 16" in report.rewritten
 
 
 @pytest.mark.vllm
@@ -284,61 +214,126 @@ def test_quantization_groups_of_several_kinds(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.vllm
-def test_layers_outside_all_groups_are_float_and_unchanged(tmp_path: Path) -> None:
-    """Groups have scales per channel or per tensor."""
+# Sources whose layers are treated alike
+
+
+def static_int8(folder: Path) -> Path:
+    """Asymmetric static activations, as SmoothQuant recipes have them."""
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    inputs = QuantizationArgs(num_bits=8, symmetric=False, dynamic=False, strategy="tensor")
+    weights = QuantizationArgs(num_bits=8, strategy="channel")
+    group = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
+    return compressed(folder, {"group_0": group}, ["lm_head"])
+
+
+def asymmetric_int8(folder: Path) -> Path:
+    """llmcompressor 0.14 stores nothing else for dynamic asymmetric activations, whose zero points are per token."""
+    groups = block_of(w8a8(folder))["config_groups"]
+    groups["group_0"]["input_activations"] |= {"symmetric": False, "zp_dtype": "torch.int8"}
+    edit_block(folder, config_groups=groups)
+    return folder
+
+
+def some_groups(folder: Path) -> Path:
+    """Layers outside of all groups are float."""
     by_channel, by_tensor = (
         scheme("W8A8", [r"re:.*self_attn\..*_proj"]),
         scheme("W8A8", [DOWN], strategy="tensor"),
     )
-    source = compressed(tmp_path / "source", {"group_0": by_channel, "group_1": by_tensor}, [])
-    report = convert(source, tmp_path / "out")
-    assert not report.rewritten
-    named = {layer for layer in LINEARS if "self_attn" in layer} | {DOWN}
-    assert set(report.pruned) == named
-    expected = tensors_of(source)
-    expected |= {f"{layer}.weight": prune(expected[f"{layer}.weight"], SIX_EIGHT) for layer in named}
-    assert_same_tensors(tensors_of(tmp_path / "out"), expected)
-    chosen = vllm_config(block_of(tmp_path / "out")).get_scheme_dict(torch.nn.Linear(1, 1), DOWN)
-    assert chosen["weights"].strategy == "tensor"
+    return compressed(folder, {"group_0": by_channel, "group_1": by_tensor}, [])
 
 
-# quant_method fp8
+def renamed(folder: Path) -> Path:
+    """Scales have their names in transformers, as in Ministral 3."""
+    names = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+    tensors = tensors_of(fp8(folder, static=True))
+    parts = ((name.rpartition("."), tensor) for name, tensor in tensors.items())
+    return write(
+        folder, config_of(folder), {f"{layer}.{names.get(last, last)}": t for (layer, _, last), t in parts}
+    )
 
 
-@pytest.mark.parametrize(("block", "dtype"), [((32, 16), torch.float32), ((128, 128), torch.bfloat16)])
-def test_fp8_block_scales_of_deepseek_and_qwen(
-    tmp_path: Path, block: tuple[int, int], dtype: torch.dtype
-) -> None:
-    """Some blocks extend beyond the layers' edges, and some are larger than the layers."""
-    source = fp8(tmp_path / "source", block, scale_dtype=dtype)
-    report = convert(source, tmp_path / "out", layer=["0.*o_proj=dense"])
+def experts(folder: Path, name: str, block: tuple[int, int] | None, static: bool) -> Path:
+    model = MODELS[name]
+    layers = [*model.linears(), *model.experts()]
+    return fp8(folder, block, static, tensors=model.tensors(), config=model.settings(), layers=layers)
+
+
+def mixtral(folder: Path) -> Path:
+    """vLLM requires scales per channel for experts with activations quantized per token."""
+    experts(folder, "mixtral", None, False)
+    block = {**quantization_config("fp8", "tensor"), "ignore": ["re:.*gate", "lm_head"]}
+    edit_json(folder / "config.json", quantization_config=block)
+    return folder
+
+
+def ct_block(folder: Path) -> Path:
+    group = scheme("FP8_BLOCK", ["Linear"], block_structure=[32, 16])
+    return compressed(folder, {"group_0": group}, ["lm_head", "re:.*layers.0.*o_proj"])
+
+
+STATIC = "static activation scales removed, as activations are now quantized dynamically per token"
+DEQUANTIZED = "dequantized from blocks of 32 x 16 and quantized again per channel"
+# How to make a source, its block size, options, and words of what was changed
+ALIKE: dict[str, tuple[Callable[[Path], Path], tuple[int, int] | None, dict[str, Any], str]] = {
+    "static int8": (static_int8, None, {}, f"14 layers: {STATIC}"),
+    "static fp8": (lambda f: compressed(f, {"a": scheme("FP8", ["Linear"])}, ["lm_head"]), None, {}, STATIC),
+    "asymmetric": (asymmetric_int8, None, {}, "13 layers: activations are now quantized symmetrically"),
+    "some groups": (some_groups, None, {}, ""),
+    "block": (ct_block, (32, 16), {}, f"13 layers: {DEQUANTIZED}"),
+    "block to int8": (ct_block, (32, 16), {"quant": "int8"}, DEQUANTIZED),
+    "deepseek": (lambda f: fp8(f, (32, 16)), (32, 16), {"layer": ["0.*o_proj=dense"]}, DEQUANTIZED),
+    "large blocks": (lambda f: fp8(f, (128, 128), scale_dtype=torch.bfloat16), (128, 128), {}, "128 x 128"),
+    "fp8": (fp8, None, {}, "14 layers: activations are now quantized per token instead of per tensor"),
+    "fp8 static": (lambda f: fp8(f, static=True), None, {}, STATIC),
+    "fp8 of transformers": (renamed, None, {}, STATIC),
+    "experts by block": (
+        lambda f: experts(f, "qwen3", (32, 16), False),
+        (32, 16),
+        {},
+        f"32 layers: {DEQUANTIZED}",
+    ),
+    "static experts": (lambda f: experts(f, "qwen3", None, True), None, {}, f"32 layers: {STATIC}"),
+    "experts by tensor": (
+        mixtral,
+        None,
+        {},
+        "per-tensor scales expanded to per-channel, which experts need",
+    ),
+}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", ALIKE)
+def test_weights_have_the_sources_codes_or_those_of_codes_times_scales(tmp_path: Path, name: str) -> None:
+    make, block, options, words = ALIKE[name]
+    source = make(tmp_path / "source")
+    report = convert(source, tmp_path / "out", **options)
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
-    assert report.quant == "fp8"
-    assert set(after) == {name.replace("_scale_inv", "_scale") for name in before}
-    for layer in LINEARS:
-        check_blocks(before, after, layer, block, pruned=layer != O0)
-    check_config(tmp_path / "out", "fp8", {"lm_head"})
-    convert(source, tmp_path / "int8", quant="int8")
-    check_blocks(before, tensors_of(tmp_path / "int8"), Q, block, "int8")
-
-
-@pytest.mark.parametrize("static", [False, True])
-def test_fp8_per_tensor_scales_keep_codes(tmp_path: Path, static: bool) -> None:
-    """q, k and v each have their own scale.  Ministral 3 gives scales the names of transformers."""
-    source = fp8(tmp_path / "source", static=static)
-    report = convert(source, tmp_path / "out")
-    before, after = tensors_of(source), tensors_of(tmp_path / "out")
-    for layer in LINEARS:
-        check_codes(before, after, layer)
-    message = "static activation scales" if static else "activations are now quantized per token"
-    assert message in report.rewritten
-    check_config(tmp_path / "out", "fp8", {"lm_head"})
-    renamed = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
-    parts = ((name.rpartition("."), tensor) for name, tensor in before.items())
-    tensors = {f"{layer}.{renamed.get(last, last)}": tensor for (layer, _, last), tensor in parts}
-    convert(write(tmp_path / "renamed", config_of(source), tensors), tmp_path / "again")
-    assert_same_tensors(tensors_of(tmp_path / "again"), after)
+    assert words in report.rewritten
+    for layer in (*report.pruned, *report.skipped):
+        if block:
+            check_blocks(before, after, layer, block, report.quant, layer in report.pruned)
+        elif report.rewritten:
+            check_codes(before, after, layer, layer in report.pruned)
+        else:  # scales stay as they are, per channel or per tensor
+            assert_same_bits(after[f"{layer}.weight"], prune(before[f"{layer}.weight"], SIX_EIGHT))
+            assert_same_bits(after[f"{layer}.weight_scale"], before[f"{layer}.weight_scale"])
+    for layer in report.kept:
+        assert_same_bits(after[f"{layer}.weight"], before[f"{layer}.weight"])
+    assert {name.rpartition(".")[2] for name in after} <= {"weight", "weight_scale", "bias"}
+    written, read = block_of(tmp_path / "out"), block_of(source)
+    group = quantization_config(report.quant)["config_groups"]["group_0"]  # type: ignore[index]
+    for entry in written["config_groups"].values() if report.rewritten else ():
+        assert entry == {**entry, **group, "targets": entry["targets"]}
+    unquantized = {layer for layer in report.kept if not parse_block(read).ignores(layer)}
+    assert (
+        set(written["ignore"]) == {*(read.get("ignore") or ["lm_head"]), *unquantized} or not report.rewritten
+    )
+    vllm_config(written)
+    if report.rewritten:
+        refused(source, "--ignore covers", out="x", ignore=["experts" if "experts" in name else "self_attn"])
 
 
 @pytest.mark.parametrize(("block", "listed"), [((32, 16), []), (None, [DOWN])])
@@ -363,34 +358,7 @@ def test_fp8_layers_outside_blocks_are_rewritten_unpruned(
     assert not any(name.startswith("lm_head.weight_scale") for name in after)
     error = after["lm_head.weight"].float() - tensors["lm_head.weight"].float()
     assert error.abs().max() <= tensors["lm_head.weight"].abs().max() / 16  # that of FP8's three bits
-    check_config(tmp_path / "out", "fp8", {"lm_head", DOWN})
-
-
-@pytest.mark.parametrize(("name", "block"), [("qwen3", (32, 16)), ("qwen3", None), ("mixtral", None)])
-def test_fp8_experts_are_rewritten_unpruned(tmp_path: Path, name: str, block: tuple[int, int] | None) -> None:
-    """vLLM requires scales per channel for experts with activations quantized per token; Mixtral's alone lack them."""
-    model = MODELS[name]
-    layers, ignore = [*model.linears(), *model.experts()], {"lm_head", *model.routers()}
-    tensors, config = model.tensors(), model.settings()
-    source = fp8(tmp_path / "source", block, name == "qwen3", tensors=tensors, config=config, layers=layers)
-    if name == "mixtral":
-        ignore = {"re:.*gate", "lm_head"}
-        quantization = {**quantization_config("fp8", "tensor"), "ignore": sorted(ignore)}
-        edit_json(source / "config.json", quantization_config=quantization)
-    report = convert(source, tmp_path / "out")
-    assert report.experts == {"w8a8": 24, "kept": 0}
-    before, after = tensors_of(source), tensors_of(tmp_path / "out")
-    for layer in layers:
-        pruned = layer not in model.experts()
-        if block:
-            check_blocks(before, after, layer, block, pruned=pruned)
-        else:
-            check_codes(before, after, layer, pruned)
-    assert not any(name.endswith(("_inv", "input_scale")) for name in after)
-    check_config(tmp_path / "out", "fp8", ignore)
-    if name == "mixtral":
-        assert report.rewritten == "32 layers: per-tensor scales expanded to per-channel, which experts need"
-    refused(source, "--ignore covers model.layers.0", out="x", ignore=[r"\.experts\."])
+    assert set(block_of(tmp_path / "out")["ignore"]) == {"lm_head", DOWN}
 
 
 # What other tools leave behind
