@@ -41,7 +41,7 @@ from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8, NAMES, quantize_rows
-from slidesparse.slide import bits, slide
+from slidesparse.slide import slide
 
 SIX_EIGHT = SlidePattern.parse("6:8")
 LINEARS = sorted(LLAMA.linears())
@@ -491,17 +491,6 @@ def tensor(suffix: str, change: Callable[[Tensor], Tensor | None]) -> Change:
     return lambda source: rewrite(source, **{name: change(tensors_of(source)[name])})
 
 
-def code(value: int) -> Change:
-    return tensor(
-        "weight",
-        lambda t: (
-            bits(t)
-            .index_put([torch.tensor(3), torch.tensor(4)], torch.tensor(value, dtype=INT8))
-            .view(t.dtype)
-        ),
-    )
-
-
 def cache(**changed: Any) -> Change:
     return block(kv_cache_scheme={**CACHE, **changed})
 
@@ -551,8 +540,6 @@ INT8_SOURCES: dict[str, tuple[Change, str]] = {
     "no metadata": (block(quant_method="slidesparse"), "has no quantization_config.slidesparse"),
 }
 FP8_SOURCES: dict[str, tuple[Change, str]] = {
-    "NaN code": (code(0x7F), "row 3, column 4 (nan)"),
-    "negative NaN code": (code(-1), "row 3, column 4 (nan)"),
     "another type": (group(weights={"type": "int"}, inputs={"type": "int"}), "F8_E4M3, but"),
     "outside all groups": (group(targets=["re:.*mlp.*"]), "the layer is not quantized"),
 }

@@ -116,6 +116,8 @@ def test_links_in_a_hub_cache_are_followed(tmp_path: Path) -> None:
         path.rename(tmp_path / "blobs" / "01" / f"{number}")
         (repository / "blobs" / f"{number}").symlink_to(f"../../blobs/01/{number}")
         path.symlink_to(f"../../blobs/{number}")
+    (source / MODEL).rename(source / "x")
+    (source / MODEL).symlink_to("x")  # within the folder
     convert(source, tmp_path / "out")
     assert set(snapshot(tmp_path / "out")) == {"config.json", "tokenizer.json", MODEL}
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
@@ -129,14 +131,6 @@ def test_links_out_of_the_folder_are_refused(tmp_path: Path, name: str, place: s
     (source / name).rename(tmp_path / place / name)
     (source / name).symlink_to(tmp_path / place / name)
     refused(source, f"{source / name} is a link out of its folder, to {tmp_path / place / name}")
-
-
-def test_links_within_the_folder_are_followed(tmp_path: Path) -> None:
-    source = llama(tmp_path / "source")
-    (source / "below").mkdir()
-    (source / MODEL).rename(source / "below" / MODEL)
-    (source / MODEL).symlink_to(f"below/{MODEL}")
-    convert(source, tmp_path / "out")
 
 
 # Damage to a checkpoint of three shards, or of one, and words of the message
