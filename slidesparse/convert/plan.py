@@ -130,7 +130,7 @@ class ConversionPlan:
 
 
 def _json(value: object) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(value, indent=2) + "\n").encode()
 
 
 class Planner:
