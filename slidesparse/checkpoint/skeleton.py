@@ -106,6 +106,13 @@ class Skeleton:
             widths: K of layers whose weights may be stored with other columns.
         """
         if missing := self.missing():
+            wrapped = next(
+                (name for name in self.checkpoint.tensors if name.endswith(f".{missing[0]}")), None
+            )
+            if wrapped:
+                raise CheckpointError(
+                    f"tensor names begin with {wrapped.removesuffix(missing[0])!r}; save the model without its wrapper"
+                )
             raise CheckpointError(
                 f"{missing[0]} is missing ({len(missing)} such); the checkpoint is incomplete, or the config another "
                 "model's: fetch it again"

@@ -312,16 +312,15 @@ def _kv_cache(block: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     if scheme == "static" and block.get("quant_method") == FP8_METHOD:
         return {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-    if (
-        not isinstance(scheme, dict)
-        or (scheme.get("num_bits"), scheme.get("type")) != (8, "float")
-        or scheme.get("strategy") not in ("tensor", "attn_head")
-        or not scheme.get("symmetric")
-    ):
+    keys = ("num_bits", "type", "symmetric", "strategy")
+    found = {key: scheme.get(key) for key in keys} if isinstance(scheme, dict) else scheme
+    common = {"num_bits": 8, "type": "float", "symmetric": True}
+    if found not in [{**common, "strategy": strategy} for strategy in ("tensor", "attn_head")]:
         raise CheckpointError(
-            f"the source's kv_cache_scheme {shown(scheme)} is not served by vLLM, which takes symmetric 8-bit floats "
+            f"the source's kv_cache_scheme {shown(found)} is not served by vLLM, which takes symmetric 8-bit floats "
             "per tensor or attn_head; remove it from config.json to serve the KV cache unquantized"
         )
+    assert isinstance(scheme, dict)
     return scheme
 
 

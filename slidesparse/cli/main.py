@@ -87,15 +87,6 @@ def _show_layers(report: CheckpointReport) -> None:
         out.print(f"{count} weights of routed experts in {dtype}, which are not pruned")
     if report.unread:
         out.print(f"weights in another tool's format, which are not read: {report.unread}")
-    if report.fits:
-        out.print(
-            f"{report.fits[0].zeros:.1%} of the ternary weights are zero. What each pattern would prune:"
-        )
-    for fit in report.fits:
-        out.print(
-            f"  {fit.pattern:6} {fit.share_over:6.2%} of the blocks have too many non-zeros, "
-            f"{fit.share_gone:6.2%} of the non-zeros would be pruned"
-        )
     total = sum(layer.bytes for layer in report.layers)
     out.print(f"{len(report.layers)} layers, {total / 1e6:.1f} MB, {report.violations} violations")
 

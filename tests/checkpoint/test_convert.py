@@ -362,7 +362,7 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     ),
     "a wrapper's prefix": (
         lambda s: write(s, config_of(s), {f"_orig_mod.{name}": t for name, t in tensors_of(s).items()}),
-        ["is missing"],
+        ["tensor names begin with '_orig_mod.'; save the model without its wrapper"],
     ),
     "modules.json of others": (
         lambda source: (source / "modules.json").write_text('[{"name": "1"}]'),

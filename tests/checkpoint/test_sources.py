@@ -527,7 +527,10 @@ INT8_SOURCES: dict[str, tuple[Change, str]] = {
     "bad regex": (block(ignore=["re:mlp.(down"]), "'mlp.(down'"),
     "slow regex": (block(ignore=[DOWN, "re:(.|.)*q$"]), "ignore list: '(.|.)*q$' takes more than"),
     "INT8 cache": (cache(type="int"), "is not served by vLLM"),
-    "FP4 cache": (cache(num_bits=4), "kv_cache_scheme {"),
+    "FP4 cache": (
+        cache(num_bits=4),
+        "{'num_bits': 4, 'strategy': 'tensor', 'symmetric': True, 'type': 'float'}",
+    ),
     "cache per group": (cache(strategy="group"), "is not served by vLLM"),
     "asymmetric cache": (cache(symmetric=False), "is not served by vLLM"),
     "cache a text": (block(kv_cache_scheme="static"), "kv_cache_scheme 'static'"),
