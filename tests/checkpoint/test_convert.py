@@ -39,7 +39,6 @@ from checkpoints import (
     tensors_of,
     write,
 )
-from models import quantization_config
 from safetensors import safe_open
 from strategies import assert_same_bits
 from torch import Tensor
@@ -93,17 +92,6 @@ def test_chunks_equal_pruning_quantizing_and_sliding_whole_tensors(
     assert (metadata.pattern, metadata.layout) == (pattern, layout)
     widths = {name: entry.in_features for name, entry in metadata.layers.items()}
     assert widths == {name: k for name, (_, k) in LLAMA.linears().items()}
-
-
-@pytest.mark.parametrize("quant", ["int8", "fp8"])
-def test_quantization_config_is_the_one_that_serving_tests_serve(tmp_path: Path, quant: str) -> None:
-    source, out = llama(tmp_path / "source"), tmp_path / "out"
-    convert(source, out, quant=quant, ignore=["0.*down_proj"])
-    config = config_of(out)
-    block = config.pop("quantization_config")
-    assert config == config_of(source)
-    assert block.pop("slidesparse")["layers"].keys() == set(LINEARS) - {DOWN}
-    assert block == {**quantization_config(quant), "ignore": ["lm_head", DOWN]}
 
 
 def test_layer_option_sets_the_pattern_of_the_last_match(tmp_path: Path) -> None:
@@ -379,14 +367,6 @@ def test_invalid_sources_are_refused(tmp_path: Path, name: str) -> None:
     message = refused(source, *words)
     assert "\n" not in message
     assert len(message) < 700
-
-
-def test_incomplete_encoder_is_refused(tmp_path: Path) -> None:
-    """Nothing else shows that the first of several files, without their index, is incomplete."""
-    source = bert(tmp_path / "source")
-    (source / MODEL).rename(source / "model-00001-of-00002.safetensors")
-    edit_json(source / "config.json", num_hidden_layers=3)
-    refused(source, "layer.2.attention.self.query.weight is missing")
 
 
 ENDLESS = "(.|.)*q$"
