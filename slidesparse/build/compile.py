@@ -50,6 +50,7 @@ class Target:
     title: str  # the name in messages
     sources: tuple[str, ...]  # glob patterns of all its source files, in csrc/
     torch: bool = False  # whether it is compiled against torch's stable headers
+    python: bool = False  # whether it is a Python extension, by the pybind11 that torch brings
     gpus: tuple[str, ...] = HOPPER  # nvcc's options for the target architectures
 
 
@@ -63,6 +64,7 @@ TARGETS = {
             ("hopper/operators.cpp", "hopper/interface.cuh"),
             torch=True,
         ),
+        Target("cusparselt", "bindings of cuSPARSELt", ("cusparselt.cpp",), python=True),
     )
 }
 
@@ -227,11 +229,14 @@ def _recipe(target: Target) -> Recipe:
         compilers, compiles = [find.compiler()], []
         link = [*compilers[0], *FLAGS]
         links = ["-ldl"]
-        if target.torch:  # resolved against the torch that is loaded first
+        if target.torch or target.python:
             torch = find.torch_folder()
             inputs.append(torch / "version.py")
             link += ["-isystem", str(torch / "include")]
-            links += [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"]
+            if target.torch:  # resolved against the torch that is loaded first
+                links += [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"]
+            if target.python:
+                link += ["-isystem", str(find.python_headers())]
         link += [str(source), "-o", file, *links]
     digest = hashlib.sha256()
     for line in (*compiles, link):

@@ -1,4 +1,4 @@
-"""Find CUDA libraries, compilers and torch's headers on this machine.  Standard library only.
+"""Find CUDA libraries, compilers and the headers of torch and Python on this machine.  Standard library only.
 
 An environment variable takes precedence, then this Python's wheels, then the system.  If nothing is found, a
 ToolchainError lists what was tried.
@@ -14,6 +14,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,6 +200,16 @@ def torch_folder() -> Path:
     if spec is None or not spec.origin:
         raise ToolchainError("building the operators needs torch", "install torch first")
     return Path(spec.origin).parent
+
+
+def python_headers() -> Path:
+    """Return the folder of Python's headers.  Raises ToolchainError."""
+    folder = Path(sysconfig.get_paths()["include"])
+    if not (folder / "Python.h").is_file():
+        raise ToolchainError(
+            f"Python's headers are not in {folder}", "install them (apt install python3-dev)"
+        )
+    return folder
 
 
 def _chosen(name: str, variable: str) -> FoundFile | None:

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from slidesparse.checkpoint.storage import CONFIG, parse_json, text_config
-from slidesparse.checkpoint.tokens import read_ids, read_records, read_text, tokenizer_of
+from slidesparse.checkpoint.tokens import read_documents, read_ids, tokenizer_of
 from slidesparse.errors import SlideSparseError
 
 WINDOW = 2048  # tokens
-SUFFIXES = (".txt", ".jsonl", ".npy")
 
 
 def window_of(*folders: Path) -> int:
@@ -46,14 +45,12 @@ def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) ->
     """Split data into consecutive windows of ``seqlen`` tokens for perplexity; return the first ``samples`` of them.
 
     Args:
-        data: a .txt file, one text; a .jsonl file of texts, one stream; or a .npy file of ids, a stream [tokens] or
-            rows [samples, tokens].
+        data: documents in one of the `FORMS` of `slidesparse.checkpoint.tokens`, joined to one stream; or a .npy file
+            of ids, a stream [tokens] or rows [samples, tokens].
 
     Raises SlideSparseError for data without a whole window.
     """
     path = Path(data)
-    if not path.is_file() or path.suffix not in SUFFIXES:
-        raise SlideSparseError(f"--data {str(data)!r} is not a file {', '.join(SUFFIXES)}")
     if samples is not None and samples < 1:
         raise SlideSparseError(f"--samples {samples} is too few; leave it out to take all")
     if seqlen < 2:
@@ -67,9 +64,10 @@ def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) ->
         stream = [int(token) for token in ids]
     else:
         encode = tokenizer_of(folder)
-        plain = path.suffix == ".txt"
-        texts = [read_text(path)] if plain else [text for (text,) in read_records(path, ("text",))]
-        stream = [token for text in texts for token in encode(text)]
+        try:
+            stream = [token for document in read_documents(str(data)) for token in encode(document)]
+        except SlideSparseError as error:
+            raise type(error)(f"--data: {error}") from error
     count = len(stream) // seqlen
     if count == 0:
         raise SlideSparseError(

@@ -1,4 +1,4 @@
-"""NVIDIA's cuBLASLt: the dense GEMM that the paper compares with.
+"""NVIDIA's cuBLASLt, called through ctypes: the dense GEMM that the paper compares with.
 
 FP8 uses fast accumulation, as stock vLLM's kernels do; on Hopper and later its epilogue applies both vectors of scales
 and the bias.  INT8 operands give INT32 (or INT8, which no layer uses), which a Triton kernel scales.
@@ -8,26 +8,20 @@ The library is column-major, so it computes out.T [N, M] = weight [N, K] @ activ
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import weakref
 import zlib
-from ctypes import byref, c_char, c_int, c_int8, c_int64, c_size_t, c_void_p
+from ctypes import byref, c_char, c_char_p, c_int, c_int8, c_int64, c_size_t, c_void_p
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slidesparse.build.find import ToolchainError, find_library
 from slidesparse.gemm import cuda
-from slidesparse.gemm.library import (
-    DATA_TYPES,
-    WORKSPACE_BYTES,
-    Functions,
-    Handle,
-    Library,
-    LibraryBackend,
-    LibraryPlan,
-    pad,
-)
+from slidesparse.gemm.library import DATA_TYPES, WORKSPACE_BYTES, LibraryBackend, LibraryPlan, pad
 from slidesparse.gemm.problem import NAMES, LibraryError, Problem, Tensors, require_operand
 from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import FP8
@@ -59,7 +53,7 @@ WEIGHT_SCALE_MODE, TOKEN_SCALE_MODE = 31, 32
 TRANSPOSED, ADD_BIAS, BY_VECTOR = 1, 4, 3
 MAX_WORKSPACE = 1  # of cublasLtMatmulPreferenceAttributes_t
 
-FUNCTIONS: Functions = {
+FUNCTIONS: dict[str, tuple[Any, ...]] = {  # name -> types of the arguments
     "cublasLtCreate": (c_void_p,),
     "cublasLtDestroy": (c_void_p,),
     "cublasLtMatrixLayoutCreate": (c_void_p, c_int, c_int64, c_int64, c_int64),
@@ -76,6 +70,65 @@ FUNCTIONS: Functions = {
     # its size, stream
     "cublasLtMatmul": (*(c_void_p,) * 14, c_size_t, c_void_p),
 }
+DESCRIBE = (
+    "cublasLtGetStatusName",
+    "cublasLtGetStatusString",
+)  # the functions that name and explain a status
+
+
+class Library:
+    """cuBLASLt's `FUNCTIONS`, each of which returns a status."""
+
+    def __init__(self) -> None:
+        """Load the library.  Raises LibraryError."""
+        try:
+            major = int(torch.version.cuda.split(".")[0]) if torch.version.cuda else None
+            self.path = find_library("cublaslt", major).path
+            self.functions = ctypes.CDLL(self.path)
+        except ToolchainError as error:
+            raise LibraryError(str(error)) from None
+        except OSError as error:
+            raise LibraryError(f"cannot load {self.path}: {error}") from None
+        for function, (result, *arguments) in (
+            *((name, (c_int, *types)) for name, types in FUNCTIONS.items()),
+            *((name, (c_char_p, c_int)) for name in DESCRIBE),
+            ("cublasLtGetVersion", (c_size_t,)),
+        ):
+            found = getattr(self.functions, function, None)
+            if found is None:
+                raise LibraryError(f"{self.path} has no function {function}: it is too old")
+            found.restype, found.argtypes = result, arguments
+
+    def call(self, what: str, function: str, *arguments: Any) -> None:
+        """Call a function.  Raises LibraryError with the library's words and ``what``, the problem."""
+        status = getattr(self.functions, function)(*arguments)
+        if status:
+            name, words = (getattr(self.functions, describe)(status) for describe in DESCRIBE)
+            raise LibraryError(f"{function} failed: {name.decode()} ({words.decode()}); {what}")
+
+
+class Owner:
+    """An object that destroys what it has made of a library, the last first, when it is collected."""
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+        self._made = contextlib.ExitStack()
+        weakref.finalize(self, self._made.close).atexit = False  # CUDA may be gone by then
+
+    def destroy_later(self, function: str, made: Any) -> None:
+        """Call ``function`` to destroy ``made`` in the end."""
+        self._made.callback(getattr(self.library.functions, function), made)
+
+
+class Handle(Owner):
+    """A handle of the library on the current device, for one thread."""
+
+    def __init__(self, library: Library) -> None:
+        """Make the handle.  Raises LibraryError."""
+        super().__init__(library)
+        self.made = c_void_p()
+        library.call("making a handle", "cublasLtCreate", byref(self.made))
+        self.destroy_later("cublasLtDestroy", self.made)
 
 
 class Proposal(ctypes.Structure):
@@ -90,13 +143,14 @@ class Proposal(ctypes.Structure):
     )
 
 
-class CublasLtPlan(LibraryPlan):
+class CublasLtPlan(Owner, LibraryPlan):
     """A GEMM with its types, epilogue and, after `choose`, its algorithm."""
 
     def __init__(
         self, library: Library, handle: Handle, problem: Problem, algorithm: str | None, index: int
     ) -> None:
-        super().__init__(library, algorithm, index)
+        Owner.__init__(self, library)
+        LibraryPlan.__init__(self, algorithm, index)
         self._handle, self._problem, self._chosen = handle, problem, Proposal()
         (n, k, m), operand, out = (
             (problem.n, problem.k, problem.m),
@@ -199,14 +253,12 @@ class CublasLt(LibraryBackend):
 
     @cache  # noqa: B019  there is one object
     def library(self) -> Library:
-        """See `LibraryBackend.library`."""
-        library = Library(self.name, FUNCTIONS, ("cublasLtGetStatusName", "cublasLtGetStatusString"))
-        library.functions.cublasLtGetVersion.restype = c_size_t
-        return library
+        """Return the library, loaded.  Raises LibraryError."""
+        return Library()
 
     def make_handle(self) -> Handle:
         """See `LibraryBackend.make_handle`."""
-        return Handle(self.library(), c_void_p(), "cublasLtCreate", "cublasLtDestroy")
+        return Handle(self.library())
 
     def version(self) -> str:
         """See `Tunable.version`: such as "13.1.0"."""

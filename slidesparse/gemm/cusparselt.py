@@ -1,33 +1,24 @@
 """NVIDIA's cuSPARSELt: 2:4 sparse GEMM on sparse tensor cores.
 
 Its epilogue cannot scale by token, nor add a bias after that: `slidesparse.kernels.dequant_bias` applies all scales.
-
-The library wants the structured matrix on the left, so it computes out.T [N, M] = weight [N, K] @ activations.T [K, M],
-and the column-major out.T is the row-major out [M, N].
+The library is called by the extension csrc/cusparselt.cpp.
 """
 
 from __future__ import annotations
 
-from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p
+from collections.abc import Callable
 from functools import cache
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
+from importlib.util import module_from_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slidesparse.build.find import ToolchainError, require_supported
+from slidesparse.build.compile import build
+from slidesparse.build.find import ToolchainError, find_library, require_supported
 from slidesparse.gemm import cuda
-from slidesparse.gemm.library import (
-    DATA_TYPES,
-    Functions,
-    Handle,
-    Library,
-    LibraryBackend,
-    LibraryPlan,
-    opaque,
-    pad,
-    plan_cache,
-)
+from slidesparse.gemm.library import DATA_TYPES, LibraryBackend, LibraryPlan, pad, plan_cache
 from slidesparse.gemm.problem import MIN_ROWS, TWO_FOUR, LibraryError, Problem, Tensors, require_operand
 from slidesparse.pattern import SlidePattern
 from slidesparse.slide import bits, nonzero, slide
@@ -42,119 +33,59 @@ OUTPUTS = {
 # the number of rows is not a multiple of 128 (compute-sanitizer reports it).  The excess belongs to rows beyond N.
 SLACK_BYTES = 4096
 
-POINTER_ALIGNMENT = 16  # bytes
-COLUMN_MAJOR, ROW_MAJOR = 1, 2  # cusparseOrder_t
-HALF_OF_THE_ELEMENTS = 0  # cusparseLtSparsity_t
-COMPUTE_INT32, COMPUTE_FLOAT32 = 0, 2  # cusparseComputeType
-ALGORITHM_ID, LARGEST_ID = 0, 1  # cusparseLtMatmulAlgAttribute_t
+COMPUTE_TYPES = {"int8": 0, "fp8": 2, "bf16": 2}  # cusparseComputeType: of INT32, of float32
+LIBRARYS_CHOICE = -1  # of an algorithm
 
-FUNCTIONS: Functions = {
-    "cusparseLtInit": (c_void_p,),
-    "cusparseLtDestroy": (c_void_p,),
-    "cusparseLtGetProperty": (c_int, c_void_p),
-    # handle, matrix, rows, columns, leading dimension, alignment, type, order
-    "cusparseLtDenseDescriptorInit": (c_void_p, c_void_p, *(c_int64,) * 3, c_uint32, c_int, c_int),
-    "cusparseLtStructuredDescriptorInit": (
-        c_void_p,
-        c_void_p,
-        *(c_int64,) * 3,
-        c_uint32,
-        c_int,
-        c_int,
-        c_int,
-    ),
-    "cusparseLtMatDescriptorDestroy": (c_void_p,),
-    # handle, product, whether weight and activations are transposed, weight, activations, C, D, compute type
-    "cusparseLtMatmulDescriptorInit": (c_void_p, c_void_p, c_int, c_int, *(c_void_p,) * 4, c_int),
-    "cusparseLtMatmulAlgSelectionInit": (c_void_p, c_void_p, c_void_p, c_int),
-    "cusparseLtMatmulAlgSelectionDestroy": (c_void_p,),
-    "cusparseLtMatmulAlgSetAttribute": (c_void_p, c_void_p, c_int, c_void_p, c_size_t),
-    "cusparseLtMatmulAlgGetAttribute": (c_void_p, c_void_p, c_int, c_void_p, c_size_t),
-    "cusparseLtMatmulPlanInit": (c_void_p,) * 4,
-    "cusparseLtMatmulPlanDestroy": (c_void_p,),
-    "cusparseLtMatmulGetWorkspace": (c_void_p,) * 3,
-    # handle, plan, alpha, weight, activations, beta, C, D, workspace, streams, their number
-    "cusparseLtMatmul": (*(c_void_p,) * 10, c_int32),
-    "cusparseLtSpMMACompressedSize": (c_void_p,) * 4,
-    "cusparseLtSpMMACompress": (c_void_p,) * 6,
-}
+
+@cache
+def extension() -> Any:
+    """Return the extension csrc/cusparselt.cpp, compiled if needed, with the library open.  Raises LibraryError."""
+    try:
+        path = str(build("cusparselt"))
+        loader = ExtensionFileLoader("_cusparselt", path)
+        module = module_from_spec(ModuleSpec("_cusparselt", loader, origin=path))
+        loader.exec_module(module)
+        major = int(torch.version.cuda.split(".")[0]) if torch.version.cuda else None
+        module.load(find_library("cusparselt", major).path)
+    except (ToolchainError, ImportError, RuntimeError) as error:
+        raise LibraryError(f"cuSPARSELt: {error}") from None
+    return module
+
+
+def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of the extension.  Raises LibraryError."""
+    try:
+        return function(*arguments)
+    except RuntimeError as error:
+        raise LibraryError(str(error)) from None
 
 
 class CuSparseLtPlan(LibraryPlan):
     """A GEMM with its types and its algorithm."""
 
-    def __init__(
-        self, library: Library, handle: Handle, problem: Problem, algorithm: str | None, index: int
-    ) -> None:
-        super().__init__(library, algorithm, index)
-        self._handle, self._problem = handle, problem
-        self._one, self._zero = c_float(1), c_float(0)
-        (n, k, m), operand = (problem.n, problem.k, problem.m), DATA_TYPES[problem.dtype]
-        activations = self._matrix(m, k, operand, ROW_MAJOR)
-        out = self._matrix(n, m, DATA_TYPES[problem.out], COLUMN_MAJOR)
-        weight, product, selection, self._plan = (opaque() for _ in range(4))
-        self._call(
-            "cusparseLtStructuredDescriptorInit",
-            *(weight, n, k, k, POINTER_ALIGNMENT, operand, ROW_MAJOR, HALF_OF_THE_ELEMENTS),
+    def __init__(self, handle: Any, problem: Problem, algorithm: str | None, index: int) -> None:
+        super().__init__(algorithm, index)
+        what = f"{problem}, by algorithm {algorithm or 'of its own choice'}"
+        sizes, types = (problem.n, problem.k, problem.m), (DATA_TYPES[problem.dtype], DATA_TYPES[problem.out])
+        number = _parse_algorithm(algorithm) if algorithm else LIBRARYS_CHOICE
+        self._plan = call(
+            extension().Plan, handle, *sizes, *types, COMPUTE_TYPES[problem.dtype], number, what
         )
-        compute = COMPUTE_INT32 if problem.dtype == "int8" else COMPUTE_FLOAT32
-        self._call("cusparseLtMatmulDescriptorInit", product, 0, 1, weight, activations, out, out, compute)
-        self._product = product  # which is not destroyed, but must stay where it is
-        # Not before: 0.8.0 crashes on destroying a weight that no product uses
-        self.destroy_later("cusparseLtMatDescriptorDestroy", weight)
-        self._call("cusparseLtMatmulAlgSelectionInit", selection, product, 0)
-        self.destroy_later("cusparseLtMatmulAlgSelectionDestroy", selection)
-        count = c_int()
-        self._call("cusparseLtMatmulAlgGetAttribute", selection, LARGEST_ID, byref(count), 4)
-        self.algorithms = count.value  # ids are 0 to one less
-        if algorithm:
-            number = c_int(_parse_algorithm(algorithm))
-            self._call("cusparseLtMatmulAlgSetAttribute", selection, ALGORITHM_ID, byref(number), 4)
-        self._call("cusparseLtMatmulPlanInit", self._plan, product, selection)
-        self.destroy_later("cusparseLtMatmulPlanDestroy", self._plan)
-        needed = c_size_t()
-        self._call("cusparseLtMatmulGetWorkspace", self._plan, byref(needed))
-        self.workspace = needed.value
+        self.workspace, self.algorithms = self._plan.workspace, self._plan.algorithms
 
     def compress(self, weight: Tensor) -> Tensor:
         """Return the library's values and metadata of a weight [n, k], and SLACK_BYTES."""
-        size, buffer_size = c_size_t(), c_size_t()
-        self._call("cusparseLtSpMMACompressedSize", self._plan, byref(size), byref(buffer_size))
-        compressed = torch.empty(size.value + SLACK_BYTES, dtype=torch.uint8, device=weight.device)
-        buffer = torch.empty(max(1, buffer_size.value), dtype=torch.uint8, device=weight.device)
-        self._call(
-            "cusparseLtSpMMACompress",
-            *(
-                self._plan,
-                weight.data_ptr(),
-                compressed.data_ptr(),
-                buffer.data_ptr(),
-                cuda.current_stream(self.index),
-            ),
-        )
+        size, buffer_size = call(self._plan.compressed_size)
+        compressed = torch.empty(size + SLACK_BYTES, dtype=torch.uint8, device=weight.device)
+        buffer = torch.empty(max(1, buffer_size), dtype=torch.uint8, device=weight.device)
+        stream = cuda.current_stream(self.index)
+        call(self._plan.compress, weight.data_ptr(), compressed.data_ptr(), buffer.data_ptr(), stream)
         return compressed
 
     def launch(self, tensors: Tensors, workspace: int, stream: int) -> None:
         """See `LibraryPlan.launch`."""
-        out = tensors.out.data_ptr()
-        self._call(
-            "cusparseLtMatmul",
-            *(self._plan, byref(self._one), tensors.weight.data_ptr(), tensors.activations.data_ptr()),
-            *(byref(self._zero), out, out, workspace, byref(c_void_p(stream)), 1),
-        )
-
-    def _matrix(self, rows: int, columns: int, kind: int, order: int) -> Any:
-        """Make the descriptor of a dense matrix."""
-        made, leading = opaque(), rows if order == COLUMN_MAJOR else columns
-        self._call(
-            "cusparseLtDenseDescriptorInit", made, rows, columns, leading, POINTER_ALIGNMENT, kind, order
-        )
-        self.destroy_later("cusparseLtMatDescriptorDestroy", made)
-        return made
-
-    def _call(self, function: str, *arguments: Any) -> None:
-        what = f"{self._problem}, by algorithm {self.algorithm or 'of its own choice'}"
-        self.library.call(what, function, self._handle.made, *arguments)
+        activations, weight, out = (tensor.data_ptr() for tensor in tensors[:3])
+        call(self._plan.run, activations, weight, out, workspace, stream)
 
 
 class CuSparseLt(LibraryBackend):
@@ -166,21 +97,13 @@ class CuSparseLt(LibraryBackend):
     alignment = 32  # K of a sparse 8-bit GEMM must be a multiple of this
     products = OUTPUTS
 
-    @cache  # noqa: B019  there is one object
-    def library(self) -> Library:
-        """See `LibraryBackend.library`."""
-        return Library(self.name, FUNCTIONS, ("cusparseLtGetErrorName", "cusparseLtGetErrorString"))
-
-    def make_handle(self) -> Handle:
+    def make_handle(self) -> Any:
         """See `LibraryBackend.make_handle`."""
-        return Handle(self.library(), opaque(), "cusparseLtInit", "cusparseLtDestroy")
+        return call(extension().Handle)
 
     def version(self) -> str:
         """See `Tunable.version`."""
-        parts = [c_int() for _ in range(3)]  # major, minor, patch level
-        for number, part in enumerate(parts):
-            self.library().call("asking for the version", "cusparseLtGetProperty", number, byref(part))
-        version = [part.value for part in parts]
+        version: tuple[int, ...] = call(extension().version)
         try:
             require_supported(self.name, version)
         except ToolchainError as error:
@@ -223,7 +146,7 @@ class CuSparseLt(LibraryBackend):
             raise LibraryError(f"cuSPARSELt applies neither scales nor a bias, asked for {problem}")
         index = cuda.device_index(device)
         with cuda.on_device(index):
-            plan = CuSparseLtPlan(self.library(), self.handle(index), problem, algorithm, index)
+            plan = CuSparseLtPlan(self.handle(index), problem, algorithm, index)
         plan.require_workspace()
         return plan
 

@@ -1,18 +1,14 @@
-"""NVIDIA's GEMM libraries, cuBLASLt and cuSPARSELt, called through ctypes: a GEMM followed by a kernel that scales.
+"""What NVIDIA's GEMM libraries share, cuBLASLt and cuSPARSELt: plans, workspaces, and a kernel that scales afterwards.
 
-A library's functions return a status, and take handles, descriptors and plans, which belong to one thread.
+A library's handles, descriptors and plans belong to one thread.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import threading
-import weakref
 from abc import abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable
-from ctypes import addressof, byref, c_char_p, c_int, c_uint8
 from typing import Any, cast
 
 import torch
@@ -28,84 +24,15 @@ from slidesparse.quantize import FP8, INT8
 
 PLAN_CACHE_CAPACITY = 1024  # cached per thread, device and library; a plan takes some KB of host memory
 WORKSPACE_BYTES = 64 << 20  # bytes per stream; algorithms that need more are refused
-OPAQUE_BYTES = 512  # of a structure whose fields are the library's own, at a multiple of 16
 
 ACCUMULATOR_DTYPES = {INT8: torch.int32, FP8: torch.float32}  # type of the operands -> type of exact sums
 DATA_TYPES = {"fp32": 0, "fp16": 2, "int8": 3, "int32": 10, "bf16": 14, "fp8": 28}  # cudaDataType
 
-Functions = dict[str, tuple[Any, ...]]  # name -> types of the arguments
 
-
-class Library:
-    """A shared library with the functions that a backend calls, each of which returns a status."""
-
-    def __init__(self, name: str, functions: Functions, describe: tuple[str, str]) -> None:
-        """Load the library ``name`` of `find.LIBRARIES`.  Raises LibraryError.
-
-        Args:
-            describe: the functions that name and explain a status.
-        """
-        try:
-            major = int(torch.version.cuda.split(".")[0]) if torch.version.cuda else None
-            self.path = find_library(name, major).path
-            self.functions = ctypes.CDLL(self.path)
-        except ToolchainError as error:
-            raise LibraryError(str(error)) from None
-        except OSError as error:
-            raise LibraryError(f"cannot load {self.path}: {error}") from None
-        self._describe = describe
-        for function, (result, *arguments) in (
-            *((name, (c_int, *types)) for name, types in functions.items()),
-            *((name, (c_char_p, c_int)) for name in describe),
-        ):
-            found = getattr(self.functions, function, None)
-            if found is None:
-                raise LibraryError(f"{self.path} has no function {function}: it is too old")
-            found.restype, found.argtypes = result, arguments
-
-    def call(self, what: str, function: str, *arguments: Any) -> None:
-        """Call a function.  Raises LibraryError with the library's words and ``what``, the problem."""
-        status = getattr(self.functions, function)(*arguments)
-        if status:
-            name, words = (getattr(self.functions, describe)(status) for describe in self._describe)
-            raise LibraryError(f"{function} failed: {name.decode()} ({words.decode()}); {what}")
-
-
-def opaque() -> Any:
-    """Return memory for one of a library's opaque structures."""
-    memory = (c_uint8 * (OPAQUE_BYTES + 16))()
-    return (c_uint8 * OPAQUE_BYTES).from_buffer(memory, -addressof(memory) % 16)
-
-
-class Owner:
-    """An object that destroys what it has made of a library, the last first, when it is collected."""
-
-    def __init__(self, library: Library) -> None:
-        self.library = library
-        self._made = contextlib.ExitStack()
-        weakref.finalize(self, self._made.close).atexit = False  # CUDA may be gone by then
-
-    def destroy_later(self, function: str, made: Any) -> None:
-        """Call ``function`` to destroy ``made`` in the end."""
-        self._made.callback(getattr(self.library.functions, function), made)
-
-
-class Handle(Owner):
-    """A handle of a library on the current device, for one thread."""
-
-    def __init__(self, library: Library, made: Any, create: str, destroy: str) -> None:
-        """Write the handle to ``made`` by the function ``create``.  Raises LibraryError."""
-        super().__init__(library)
-        self.made = made
-        library.call("making a handle", create, byref(made))
-        self.destroy_later(destroy, made)
-
-
-class LibraryPlan(Owner):
+class LibraryPlan:
     """See `slidesparse.gemm.problem.Plan`."""
 
-    def __init__(self, library: Library, algorithm: str | None, index: int) -> None:
-        super().__init__(library)
+    def __init__(self, algorithm: str | None, index: int) -> None:
         self.algorithm, self.workspace, self.index = algorithm or "", 0, index
 
     def require_workspace(self) -> None:
@@ -159,7 +86,7 @@ class _ThreadState(threading.local):
     """A thread's own handles and plans, by (library, device index)."""
 
     def __init__(self) -> None:
-        self.handles: dict[tuple[str, int], Handle] = {}
+        self.handles: dict[tuple[str, int], Any] = {}
         self.caches: defaultdict[tuple[str, int], PlanCache] = defaultdict(PlanCache)
 
 
@@ -215,11 +142,7 @@ class LibraryBackend(CudaBackend, TwoStep):
     alignment: int
 
     @abstractmethod
-    def library(self) -> Library:
-        """Return the library, loaded.  Raises LibraryError."""
-
-    @abstractmethod
-    def make_handle(self) -> Handle:
+    def make_handle(self) -> Any:
         """Make a handle of the library for the current device and this thread.  Raises LibraryError."""
 
     @abstractmethod
@@ -241,7 +164,7 @@ class LibraryBackend(CudaBackend, TwoStep):
             return str(error)
         return None
 
-    def handle(self, index: int) -> Handle:
+    def handle(self, index: int) -> Any:
         """Return this thread's handle on CUDA device ``index``, the current one.  Raises LibraryError."""
         made = _thread_state.handles.get((self.name, index))
         if made is None:

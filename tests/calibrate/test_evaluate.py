@@ -347,7 +347,7 @@ def test_served_by_is_reported(folder: Path, without_engine: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "fact"),
     [
-        (("--data", "missing.txt"), "--data 'missing.txt'"),
+        (("--data", "missing.txt"), "--data: 'missing.txt' is not a file"),
         (("--data", "a.txt", "--option", "dtype"), "--option 'dtype'"),
         (("--data", "a.txt", "--top", 0), "--top 0"),
         (("--data", "a.txt", "--seqlen", 1), "--seqlen 1"),

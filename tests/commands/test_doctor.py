@@ -165,7 +165,7 @@ def test_machine_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         "cuSPARSELt 0.7.1 was found",
         "remedy: pip install .*cusparselt",
         r"cuBLASLt             0.7.1 \(a wheel\) lib.so",
-        "cuBLASLt extension +not compiled yet: run `slidesparse build`",
+        "bindings of cuSPARSELt +not compiled yet: run `slidesparse build`",
         f"Hopper kernels +{tmp_path}/hopper",
         "hopper/cache cannot be written: set SLIDESPARSE_CACHE",
         "SPARSITY=2_8",

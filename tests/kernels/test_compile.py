@@ -115,22 +115,25 @@ def another(function: str, name: str, value: str) -> Callable[[Path, pytest.Monk
 
 
 BOTH = {"hopper", "hopper_operators"}
+CPP = {"hopper_operators", "cusparselt"}
+ALL = BOTH | CPP
 CHANGES = {
     "the operators": (edit("csrc/hopper/operators.cpp"), {"hopper_operators"}),
     "the interface": (edit("csrc/hopper/interface.cuh"), BOTH),
     "a kernel": (edit("csrc/hopper/instance.cu"), {"hopper"}),
     "a kernel's header": (edit("csrc/hopper/new.cuh"), {"hopper"}),
-    "torch's version": (edit("torch/version.py"), {"hopper_operators"}),
-    "the C++ compiler": (lambda root, patch: program(root, "c++", "two"), BOTH),
-    "another C++ compiler": (lambda root, patch: patch.setenv("CXX", str(program(root, "g++"))), BOTH),
+    "the bindings": (edit("csrc/cusparselt.cpp"), {"cusparselt"}),
+    "torch's version": (edit("torch/version.py"), CPP),
+    "the C++ compiler": (lambda root, patch: program(root, "c++", "two"), ALL),
+    "another C++ compiler": (lambda root, patch: patch.setenv("CXX", str(program(root, "g++"))), ALL),
     "nvcc": (lambda root, patch: program(root, "nvcc", "release 13.1"), {"hopper"}),
     "the compiler behind nvcc": (
         lambda root, patch: patch.setenv("NVCC_CCBIN", str(program(root, "g++", "two"))),
         {"hopper"},
     ),
-    "options": (lambda root, patch: patch.setattr(compile, "FLAGS", ("-g",)), {"hopper_operators"}),
-    "Python's ABI": (another("sysconfig.get_config_var", "SOABI", "other"), BOTH),
-    "the machine": (another("platform.machine", "", "riscv64"), BOTH),
+    "options": (lambda root, patch: patch.setattr(compile, "FLAGS", ("-g",)), CPP),
+    "Python's ABI": (another("sysconfig.get_config_var", "SOABI", "other"), ALL),
+    "the machine": (another("platform.machine", "", "riscv64"), ALL),
     "other files": (edit("csrc/hopper/notes.md"), set()),
     "times of files": (lambda root, patch: (root / "csrc" / "hopper" / "operators.cpp").touch(), set()),
 }
@@ -140,10 +143,10 @@ CHANGES = {
 def test_cache_key_depends_on_all_inputs_of_the_build(
     change: str, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths = {name: compile.target_path(name) for name in BOTH}
+    paths = {name: compile.target_path(name) for name in ALL}
     edit_it, changed = CHANGES[change]
     edit_it(root, monkeypatch)
-    assert {name for name in BOTH if compile.target_path(name).parent != paths[name].parent} == changed
+    assert {name for name in ALL if compile.target_path(name).parent != paths[name].parent} == changed
 
 
 def start(root: Path) -> subprocess.Popen[str]:

@@ -6,7 +6,7 @@ import ctypes
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slidesparse.build.compile import compile_with
 from slidesparse.gemm import cublaslt, cuda, cusparselt, library
 from slidesparse.gemm.cublaslt import CublasLt
 from slidesparse.gemm.cusparselt import CuSparseLt
@@ -158,7 +159,7 @@ def test_accumulator_dtypes_are_outputs_of_both_libraries() -> None:
 
 
 class Noted:
-    """A library whose functions succeed, but for one that fails, and note their arguments as integers.
+    """A cuBLASLt whose functions succeed, but for one that fails, and note their arguments as integers.
 
     ``alive`` counts what was made and not destroyed.
     """
@@ -177,88 +178,125 @@ class Noted:
             self.calls.append((name, values))
             if name == self.fails:
                 return 7
-            self.alive += name.endswith(("Create", "Init")) - name.endswith("Destroy")
-            for value, fill in zip(arguments, self.results.get(name, ()), strict=False):
-                if fill is not None:
-                    value._obj.value = fill
+            self.alive += name.endswith("Create") - name.endswith("Destroy")
+            if name == "cublasLtMatmulAlgoGetHeuristic":
+                arguments[9]._obj.value = 1
             return 0
 
         self.__dict__[name] = call
         return call
 
-    results: dict[str, tuple[Any, ...]] = {  # noqa: RUF012  of the functions with outputs other than descriptors
-        "cusparseLtMatmulAlgGetAttribute": (None, None, None, 12),
-        "cusparseLtMatmulGetWorkspace": (None, None, 1 << 20),
-        "cublasLtMatmulAlgoGetHeuristic": (*(None,) * 9, 1),
-    }
-
     def last(self, name: str) -> tuple[Any, ...]:
         return next(arguments for called, arguments in reversed(self.calls) if called == name)
 
 
-@pytest.fixture(params=[CuSparseLt, CublasLt])
-def noted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Noted]:
-    """Return a backend on a library that notes its calls, on a simulated GPU."""
-    backend, noted = request.param(), Noted()
-    loaded = library.Library.__new__(library.Library)
-    loaded.path, loaded.functions, loaded._describe = "lib", noted, ("Name", "String")  # type: ignore[assignment]
-    monkeypatch.setattr(type(backend), "library", lambda self: loaded)
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a GPU with a workspace at 4096 and the current stream 77."""
     monkeypatch.setattr(library, "_thread_state", library._ThreadState())
     monkeypatch.setattr(library, "workspace", lambda index, stream: 4096)
     monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 0)
     for name, value in (("device_index", 0), ("current_stream", 77), ("on_device", nullcontext())):
         monkeypatch.setattr(cuda, name, lambda *_, value=value: value)
-    return backend, noted
 
 
-def run(backend: Any, problem: Problem) -> tuple[Any, Tensors]:
+@pytest.fixture
+def noted(gpu: None, monkeypatch: pytest.MonkeyPatch) -> Noted:
+    """Return the library of `CublasLt`, which notes its calls."""
+    noted = Noted()
+    loaded = cublaslt.Library.__new__(cublaslt.Library)
+    loaded.path, loaded.functions = "lib", noted  # type: ignore[assignment]
+    monkeypatch.setattr(CublasLt, "library", lambda self: loaded)
+    return noted
+
+
+@pytest.fixture(scope="module")
+def fake_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fake")
+    source = Path(__file__).parent.parent / "support" / "fake_cusparselt.c"
+    compile_with(["cc", "-shared", "-fPIC", str(source), "-o", "libcusparseLt.so.0"], folder)
+    return folder / "libcusparseLt.so.0"
+
+
+@pytest.fixture
+def fake(gpu: None, fake_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a fake library that the extension calls."""
+    monkeypatch.setenv("SLIDESPARSE_CUSPARSELT", str(fake_path))
+    extension = cusparselt.extension.__wrapped__()
+    monkeypatch.setattr(cusparselt, "extension", lambda: extension)
+    fake = ctypes.CDLL(str(fake_path))
+    fake.fake_calls.restype = ctypes.c_char_p
+    fake.fake_reset(b"")
+    return fake
+
+
+def calls_of(fake: Any) -> dict[str, list[list[str]]]:
+    """Return the arguments of all calls by function."""
+    calls: dict[str, list[list[str]]] = {}
+    for line in fake.fake_calls().decode().splitlines():
+        name, *values = line.split()
+        calls.setdefault(name, []).append(values)
+    return calls
+
+
+def run(backend: Any, problem: Problem, algorithm: str | None = None) -> tuple[Any, Tensors]:
     """Make a plan of a problem and run it on tensors that nobody reads."""
     (n, k, m), operand, out = (problem.n, problem.k, problem.m), DTYPES[problem.dtype], DTYPES[problem.out]
     factors = [torch.empty(n), torch.empty(m)] if problem.scale == "both" else [None, None]
     weight, x = torch.empty(n, k, dtype=operand), torch.empty(m, k, dtype=operand)
     bias = torch.empty(n, dtype=out) if problem.bias else None
     tensors = Tensors(x, weight, torch.empty(m, n, dtype=out), *factors, bias)
-    plan = backend.plan(problem, CPU)
+    plan = backend.plan(problem, CPU, algorithm)
     plan.run(tensors)
     return plan, tensors
 
 
-def test_products_get_their_tensors(noted: tuple[Any, Noted]) -> None:
+PROBLEM = Problem("int8", "int32", 64, 96, 32)
+
+
+def test_cusparselt_gets_its_tensors(fake: Any) -> None:
     """out.T [N, M] = weight [N, K] @ activations.T [K, M]."""
-    backend, calls = noted
-    plan, tensors = run(backend, Problem("int8", "int32", 64, 96, 32))
+    backend = CuSparseLt()
+    plan, tensors = run(backend, PROBLEM, "3")
+    calls = calls_of(fake)
+    # rows, columns, leading dimension, alignment, type, order, sparsity
+    assert calls["cusparseLtStructuredDescriptorInit"] == [["64", "96", "96", "16", "3", "2", "0"]]
+    dense = [["32", "96", "96", "16", "3", "2"], ["64", "32", "64", "16", "10", "1"]]
+    assert calls["cusparseLtDenseDescriptorInit"] == dense
+    assert calls["cusparseLtMatmulDescriptorInit"] == [
+        ["0", "1", "0"]
+    ]  # only activations are transposed, INT32
+    assert calls["cusparseLtMatmulAlgSetAttribute"] == [["0", "3", "4"]]
+    x, weight, out = (str(tensor.data_ptr()) for tensor in tensors[:3])
+    assert calls["cusparseLtMatmul"] == [["1", weight, x, "0", out, out, "4096", "77", "1"]]
+    assert plan.workspace == 4096
+    fake.fake_reset(b"")
+    assert backend.algorithms(PROBLEM, CPU) == [*map(str, range(12))]
+    assert "cusparseLtMatmulAlgSetAttribute" not in calls_of(fake)
+
+
+def test_cusparselt_compresses(fake: Any) -> None:
+    plan = CuSparseLt().plan(PROBLEM, CPU)
+    weight = torch.zeros(64, 96, dtype=torch.int8)
+    assert plan.compress(weight).shape == (1000 + cusparselt.SLACK_BYTES,)
+    assert calls_of(fake)["cusparseLtSpMMACompress"] == [[str(weight.data_ptr()), "77"]]
+
+
+def test_cublaslt_gets_its_tensors(noted: Noted) -> None:
+    """out.T [N, M] = weight [N, K] @ activations.T [K, M]."""
+    _, tensors = run(CublasLt(), PROBLEM)
     x, weight, out = (tensor.data_ptr() for tensor in tensors[:3])
-    if backend.name == "cusparselt":
-        # rows, columns, leading dimension, alignment, type, order, sparsity
-        assert calls.last("cusparseLtStructuredDescriptorInit")[2:] == (64, 96, 96, 16, 3, 2, 0)
-        assert [
-            arguments[2:] for name, arguments in calls.calls if name == "cusparseLtDenseDescriptorInit"
-        ] == [
-            (32, 96, 96, 16, 3, 2),
-            (64, 32, 64, 16, 10, 1),
-        ]
-        product = calls.last("cusparseLtMatmulDescriptorInit")
-        assert (product[2:4], product[8]) == ((0, 1), 0)
-        launch = calls.last("cusparseLtMatmul")
-        assert launch[3:5] + launch[6:9] == (weight, x, out, out, 4096)
-        assert launch[9]._obj.value == 77
-        assert plan.workspace == 1 << 20
-        assert backend.algorithms(Problem("int8", "int32", 64, 96, 32), CPU) == [*map(str, range(12))]
-    else:
-        layouts = [arguments[1:] for name, arguments in calls.calls if name == "cublasLtMatrixLayoutCreate"]
-        assert layouts == [(3, 96, 64, 96), (3, 96, 32, 96), (10, 64, 32, 64)]
-        assert calls.last("cublasLtMatmulDescCreate")[1:] == (72, 10)
-        launch = calls.last("cublasLtMatmul")
-        assert (launch[3], launch[5], launch[8], launch[10], launch[-1]) == (weight, x, out, out, 77)
-        assert (launch[2]._obj.value, launch[7]._obj.value) == (1, 0)
+    layouts = [arguments[1:] for name, arguments in noted.calls if name == "cublasLtMatrixLayoutCreate"]
+    assert layouts == [(3, 96, 64, 96), (3, 96, 32, 96), (10, 64, 32, 64)]
+    assert noted.last("cublasLtMatmulDescCreate")[1:] == (72, 10)
+    launch = noted.last("cublasLtMatmul")
+    assert (launch[3], launch[5], launch[8], launch[10], launch[-1]) == (weight, x, out, out, 77)
+    assert (launch[2]._obj.value, launch[7]._obj.value) == (1, 0)
 
 
-def test_cublaslt_sets_its_epilogue(monkeypatch: pytest.MonkeyPatch, noted: tuple[Any, Noted]) -> None:
-    backend, calls = noted
-    if backend.name != "cublaslt":
-        pytest.skip("cuSPARSELt has none")
-    _, tensors = run(backend, Problem("fp8", "bf16", 64, 96, 32, "both", True))
-    settings = [arguments[1:] for name, arguments in calls.calls if name == "cublasLtMatmulDescSetAttribute"]
+def test_cublaslt_sets_its_epilogue(noted: Noted) -> None:
+    _, tensors = run(CublasLt(), Problem("fp8", "bf16", 64, 96, 32, "both", True))
+    settings = [arguments[1:] for name, arguments in noted.calls if name == "cublasLtMatmulDescSetAttribute"]
     found = {attribute: (value._obj.value, size) for attribute, value, size in settings}
     # transposed, fast, by vectors, adds a bias of BF16
     options = {3: (1, 4), 25: (1, 1), 31: (3, 4), 32: (3, 4), 7: (4, 4), 26: (14, 4)}
@@ -270,65 +308,83 @@ def test_cublaslt_sets_its_epilogue(monkeypatch: pytest.MonkeyPatch, noted: tupl
     }
     assert found == options | pointers
     with pytest.raises(LibraryError, match="cuBLASLt scales FP8 only"):
-        run(backend, Problem("int8", "int32", 64, 96, 32, "both"))
+        run(CublasLt(), Problem("int8", "int32", 64, 96, 32, "both"))
 
 
-def test_failing_calls_raise_and_leak_nothing(noted: tuple[Any, Noted]) -> None:
-    """The error names the call, the library's words and the problem; what was made before is destroyed, once."""
-    backend, calls = noted
-    problem = Problem("int8", "int32", 64, 96, 32)
-    run(backend, problem)
-    names = list(dict.fromkeys(name for name, _ in calls.calls if not name.endswith("Destroy")))
+def fails(backend: Any, name: str) -> None:
+    """Check the error of a call that fails: it names the call, the library's words and the problem."""
+    library._thread_state.handles.clear()
+    with pytest.raises(LibraryError, match=rf"^{name} failed: \w+ \(words\); ") as error:
+        run(backend, PROBLEM, "3" if backend.name == "cusparselt" else None)
+    assert str(PROBLEM) in str(error.value) or str(error.value).endswith("making a handle")
+    del error
+    library._thread_state.handles.clear()
+    gc.collect()
+
+
+def test_failing_calls_of_cublaslt_raise_and_leak_nothing(noted: Noted) -> None:
+    run(CublasLt(), PROBLEM)
+    names = list(dict.fromkeys(name for name, _ in noted.calls if not name.endswith("Destroy")))
     assert len(names) >= 8
+    library._thread_state.handles.clear()
+    gc.collect()
     for name in names:
-        library._thread_state.handles.clear()
-        gc.collect()
-        calls.alive, calls.fails = 0, name
-        with pytest.raises(LibraryError, match=rf"^{name} failed: words \(words\); ") as error:
-            run(backend, problem)
-        assert str(problem) in str(error.value) or str(error.value).endswith("making a handle")
-        calls.fails = ""
-        del error
-        library._thread_state.handles.clear()
-        gc.collect()
-        # the product's descriptor is never destroyed, and a weight's only after a product has used it
-        products = backend.name == "cusparselt" and any(
-            n == "cusparseLtMatmulDescriptorInit" for n, _ in calls.calls
-        )
-        assert 0 <= calls.alive <= products, name
-        calls.calls.clear()
+        noted.alive, noted.fails = 0, name
+        fails(CublasLt(), name)
+        assert noted.alive == 0, name
 
 
-def test_workspace_may_not_exceed_that_of_a_stream(
-    monkeypatch: pytest.MonkeyPatch, noted: tuple[Any, Noted]
-) -> None:
-    backend, _ = noted
-    if backend.name != "cusparselt":
-        pytest.skip("cuBLASLt is asked for algorithms that need no more")
+def test_failing_calls_of_cusparselt_raise_and_leak_nothing(fake: Any) -> None:
+    """A weight that no product uses is left, because 0.8.0 crashes on destroying it."""
+    run(CuSparseLt(), PROBLEM, "3")
+    names = [name for name in calls_of(fake) if not name.endswith("Destroy")]
+    assert len(names) >= 8
+    library._thread_state.handles.clear()
+    gc.collect()
+    assert fake.fake_alive() == 0
+    for name in names:
+        fake.fake_reset(name.encode())
+        fails(CuSparseLt(), name)
+        assert fake.fake_alive() == (name == "cusparseLtMatmulDescriptorInit"), name
+
+
+def test_workspace_may_not_exceed_that_of_a_stream(fake: Any) -> None:
     needed = library.WORKSPACE_BYTES + 1
-    monkeypatch.setitem(Noted.results, "cusparseLtMatmulGetWorkspace", (None, None, needed))
-    with pytest.raises(LibraryError, match=f"workspace of {needed} bytes, but a stream has"):
-        run(backend, Problem("int8", "int32", 64, 96, 32))
+    bytes_of_workspace = ctypes.c_size_t.in_dll(fake, "fake_workspace")
+    bytes_of_workspace.value = needed
+    try:
+        with pytest.raises(LibraryError, match=f"workspace of {needed} bytes, but a stream has"):
+            run(CuSparseLt(), PROBLEM)
+    finally:
+        bytes_of_workspace.value = 4096
 
 
-def test_versions(noted: tuple[Any, Noted], monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, calls = noted
-    if backend.name == "cublaslt":
-        calls.cublasLtGetVersion = lambda: 130100
-        assert backend.version() == "13.1.0"
-        return
-    for minor in (7, 8, 11):
-        monkeypatch.setitem(Noted.results, "cusparseLtGetProperty", (None, minor))
-        with pytest.raises(
-            LibraryError, match=f"{minor}.{minor}.{minor} was found, but only 0.8 to 0.10 is supported"
-        ):
-            backend.version()
+def test_version_of_cublaslt(noted: Noted) -> None:
+    noted.cublasLtGetVersion = lambda: 130100
+    assert CublasLt().version() == "13.1.0"
 
 
-def test_libraries_that_lack_a_function_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "find_library", lambda name, major: SimpleNamespace(path=None))
-    with pytest.raises(LibraryError, match="has no function cusparseLtInit: it is too old"):
-        CuSparseLt.library.__wrapped__(CuSparseLt())
-    monkeypatch.setattr(library, "find_library", lambda name, major: SimpleNamespace(path="/none.so"))
-    with pytest.raises(LibraryError, match="cannot load /none.so"):
-        CublasLt.library.__wrapped__(CublasLt())
+def test_versions_of_cusparselt(fake: Any) -> None:
+    minor = ctypes.c_int.in_dll(fake, "fake_minor")
+    assert CuSparseLt().version() == "0.8.0"
+    try:
+        for minor.value in (7, 11):
+            with pytest.raises(LibraryError, match=rf"0.{minor.value}.0 was found, but only 0.8 to 0.10"):
+                CuSparseLt().version()
+    finally:
+        minor.value = 8
+
+
+@pytest.mark.parametrize("name", ["cublaslt", "cusparselt"])
+def test_libraries_that_are_none_are_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = {"cublaslt": cublaslt.Library, "cusparselt": cusparselt.extension.__wrapped__}[name]
+    empty, text = tmp_path / "empty.so", tmp_path / "text.so"
+    (tmp_path / "empty.c").write_text("")
+    compile_with(["cc", "-shared", "-fPIC", "empty.c", "-o", "empty.so"], tmp_path)
+    text.write_text("text")
+    for path, message in ((empty, "has no function cu.*: it is too old"), (text, f"cannot load {text}")):
+        monkeypatch.setenv(f"SLIDESPARSE_{name.upper()}", str(path))
+        with pytest.raises(LibraryError, match=message):
+            load()
