@@ -8,7 +8,6 @@ frequencies, are real.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import warnings
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from slidesparse.checkpoint.names import WEIGHT, architecture_of
 from slidesparse.checkpoint.storage import CONFIG, QUANTIZATION, TEXT_CONFIG, Checkpoint, CheckpointError
-from slidesparse.errors import EnvironmentFault
+from slidesparse.errors import EnvironmentFault, shown
 
 TIED = "tie_word_embeddings"  # key of config.json: whether the output head is the embedding
 TRANSFORMERS = "5.0"  # the oldest release whose conversion mapping is read
@@ -256,7 +255,7 @@ def _read_config(checkpoint: Checkpoint) -> Any:
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         raise CheckpointError(
-            f"{checkpoint.folder / CONFIG}: model_type {json.dumps(kind)} is not known to transformers "
+            f"{checkpoint.folder / CONFIG}: model_type {shown(kind)} is not known to transformers "
             f"{transformers.__version__}; upgrade transformers if a newer release knows it"
         )
     try:

@@ -338,7 +338,7 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "a text for a size": (config(hidden_size="64"), ["describes no model", "hidden_size"]),
     "a negative size": (config(intermediate_size=-88), ["describes no model"]),
     "endless blocks": (config(num_hidden_layers=10**12), ["num_hidden_layers is 1000000000000"]),
-    "unknown model_type": (config(model_type="llama7"), ['model_type "llama7" is not known to transformers']),
+    "unknown model_type": (config(model_type="llama7"), ["model_type 'llama7' is not known to transformers"]),
     "model_type a list": (config(model_type=["llama"]), ["is not known"]),
     "encoder and decoder": (
         config(model_type="t5", architectures=["T5ForConditionalGeneration"]),

@@ -173,7 +173,7 @@ def test_ternary_weights_have_the_zeros_of_trained_ones(tmp_path: Path) -> None:
         (["--quant", "bf16", "--sparsity", "6:8"], "--quant bf16"),
         (["--quant", "bf16", "--layout", "slided"], "--quant bf16"),
         ([{"num_hidden_layers": 10**12}], "num_hidden_layers is 1000000000000"),
-        ([{"model_type": "llama7"}], 'model_type "llama7" is not known'),
+        ([{"model_type": "llama7"}], "model_type 'llama7' is not known"),
         ([{"num_attention_heads": 0}], "describes no model that transformers can build"),
     ],
 )
