@@ -37,6 +37,7 @@ from typing import Any
 from slidesparse.checkpoint.names import serving_names
 from slidesparse.checkpoint.storage import CONFIG, SUFFIX, Checkpoint, CheckpointError, TensorSpec
 from slidesparse.errors import ENVIRONMENT, FAILED, CheckFailed, shown
+from slidesparse.flags import SPARSITY, USE_CUBLASLT, USE_CUSPARSELT
 from slidesparse.resolve import Resolution
 
 PARAMETERS = ("weight", "weight_scale", "bias")  # of a W8A8 layer in vLLM
@@ -76,7 +77,7 @@ class ServedLayer:
 
 @dataclass(frozen=True)
 class Serving:
-    """What the server makes of a checkpoint."""
+    """A checkpoint as the server takes it."""
 
     layers: tuple[ServedLayer, ...]
     left: Mapping[
@@ -125,8 +126,8 @@ class Skeletons:
         Args:
             folder: a checkpoint, or the source of a planned one, whose tokenizer and other files are used.
             tensors: the tensors of the checkpoint, or of the planned one, as its files hold them; see `stored`.
-            config: the config.json of a planned checkpoint.  Where it will be served is not known: parts of the model
-                that do not run on this machine, such as attention, do not matter then.
+            config: the config.json of a planned checkpoint.  Where and with which flags it will be served is not
+                known: parts of the model that do not run on this machine, such as attention, do not matter then.
             options: arguments of ``vllm serve``.
 
         Raises NotServedError with the reason if the server would refuse it.
@@ -135,6 +136,8 @@ class Skeletons:
             answer, log = Path(place) / "answer", Path(place) / "log"
             if config is not None:
                 folder = _planned(folder, config, Path(place) / "planned")
+            flags = () if config is None else (USE_CUSPARSELT, USE_CUBLASLT, SPARSITY)
+            environ = {name: value for name, value in os.environ.items() if name not in flags}
             request = {
                 "folder": str(folder),
                 "tensors": {spec.name: (spec.dtype, spec.shape) for spec in tensors},
@@ -142,7 +145,7 @@ class Skeletons:
                 "plan": config is not None,
                 "answer": str(answer),
                 "log": str(log),
-                "environ": {"VLLM_NO_USAGE_STATS": "1", **os.environ, "HF_HUB_OFFLINE": "1"},
+                "environ": {"VLLM_NO_USAGE_STATS": "1", **environ, "HF_HUB_OFFLINE": "1"},
             }
             assert self._process.stdin is not None
             assert self._process.stdout is not None

@@ -1,4 +1,4 @@
-"""What a checkpoint to convert holds: floats, quantized weights, or weights that were pruned before.
+"""The source of a conversion, as an object: floats, quantized weights, or weights that were pruned before.
 
 A source answers for each linear layer what is written for it, and makes it, rows at a time.  To read another format,
 write a `Source`, and return it from `source_of`.
@@ -229,7 +229,7 @@ class Quantized(Source):
         return suffix == self._required(layer).scale and self.copies_scale(layer)
 
     def reason(self, suffix: str) -> str:
-        """Of scales and zero points that requantization replaces, `changes` says enough."""
+        """See `Source.dropped`; `changes` says enough of scales and zero points that requantization replaces."""
         is_replaced = "scale" in suffix or "zero_point" in suffix
         return "" if self.requantizes and is_replaced else super().reason(suffix)
 

@@ -1,4 +1,4 @@
-"""What NVIDIA's GEMM libraries share, cuBLASLt and cuSPARSELt: plans, workspaces, and a kernel that scales afterwards.
+"""The common part of NVIDIA's GEMM libraries, cuBLASLt and cuSPARSELt: plans, workspaces and a kernel that scales.
 
 A library's handles, descriptors and plans belong to one thread.
 """
