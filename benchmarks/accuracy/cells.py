@@ -50,7 +50,6 @@ from benchmarks.accuracy.texts import (
 from benchmarks.records import publish
 from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.errors import SlideSparseError
-from slidesparse.evaluate.intervals import Interval, bootstrap
 from slidesparse.pattern import parse_pattern
 
 COLUMNS = (
@@ -59,6 +58,7 @@ COLUMNS = (
 )
 DENSE, BF16, NONE = "dense", "bf16", "-"
 HUMANEVAL = "humaneval"
+DRAWS = 2000  # of the bootstrap
 GOALS = ("--max-loss", "--min-speedup", "--zeros")
 LISTED = {*GOALS, "--sparsity", "--quant", "--calib", "--samples", "--seqlen", "--seed", "--method"}
 
@@ -85,6 +85,11 @@ class Cell:
     def _option(self, name: str, default: str = "") -> str:
         values = [b for a, b in zip(self.options, self.options[1:], strict=False) if a == name]
         return values[-1] if values else default
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether calibration data are used."""
+        return bool(self._option("--calib"))
 
     @property
     def tag(self) -> str:
@@ -118,16 +123,6 @@ class Cell:
         pairs = zip(("", *self.options), self.options, strict=False)
         rest = [word for before, word in pairs if not {before, word} & LISTED]
         return " ".join([method, *(word.removeprefix("--").rpartition("/")[2] for word in rest)])
-
-    @property
-    def baseline(self) -> tuple[str, ...]:
-        """The model, quant, pattern and method of the cell over which this one's loss counts.
-
-        That is the unpruned model of the same quant, calibrated if this one is; for it, the model in BF16.
-        """
-        if self.columns["pattern"] == DENSE:
-            return (self.model, BF16, DENSE, NONE)
-        return (self.model, self.columns["quant"], DENSE, "calibrated" if self._option("--calib") else NONE)
 
 
 def read_cells(path: Path) -> list[Cell]:
@@ -265,9 +260,25 @@ def load(cells: Sequence[Cell], results: Path) -> dict[Cell, dict[str, Any]]:
 
 
 def find_baseline(cell: Cell, done: Sequence[Cell]) -> Cell | None:
-    """Return the cell over which a cell's loss counts, if there is one: of the same seed, else of any."""
-    found = [each for each in done if tuple(each.columns.values())[:4] == cell.baseline and each != cell]
-    return min(found, key=lambda each: each.columns["seed"] != cell.columns["seed"], default=None)
+    """Return the cell over which a cell's loss counts, if there is one.
+
+    That is the unpruned model of the same quant, calibrated if this one is, preferably with the same other options and
+    seed; for an unpruned one, the model in BF16.
+    """
+    model, quant, pattern, method, seed = cell.columns.values()
+    wanted = (model, BF16 if pattern == DENSE else quant, DENSE)
+    kind = "calibrated" if pattern != DENSE and cell.calibrated else NONE
+    rest = method.partition(" ")[2]
+
+    def distance(other: Cell) -> tuple[bool, ...]:
+        its_rest = other.columns["method"].partition(" ")[2]
+        return its_rest != rest, bool(its_rest), other.columns["seed"] != seed
+
+    columns = {other: tuple(other.columns.values()) for other in done if other != cell}
+    found = [
+        other for other, its in columns.items() if its[:3] == wanted and its[3].partition(" ")[0] == kind
+    ]
+    return min(found, key=distance, default=None)
 
 
 def table_rows(cells: Sequence[Cell], results: Path) -> list[dict[str, str]]:
@@ -296,12 +307,16 @@ def write_table(cells: Sequence[Cell], results: Path, table: Path) -> None:
     publish(table, text.getvalue())
 
 
-def compare(cell: Cell, base: Cell, results: Path) -> dict[str, Interval]:
-    """Return the increase in perplexity of a cell over another in percent by text, with its paired 95% interval."""
-    figures = load([cell, base], results)
+def compare(cell: Cell, base: Cell, results: Path) -> dict[str, tuple[float, float, float]]:
+    """Return the increase in perplexity of a cell over another in percent by text, and its 95% interval.
 
-    def increase(above: np.ndarray, below: np.ndarray) -> np.ndarray:
-        return np.asarray(100 * (np.exp(above.mean(-1) - below.mean(-1)) - 1))
-
-    pairs = {text: (nll, figures[base]["nll"].get(text)) for text, nll in figures[cell]["nll"].items()}
-    return {text: bootstrap(increase, *map(np.asarray, both)) for text, both in pairs.items() if both[1]}
+    The interval is the bootstrap's over pairs of windows.
+    """
+    figures, found = load([cell, base], results), {}
+    for text, nll in figures[cell]["nll"].items():
+        pairs = np.subtract(nll, figures[base]["nll"][text])
+        drawn = np.random.default_rng(0).integers(0, len(pairs), (DRAWS, len(pairs)))
+        low, high = np.quantile(pairs[drawn].mean(1), (0.025, 0.975))
+        value, low, high = 100 * np.expm1((pairs.mean(), low, high))
+        found[text] = float(value), float(low), float(high)
+    return found

@@ -80,5 +80,5 @@ def compare(
     """Print the increase in perplexity of a cell over another by text, with its 95% interval over paired windows."""
     from benchmarks.accuracy.cells import Cell, compare
 
-    for text, found in compare(Cell.parse(above), Cell.parse(below), work / "results").items():
-        print(f"{text:<10} {found.value:+.2f}% ({found.low:+.2f} to {found.high:+.2f})")
+    for text, (value, low, high) in compare(Cell.parse(above), Cell.parse(below), work / "results").items():
+        print(f"{text:<10} {value:+.2f}% ({low:+.2f} to {high:+.2f})")

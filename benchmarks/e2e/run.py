@@ -29,9 +29,7 @@ from benchmarks.conditions import cpu_conditions, gpu_conditions
 from benchmarks.e2e.plan import (
     CUBLASLT,
     DECODE,
-    DENSE,
     PLUGIN_SYSTEMS,
-    PRUNED_SYSTEMS,
     Run,
     Size,
     Workload,
@@ -40,12 +38,13 @@ from benchmarks.e2e.plan import (
 )
 from benchmarks.records import E2E, SHARED_CONDITIONS, Records
 from slidesparse.checkpoint.storage import text_config
+from slidesparse.evaluate.engine import summaries
+from slidesparse.gemm import DENSE as DENSE_PATH
+from slidesparse.gemm import SPARSE as SPARSE_PATH
 from slidesparse.tune import machine
 from slidesparse.tune.measure import Deadline
 
 CONDITIONS = (*SHARED_CONDITIONS, "cpu", "workload")  # that all rows of a table share
-# In the plugin's log line for dense systems.
-DENSE_LOG_WORDS = {CUBLASLT: "on the cuBLASLt", DENSE: "in blocks"}
 RUN_SECONDS = 1800.0  # of starting an engine, and of one run
 END_SECONDS = 15  # between SIGTERM and SIGKILL
 LAST_LINES = 8
@@ -56,12 +55,6 @@ ROOT = Path(__file__).resolve().parents[2]  # the folder from which engines impo
 WORKER = (sys.executable, "-m", "benchmarks.e2e.worker")
 # --gpu-memory-utilization: the cache's size is given, so this only has to be free at the start.
 MEMORY_SHARE = 0.05
-
-# The plugin's log line about its layers.
-SERVED_LINE = re.compile(
-    r"SlideSparse (?P<line>(?P<pattern>[^\s:]+(:[\d.@%]+)?)( \([^)]*\))?: "
-    r"(?P<layers>\d+) layers (?P<kind>sparse|on the cuBLASLt|in blocks).*)"
-)
 
 
 class RunError(RuntimeError):
@@ -123,23 +116,23 @@ def read_figures(run: Run, document: Mapping[str, Any], answer: Mapping[str, Any
 
 
 def check_log(run: Run, text: str) -> str:
-    """Return the plugin's log line, "" for a system without it.  Raises RunError if another system ran."""
-    logged = SERVED_LINE.search(text)
+    """Return the plugin's words on what it serves, "" for a system without it.  Raises RunError for another system."""
+    served = summaries(text)
     if run.system not in PLUGIN_SYSTEMS:
-        if logged:
-            raise RunError(f"the plugin served {logged['line']}, though {run.system} is vLLM without it")
+        if served:
+            raise RunError(f"the plugin served {served[0]['words']}, though {run.system} is vLLM without it")
         return ""
-    if logged is None:
+    if not served:
         raise RunError(
             "the plugin did not count its layers in the log: it is not installed in this environment, or "
             "VLLM_LOGGING_LEVEL hides its line"
         )
-    kind, pattern = DENSE_LOG_WORDS.get(run.system, "sparse"), logged["pattern"]
-    if run.system in PRUNED_SYSTEMS:
-        pattern = run.pattern
-    if (logged["kind"], logged["pattern"]) != (kind, pattern) or not int(logged["layers"]):
-        raise RunError(f"the plugin served {logged['line']}, not {run.label}")
-    return logged["line"]
+    facts = served[-1]
+    path = DENSE_PATH if run.system == CUBLASLT else SPARSE_PATH
+    layers = sum(facts["layers"].values()) if path == DENSE_PATH else facts["layers"].get(run.pattern, 0)
+    if facts["path"] != path or not layers or (path == SPARSE_PATH and facts["pattern"] != run.pattern):
+        raise RunError(f"the plugin served {facts['words']}, not {run.label}")
+    return str(facts["words"])
 
 
 @dataclass(frozen=True)
@@ -261,7 +254,7 @@ class E2eBench:
         self._out, self._workload, self._deadline, self._run_seconds = out, workload, deadline, run_seconds
         self.records = Records(out, E2E)
         self.failures: list[str] = []
-        self.served: dict[str, str] = {}  # the plugin's log line of each system
+        self.served: dict[str, str] = {}  # the plugin's words on each system
         self.begin: Callable[[int, str], None] = lambda done, label: None
         self.say: Callable[[str], None] = lambda line: None
         self._workers: dict[Engine, Worker] = {}

@@ -16,6 +16,7 @@ than the BF16 that models are served in, and whose sums are float32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
@@ -43,7 +44,7 @@ class _Stop(Exception):  # noqa: N818  not an error
 
 
 class _StandIn(nn.Module):
-    """Stands for a block: keeps what the model passes to it, and returns ``given``, or its input.
+    """Stands for a block: keeps what the model passes to it, and returns ``given``, or its input, or ``stops`` the run.
 
     Args:
         others: what a block returns in a tuple behind its hidden states; None if it returns no tuple.
@@ -201,6 +202,7 @@ class Model:
         """Record the arguments of all blocks for ``ids``, with all weights outside of blocks equal to ``weight``."""
         with torch.inference_mode(False), torch.no_grad():
             stand_ins = [_StandIn(block, self.other_outputs) for block in self.skeleton.blocks]
+            stand_ins[-1].stops = True
             self.run_ends(self._placeholders(self.skeleton.model, weight), ids, stand_ins)
         return [stand_in.call for stand_in in stand_ins]
 
@@ -211,8 +213,7 @@ class Model:
         first.stops = True
         ids = torch.zeros(1, TRACED_TOKENS, dtype=torch.long)
         with torch.inference_mode(False), torch.no_grad():
-            with suppress(_Stop):
-                self.run_ends(self._placeholders(self.skeleton.model, 0.0), ids, [first, *others])
+            self.run_ends(self._placeholders(self.skeleton.model, 0.0), ids, [first, *others])
             args, kwargs = first.call
             block = self.skeleton.blocks[0]
             out = functional_call(block, self._placeholders(block, 0.0), (first.x, *args), kwargs)
@@ -227,22 +228,31 @@ class Model:
         }
 
     def run_ends(self, weights: Mapping[str, Tensor], ids: Tensor, stand_ins: list[Any]) -> Any:
-        """Run the model on ids [samples, tokens] with ``stand_ins`` for its blocks."""
+        """Run the model on ids [samples, tokens] with ``stand_ins`` for its blocks; None if one of them stops.
+
+        Raises CalibrationError for a model that transformers cannot run on text.
+        """
         model, path = self.skeleton.model, self.skeleton.list_path
         parent, _, name = path.rpartition(".")
         holder = model.get_submodule(parent)
         blocks = getattr(holder, name)
         setattr(holder, name, nn.ModuleList(stand_ins))
-        options = {"use_cache": False} if self.skeleton.generates else {}
+        inputs: dict[str, Any] = {"input_ids": ids.to(self.device)}
+        inputs |= {"use_cache": False} if self.skeleton.generates else {}
+        gradients = torch.is_grad_enabled()
         try:
-            return functional_call(
-                model,
-                dict(weights),
-                (),
-                {"input_ids": ids.to(self.device), **options},
-                tie_weights=False,
-                strict=False,
-            )
+            # Some models replace their buffers, which must be no tensors of the inference mode
+            with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+                return functional_call(model, dict(weights), (), inputs, tie_weights=False, strict=False)
+        except _Stop:
+            return None
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of any class, by model
+            raise CalibrationError(
+                f"transformers cannot run {type(model).__name__} on text ({type(error).__name__}: {error}); prune the "
+                "model without --calib"
+            ) from error
         finally:
             setattr(holder, name, blocks)
 
@@ -285,23 +295,35 @@ class Model:
     # Weights
 
     def ends(self, reader: Reader) -> Ends:
-        """Read the weights of the text model outside of its blocks."""
+        """Read the weights of the text model outside of its blocks.  Raises CheckpointError for one that is missing.
+
+        Weights that neither the blocks' input nor logits depend on, such as those of a pooler, may be missing.
+        """
         model = self.skeleton.model
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
         head = model.get_output_embeddings()
         paths = {id(module): name for name, module in model.named_modules()}
-        roots = [paths[id(module)] + "." for module in (decoder, head) if module is not None]
-        tensors = {
-            name: target
-            for name, target in self.skeleton.tensors("").items()
-            if not target.startswith(self.skeleton.list_path + ".")
-            and any(root == "." or target.startswith(root) for root in roots)
-        }
-        weights = self._load(reader, tensors)
+        roots = [paths[id(module)] for module in (decoder, head) if module is not None]
+
+        def is_text(name: str) -> bool:
+            is_inside = any(not root or name.startswith(root + ".") for root in roots)
+            return is_inside and not name.startswith(self.skeleton.list_path + ".")
+
+        tensors = self.skeleton.tensors("").items()
+        weights = self._load(reader, {name: target for name, target in tensors if is_text(target)})
         tied, embedding = (paths[id(m)] + WEIGHT if m else "" for m in (head, model.get_input_embeddings()))
-        if tied and (self.skeleton.config.tie_word_embeddings or tied not in weights):
+        is_tied = self.skeleton.config.tie_word_embeddings or tied not in weights
+        if head and embedding in weights and is_tied:
             weights[tied] = weights[embedding]
-        return Ends(self, weights)
+        others, nan = (self._placeholders(model, value) for value in (0.0, math.nan))
+        ids = torch.zeros(1, TRACED_TOKENS, dtype=torch.long)
+        for name in (name for name in others if name not in weights and is_text(name)):
+            ends = Ends(self, {**others, **weights, name: nan[name]})
+            with torch.inference_mode(False), torch.no_grad():
+                x = ends.embed(ids)
+                if bool(x.isnan().any()) or (self.skeleton.generates and bool(ends.logits(x).isnan().any())):
+                    self.checkpoint.require(name)
+        return Ends(self, others | weights)
 
     def _load(self, reader: Reader, tensors: Mapping[str, str]) -> dict[str, Tensor]:
         """Read tensors, whose target names are given; return them by the names of parameters."""
@@ -334,10 +356,10 @@ class Ends:
     def embed(self, ids: Tensor) -> Tensor:
         """Return the input of the first block, float32 [samples, tokens, hidden], for ids [samples, tokens]."""
         model = self._model
-        stand_ins = [_StandIn(block, model.other_outputs) for block in model.skeleton.blocks]
-        model.run_ends(self.weights, ids, stand_ins)
-        x: Tensor = stand_ins[0].x
-        return x
+        first, *others = (_StandIn(block, model.other_outputs) for block in model.skeleton.blocks)
+        first.stops = True
+        model.run_ends(self.weights, ids, [first, *others])
+        return first.x
 
     def logits(self, x: Tensor) -> Tensor:
         """Return a language model's logits, [..., vocabulary], for the output [..., hidden] of its last block."""

@@ -128,7 +128,7 @@ def _find_pair(block: Block, group: tuple[str, ...], x: Tensor) -> Pair | None:
     """Return the pair whose reader is the only layer of ``group``, or None."""
     (reader,) = group
     for pair in _guess_pairs(block, reader):
-        order = _random_order(pair, block.model.device)
+        order = random_order(pair, block.model.device)
         if _equivalent(permuted(block, pair, order), block, reader, x):
             return replace(pair, scaled=_find_scaled(block, pair, x))
     return None
@@ -137,13 +137,14 @@ def _find_pair(block: Block, group: tuple[str, ...], x: Tensor) -> Pair | None:
 def _guess_pairs(block: Block, reader: str) -> Iterator[Pair]:
     """Yield possible pairs, those with the groups right before the reader first."""
     columns = block.weights[reader + WEIGHT].shape[1]
-    config = block.model.skeleton.text_config
+    config, parent = block.model.skeleton.text_config, reader.rpartition(".")[0]
     heads = getattr(config, "num_attention_heads", 0) or 0
     shared = getattr(config, "num_key_value_heads", None) or heads
     before = block.groups[: next(i for i, group in enumerate(block.groups) if reader in group)]
     for group in reversed(before):
         rows = {name: len(block.weights[name + WEIGHT]) for name in group}
-        for writers in dict.fromkeys((group, *((name,) for name in group))):
+        beside = tuple(name for name in group if name.rpartition(".")[0] == parent)
+        for writers in filter(None, dict.fromkeys((group, beside, *((name,) for name in group)))):
             for copies in (1, 2):
                 if all(rows[name] == copies * columns for name in writers):
                     yield Pair(reader, writers, 1, 1, columns, copies=copies)
@@ -156,7 +157,7 @@ def _guess_pairs(block: Block, reader: str) -> Iterator[Pair]:
                     yield Pair(reader, (name,), heads, kv_heads, width, first=count - kv_heads * width)
 
 
-def _random_order(pair: Pair, device: torch.device) -> Tensor:
+def random_order(pair: Pair, device: torch.device) -> Tensor:
     """Return an order of the reader's columns that the pair allows."""
     generator = torch.Generator().manual_seed(0)
     share = pair.heads // pair.kv_heads

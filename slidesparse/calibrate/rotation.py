@@ -56,6 +56,11 @@ def rotation_obstacle(model: Model, reader: Reader) -> str | None:
         return f"{MODULES} marks this as an embedding model, whose embeddings rotation would change"
     if model.skeleton.is_multimodal:
         return "other modules than the embedding feed its residual stream"
+    # Such as blocks that predict further tokens, which vLLM alone runs
+    unread = {*model.checkpoint.tensors} - {*model.skeleton.tensors("")}
+    unread = {name for name in unread if model.hidden in model.checkpoint.require(name).shape}
+    if unread:
+        return f"transformers does not read {min(unread)}, which may read the residual stream"
     for number, roles in enumerate(roles_of(model, reader)):
         if roles.residual is None:
             return f"block {number} ({type(model.skeleton.blocks[number]).__name__}) does not commute with rotations"

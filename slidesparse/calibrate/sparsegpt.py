@@ -211,7 +211,6 @@ def refine(
         sweeps: number of passes over all blocks.
         damping: as in `factor`.
         grid: as in `sparsegpt`; ``pruned`` must be on it.  A block is not changed where rounding increases the error.
-        only: as in `sparsegpt`.
 
     Returns:
         A new [N, K] in the dtype of ``pruned`` that obeys the pattern where it is pruned; pruned weights are +0.0.

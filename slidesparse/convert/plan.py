@@ -42,6 +42,7 @@ BY_IGNORE, BY_SOURCE, NOT_LINEAR = (
     "not quantized in the source",
     "not a linear layer of a transformer block",
 )
+SPLIT = "stored as one matrix of several layers"
 JOINED = "routed experts in one tensor, which vLLM serves unquantized"
 # Reasons for quantizing a linear layer without pruning it
 BY_LAYER, BY_BUDGET = "--layer", "by the budget"
@@ -129,7 +130,7 @@ class ConversionPlan:
 
 
 def _json(value: object) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(value, indent=2) + "\n").encode()
 
 
 class Planner:
@@ -149,13 +150,9 @@ class Planner:
             _require_layout_alone(self.source.metadata, options)
         elif options.calibration:
             self.source.require_calibration()
-
-    @cached_property
-    def skeleton(self) -> Skeleton:
-        """The modules of the model, whose shapes the checkpoint's tensors must have."""
-        skeleton = Skeleton(self.checkpoint)
-        skeleton.require_tensors()
-        return skeleton
+        self.skeleton = Skeleton(checkpoint)
+        pruned = self.source.metadata.layers if self.source.metadata else {}
+        self.skeleton.require_tensors({name: entry.in_features for name, entry in pruned.items()})
 
     @cached_property
     def model(self) -> Model:
@@ -187,8 +184,7 @@ class Planner:
         widths = {name: source.in_features(name) for name in patterns}
         if not source.metadata:
             for layer in self._other_matrices({*patterns, *source.heads}):
-                is_float = isinstance(source, Quantized) and source.quantization.ignores(layer)
-                kept.setdefault(layer, BY_SOURCE if is_float else NOT_LINEAR)
+                kept.setdefault(layer, self._why_kept(layer))
         entries = {name: LayerEntry(pattern, widths[name]) for name, pattern in patterns.items() if pattern}
         metadata = Metadata(
             self._commonest(entries) if by_budget else options.pattern,
@@ -301,6 +297,12 @@ class Planner:
             if is_matrix and layer not in excluded and name not in tables:
                 yield layer
 
+    def _why_kept(self, layer: str) -> str:
+        """Return the reason for leaving a matrix unchanged that is no linear layer of a block."""
+        if isinstance(self.source, Quantized) and self.source.quantization.ignores(layer):
+            return BY_SOURCE
+        return SPLIT if self.skeleton.converted(layer + WEIGHT) else NOT_LINEAR
+
     # The output
 
     def _output(
@@ -318,7 +320,7 @@ class Planner:
         if layer in self.source.heads and layer != name:
             return Output(spec, stored.file, (spec._replace(dtype=self._float_dtype()),), layer=None)
         if layer == name or layer not in patterns:
-            return Output(spec, stored.file, (spec,))
+            return Output(spec, stored.file, tuple(spec._replace(name=n) for n in self.source.names(name)))
         entry, rows = entries.get(layer), spec.shape[0]
         columns = entry.columns(self.options.layout) if entry else self.source.in_features(layer)
         specs = [TensorSpec(name, KINDS[self.source.quant(layer)][1], (rows, columns))]

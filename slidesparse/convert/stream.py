@@ -183,10 +183,12 @@ def _planner(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Planner, 
     nothing = options.pattern.density == 1 and not options.budget
     if calibration is None or calibration.rotate == "off" or (nothing and calibration.rotate == "auto"):
         return planner, ""
-    if not isinstance(planner.source, Quantized):
+    if planner.source.quantization.kv_cache:
+        why_not = "the scales of its quantized KV cache hold for its own values"
+    elif not isinstance(planner.source, Quantized):
         untied = Planner(untie_head(checkpoint), options)
         with untied.checkpoint.reader() as reader:
-            why_not = rotation_obstacle(untied.model, reader) or _sparse(untied, reader)
+            why_not = rotation_obstacle(untied.model, reader) or _sparse(untied, reader) or ""
         if not why_not:
             return untied, ROTATED
     else:
@@ -506,13 +508,13 @@ def _write_chunk(
 ) -> None:
     layer, pattern, name = output.layer, output.pattern, output.source.name
     if layer is None:
-        if output.specs:
-            head = name.removesuffix(WEIGHT)
+        head = name.removesuffix(WEIGHT)
+        for spec in output.specs:
             if isinstance(plan.source, Quantized) and head in plan.source.heads:
                 values = plan.source.float_rows(reader, head, rows)
             else:
                 values = reader.rows(name, rows)  # float32 if it was rotated
-            writer.write(name, rows.start, values.to(DTYPES[output.specs[0].dtype]))
+            writer.write(spec.name, rows.start, values.to(DTYPES[spec.dtype]))
         return
     if codes and pattern:
         weight = codes.rows(layer + WEIGHT, rows)

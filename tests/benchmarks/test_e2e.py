@@ -15,6 +15,7 @@ from benchmarks.cli import app
 from benchmarks.e2e.plan import FLAGS, E2eError, Run, Workload, environment, find_model, runs
 from benchmarks.e2e.run import RunError, check_log, read_figures
 from slidesparse.cli.main import app as product
+from slidesparse.resolve import SUMMARY
 
 
 def one_run(folder: Path, stage: str = "prefill", system: str = "stock", m: int = 128) -> Run:
@@ -99,19 +100,18 @@ def test_figures_of_another_run_are_refused(tmp_path: Path) -> None:
 
 
 def test_log_identifies_the_system(tmp_path: Path) -> None:
-    sparse = (
-        "SlideSparse 6:8 (2 of every 8 pruned): 8 layers sparse, 1 dense (1 lm_head); dense layout; backend x"
-    )
-    dense = "SlideSparse dense: 8 layers on the cuBLASLt path (dense), 1 dense (1 lm_head); dense layout"
-    mixed = sparse.replace("6:8 (2 of every 8 pruned", "2:4@50% (2 of every 4 pruned in 50% of the blocks")
-    by = {s: one_run(tmp_path / s, system=s) for s in ("stock", "cublaslt", "sparse")}
-    assert check_log(by["sparse"], f"INFO {sparse}\nmore") == sparse.removeprefix("SlideSparse ")
-    assert check_log(by["cublaslt"], dense) == dense.removeprefix("SlideSparse ")
-    assert check_log(by["stock"], "SlideSparse flags are set") == ""
-    wrong = [("sparse", text) for text in (dense, "", sparse.replace("8 layers", "0 layers"), mixed)]
-    for system, text in (*wrong, ("cublaslt", sparse), ("stock", sparse)):
-        with pytest.raises(RunError):
-            check_log(by[system], text)
+    def line(path: str, pattern: str, layers: int = 8) -> str:
+        facts = {"path": path, "pattern": pattern, "layers": {pattern: layers}, "words": "w"}
+        return f"INFO {SUMMARY}{json.dumps(facts)}\nmore"
+
+    right = {"stock": "", "cublaslt": line("dense", "6:8"), "dense": line("sparse", "dense")}
+    right["sparse"] = line("sparse", "6:8")
+    for system, own in right.items():
+        run = one_run(tmp_path / system, system=system)
+        assert check_log(run, own) == ("" if system == "stock" else "w")
+        for text in {*right.values(), line("sparse", "6:8", 0), line("sparse", "4:6")} - {own}:
+            with pytest.raises(RunError):
+                check_log(run, text)
 
 
 # --- engines
@@ -134,7 +134,7 @@ def test_every_engine_starts_once_and_measures_all(tmp_path: Path, monkeypatch: 
         assert float(row["step_ms"]) == (250 if row["system"] == "sparse" else 500)
         assert float(row["tokens_per_s"]) == pytest.approx(4 * float(row["tokens_per_joule"]), rel=1e-3)
         assert row["context"] == ("16" if row["stage"] == "decode" else row["M"])
-    assert json.loads((fake.out / "e2e.json").read_text())["tiny 2:4 sparse"].startswith("2:4 (2 of every")
+    assert json.loads((fake.out / "e2e.json").read_text())["tiny 2:4 sparse"] == "2:4"
     lines = (fake.out / "e2e.csv").read_text().splitlines(keepends=True)
     (fake.out / "e2e.csv").write_text("".join(lines[:-2]) + lines[-2][:20])  # killed while writing a row
     assert fake.run().exit_code == 0

@@ -88,7 +88,7 @@ TASKS: dict[str, Callable[[GpuEngines], dict[str, Any]]] = {
     "adapters": adapter_request,
     "reload_other": lambda gpu_engines: {
         "model": str(gpu_engines.checkpoint(INT8_6_8)),
-        "other": str(gpu_engines.checkpoint(replace(INT8_6_8, method="random"))),
+        "other": str(gpu_engines.checkpoint(replace(INT8_6_8, negated=True))),
     },
     "profile": lambda _: {"env": {"SLIDESPARSE_PROFILE": "1"}},
     "sleep": lambda _: {"options": {"enable_sleep_mode": True, "kv_cache_memory_bytes": 4 * GIB}},
@@ -311,8 +311,7 @@ def test_lora_tokens_equal_stock(gpu_engines: GpuEngines, mode: str) -> None:
 
 
 def reloading() -> list[Engine]:
-    random_pruned = replace(INT8_6_8, method="random")
-    return [INT8_6_8, random_pruned, replace(INT8_6_8, mode="graphs", task="reload_other")]
+    return [INT8_6_8, replace(INT8_6_8, negated=True), replace(INT8_6_8, mode="graphs", task="reload_other")]
 
 
 @needs(reloading)

@@ -9,12 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
+from architectures import ARCHITECTURES
 from checkpoints import LLAMA, convert
+from tiny import build, fill
+from torch import Tensor, nn
 
+from slidesparse.calibrate.model import Model
 from slidesparse.calibrate.task import Calibration
+from slidesparse.checkpoint.skeleton import Skeleton
+from slidesparse.checkpoint.storage import Checkpoint, Reader
 from slidesparse.convert.report import Report
 
+IDS = torch.from_numpy(np.random.default_rng(0).integers(3, 128, (2, 24)))
 LINEARS = sorted(LLAMA.linears())
 TOKENS = (6, 24)  # number of samples, sequence length
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -33,29 +39,28 @@ def write_ids(path: Path, samples: int = TOKENS[0]) -> str:
 def calibrated(source: Path, out: Path, ids: str, **options: Any) -> Report:
     """Convert with calibration, by default without rotation and on the CPU, where results are deterministic."""
     settings = {field.name: options.pop(field.name) for field in fields(Calibration) if field.name in options}
-    calibration = Calibration(ids, **{"device": "cpu", "seqlen": TOKENS[1], "rotate": "off", **settings})
+    calibration = Calibration((ids,), **{"device": "cpu", "seqlen": TOKENS[1], "rotate": "off", **settings})
     return convert(source, out, calibration=calibration, **options)
 
 
-def random_model(model_class: str, config_class: str, settings: dict[str, Any]) -> Any:
-    """Return a random float32 model of transformers, whose norms and biases differ from their defaults."""
-    torch.manual_seed(0)
-    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**settings)).float().eval()
-    for parameter in model.parameters():
-        parameter.data.normal_(0.0, 0.3) if parameter.dim() > 1 else parameter.data.uniform_(0.3, 1.5)
+def save(name: str, folder: Path, **settings: Any) -> nn.Module:
+    """Write a model of `ARCHITECTURES` in float32 and return it."""
+    model = build(name.split()[0], **{**ARCHITECTURES.get(name, {}), **settings})
+    fill(model)
+    model.save_pretrained(folder)
     return model
 
 
-def random_decoder(kind: str, **settings: Any) -> Any:
-    """Return a small `random_model`."""
-    sizes = {
-        "hidden_size": 48,  # no power of two
-        "intermediate_size": 80,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 100,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": False,
-    }
-    return random_model(f"{kind}ForCausalLM", f"{kind}Config", {**sizes, **settings})
+def open_model(folder: Path) -> Model:
+    """Open the model of a checkpoint on the CPU."""
+    return Model(Skeleton(Checkpoint.open(folder)), torch.device("cpu"))
+
+
+@torch.inference_mode()
+def run(model: Model, reader: Reader, ids: Tensor = IDS) -> Tensor:
+    """Return logits, or the last block's output of a model that predicts no tokens."""
+    ends = model.ends(reader)
+    x = ends.embed(ids)
+    for number in range(model.blocks):
+        x = model.load(reader, number).output(x)
+    return ends.logits(x) if model.skeleton.generates else x

@@ -28,7 +28,8 @@ if system == {broken!r}:
     sys.exit("RuntimeError: out of memory")
 if system == "sparse":
     pattern = json.load(open(option("--model") + "/config.json"))["quantization_config"]["slidesparse"]["pattern"]
-    print(f"SlideSparse {{pattern}} (2 of every few pruned): 8 layers sparse", file=sys.stderr, flush=True)
+    facts = {{"path": "sparse", "pattern": pattern, "layers": {{pattern: 8}}, "words": pattern}}
+    print("SlideSparse summary: " + json.dumps(facts), file=sys.stderr, flush=True)
 print("null", flush=True)
 for line in sys.stdin:
     limit, words = json.loads(line)

@@ -33,12 +33,22 @@ def tiny(model_type: str, folder: Path, **settings: Any) -> Path:
     return folder
 
 
-def build(model_type: str, **settings: Any) -> nn.Module:
-    """Return a model of transformers without meaningful weights: causal if there is such a class, else the bare one."""
+def build(model_type: str, architecture: str | None = None, **settings: Any) -> nn.Module:
+    """Return a model of transformers without meaningful weights.
+
+    Args:
+        architecture: its class; by default the causal one, that of images and text, or the bare one.
+    """
     config = transformers.CONFIG_MAPPING[model_type](**{**SIZES, **settings})
-    causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and "bert" not in model_type
-    kind = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
-    model: nn.Module = kind.from_config(config, dtype=torch.float32)
+    kind: Any = getattr(transformers, architecture) if architecture else transformers.AutoModel
+    for mapping, auto in (
+        (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.AutoModelForCausalLM),
+        (transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.AutoModelForImageTextToText),
+    ):
+        if not architecture and type(config) in mapping and "bert" not in model_type:
+            kind = auto
+    make = kind._from_config if architecture else kind.from_config
+    model: nn.Module = make(config, dtype=torch.float32, experts_implementation="eager")
     return model.eval()
 
 

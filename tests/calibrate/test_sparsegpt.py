@@ -1,4 +1,4 @@
-"""Pruning methods that need calibration data, against brute force over all choices in float64."""
+"""Pruning with calibration data, against brute force over all choices in float64."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from strategies import NAMED
 from torch import Tensor
 
 from slidesparse.calibrate.inputs import Drift, Hessian, output_error
-from slidesparse.methods import sparsegpt as module
-from slidesparse.methods.sparsegpt import (
+from slidesparse.calibrate import sparsegpt as module
+from slidesparse.calibrate.sparsegpt import (
     DAMPING,
     block_slices,
     compensated_target,
@@ -22,7 +22,6 @@ from slidesparse.methods.sparsegpt import (
     refine,
     sparsegpt,
 )
-from slidesparse.methods.wanda import wanda
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8, quantize_rows
@@ -102,7 +101,7 @@ def test_sparsegpt_row_equals_exact_optimal_brain_surgeon(pattern: SlidePattern,
 
 
 def test_sparsegpt_rows_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slidesparse.methods.sparsegpt.CHOICE_ELEMENTS", 28 * 3)  # three rows in a batch
+    monkeypatch.setattr("slidesparse.calibrate.sparsegpt.CHOICE_ELEMENTS", 28 * 3)  # three rows in a batch
     w, pattern = weights(7, 29), PATTERNS[2]
     upper = factor(hessian_of(inputs(300, 29)), dtype=torch.float64)
     together = sparsegpt(w, upper, pattern)
@@ -123,7 +122,7 @@ def test_sparsegpt_does_not_depend_on_column_batches(monkeypatch: pytest.MonkeyP
     upper = factor(h, dtype=torch.float64)
     in_batches = sparsegpt(w, upper, pattern)
     refined = refine(w, in_batches, h, pattern, 2)
-    monkeypatch.setattr("slidesparse.methods.sparsegpt.BATCH_COLUMNS", 1)
+    monkeypatch.setattr("slidesparse.calibrate.sparsegpt.BATCH_COLUMNS", 1)
     by_one = sparsegpt(w, upper, pattern)
     assert torch.equal(by_one == 0, in_batches == 0)
     assert float((by_one - in_batches).abs().max()) < 1e-11
@@ -174,42 +173,33 @@ def test_pruned_codes_obey_pattern_with_minimal_zeros_in_tail(
     for k in range(64, 64 + pattern.length):
         w, h = weights(16, k).float(), hessian_of(inputs(200, k), torch.float32)
         upper = factor(h)
-        for pruned in (refine(w, sparsegpt(w, upper, pattern), h, pattern, 1), wanda(w, h, pattern)):
-            codes, _ = quantize_rows(pruned, dtype)
-            assert violations(codes, pattern) is None
-            tail = k % pattern.length
-            lost = (pruned[:, k - tail :] == 0).sum(1) if tail else torch.zeros(16)
-            assert bool((lost == max(0, tail - (pattern.length - 2))).all())
+        pruned = refine(w, sparsegpt(w, upper, pattern), h, pattern, 1)
+        codes, _ = quantize_rows(pruned, dtype)
+        assert violations(codes, pattern) is None
+        tail = k % pattern.length
+        lost = (pruned[:, k - tail :] == 0).sum(1) if tail else torch.zeros(16)
+        assert bool((lost == max(0, tail - (pattern.length - 2))).all())
 
 
 def test_nothing_is_pruned_at_2_inf() -> None:
     w, h, dense = weights(3, 10), hessian_of(inputs(50, 10)), SlidePattern(None)
     assert torch.equal(sparsegpt(w, factor(h, dtype=torch.float64), dense), w)
     assert torch.equal(refine(w, w, h, dense, 4), w)
-    assert torch.equal(wanda(w, h, dense), w)
 
 
-# Ranking of methods, and unusual inputs
+# Errors on other tokens, and unusual inputs
 
 
 @pytest.mark.parametrize("ratio", ["6:8", "4:6", "2:4"])
-def test_methods_rank_as_expected_on_held_out_tokens(ratio: str) -> None:
-    pattern, k = SlidePattern.parse(ratio), 96
-    x = inputs(6000, k)
+def test_refined_weights_err_less_on_other_tokens_than_unrefined_ones(ratio: str) -> None:
+    """Over six seeds, refinement left 0.89 to 0.94 of the error, and SparseGPT 0.53 to 0.76 of that of magnitudes."""
+    pattern, x = SlidePattern.parse(ratio), inputs(6000, 96)
     calibration, held_out = hessian_of(x[:3000]), hessian_of(x[3000:])
-    w = weights(64, k)
+    w = weights(64, 96)
     unrefined = sparsegpt(w, factor(calibration, dtype=torch.float64), pattern)
     refined = refine(w, unrefined, calibration, pattern, 4)
-    results = (refined, unrefined, wanda(w, calibration, pattern), prune(w, pattern))
-    errors = [output_error(w, pruned, held_out) for pruned in results]
-    assert errors == sorted(errors), errors
-    assert errors[0] < 0.95 * errors[1] < 0.85 * errors[2], errors
-
-
-def test_wanda_uses_input_norms() -> None:
-    w = torch.tensor([[1.0, 2.0, 3.0, 4.0, 1.0, 1.0, 1.0, 1.0]])
-    h = torch.diag(torch.tensor([100.0, 1.0, 1.0, 0.01, 9.0, 4.0, 16.0, 25.0]))
-    assert wanda(w, h, SlidePattern(4)).tolist() == [[1.0, 0.0, 3.0, 0.0, 0.0, 0.0, 1.0, 1.0]]
+    errors = [output_error(w, pruned, held_out) for pruned in (refined, unrefined, prune(w, pattern))]
+    assert errors[0] < 0.97 * errors[1] < 0.87 * errors[2], errors
 
 
 def test_sparsegpt_removes_weights_of_dead_inputs_first() -> None:
@@ -238,18 +228,22 @@ def test_hessian_of_fewer_tokens_than_inputs_can_be_factored() -> None:
 
 
 def test_few_tokens_are_damped_more() -> None:
-    """The damping of `damping_for` gives smaller errors on other tokens than the usual damping."""
-    k, pattern, w = 96, SlidePattern(8), weights(32, 96)
-    x = inputs(4000, k)
-    few, held_out = hessian_of(x[:120]), hessian_of(x[1000:])
+    """The damping of `damping_for` errs less on other tokens than the usual one.
 
-    def error(damping: float) -> float:
-        pruned = sparsegpt(w, factor(few, damping, torch.float64), pattern)
-        return output_error(w, refine(w, pruned, few, pattern, 4, damping), held_out)
-
-    assert damping_for(k, 120) == pytest.approx(0.16)
-    assert error(damping_for(k, 120)) < 0.97 * error(DAMPING)
-    assert damping_for(k, 10**6) == DAMPING
+    The ratio of errors is 0.95 on average over seeds, with a standard deviation of 0.014: 0.007 for the mean of four.
+    """
+    pattern, ratios = SlidePattern(8), list[float]()
+    for seed in range(4):
+        x, w = inputs(4000, 96, seed), weights(32, 96, seed + 5)
+        few, held_out = hessian_of(x[:120]), hessian_of(x[1000:])
+        errors = []
+        for damping in (damping_for(96, 120), DAMPING):
+            pruned = sparsegpt(w, factor(few, damping, torch.float64), pattern)
+            errors.append(output_error(w, refine(w, pruned, few, pattern, 4, damping), held_out))
+        ratios.append(errors[0] / errors[1])
+    assert sum(ratios) / 4 < 0.98
+    assert damping_for(96, 120) == pytest.approx(0.16)
+    assert damping_for(96, 10**6) == DAMPING
 
 
 @pytest.mark.parametrize("band", [1, 5, 8, 17, 64])
@@ -322,7 +316,8 @@ def test_pruned_ternary_rows_stay_on_their_grid(ratio: str, k: int) -> None:
     for result in (pruned, refined):
         assert violations(result, pattern) is None
         assert torch.equal(result, steps * (result / steps).round().clamp(-1, 1))
-    errors = [output_error(w, result, damped(h)) for result in (wanda(w, h, pattern), pruned, refined)]
+    # 0.4 to 0.7, and 0.6 to 0.8, of each other
+    errors = [output_error(w, result, damped(h)) for result in (prune(w, pattern), pruned, refined)]
     assert errors[0] > errors[1] > errors[2]
     rows = [((result - w) @ damped(h) * (result - w)).sum(1) for result in (pruned, refined)]
     assert bool((rows[1] <= rows[0] * (1 + 1e-9)).all())  # a sweep makes no row worse
