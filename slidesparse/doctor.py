@@ -84,7 +84,7 @@ def collect() -> dict[str, Section]:
         **{library.name: _section(_library, name, probed) for name, library in find.LIBRARIES.items()},
         "nvcc": _section(_nvcc),
         "C++ compiler": _section(_cxx),
-        **{target.title: _section(_compiled, name) for name, target in compile.TARGETS.items()},
+        **{name: _section(_compiled, name) for name in compile.TARGETS},
         "cache": _section(_cache),
         "flags": _section(_flags),
         **{f"backend {name}": backend for name, backend in probed.get("backends", {}).items()},
