@@ -26,6 +26,7 @@ from slidesparse import flags
 from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, KEY, QUANT_METHOD, LayerEntry, Metadata
 from slidesparse.errors import shown
 from slidesparse.flags import Flags
+from slidesparse.gemm import SPARSE
 from slidesparse.pattern import DENSE_WEIGHT, Pattern, SlidePattern
 from slidesparse.resolve import (
     CONVERT_STORED,
@@ -227,7 +228,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
             return [self.resolution.parsed_pattern]
         listed = {entry.pattern for entry in self.metadata.layers.values()}
         slides = [pattern for pattern in listed if isinstance(pattern, SlidePattern) and pattern.length]
-        if self.resolution.layout == "slided":
+        if self.resolution.layout == "slided" or self.resolution.path != SPARSE:
             slides = []
         return [*sorted(slides, key=lambda pattern: pattern.density), NOT_PRUNED]
 

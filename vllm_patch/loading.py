@@ -20,7 +20,7 @@ from slidesparse.quantize import FP8
 
 Loader = Callable[..., None]
 
-_AGAIN = "convert the original model again"
+AGAIN = "convert the original model again"
 
 
 class LoadCheck:
@@ -33,7 +33,7 @@ class LoadCheck:
         remedy: what to do about a weight of another number of columns.
     """
 
-    def __init__(self, name: str, columns: int, parts: int, remedy: str = _AGAIN) -> None:
+    def __init__(self, name: str, columns: int, parts: int, remedy: str = AGAIN) -> None:
         self._name, self._columns, self._parts, self._remedy = name, columns, parts, remedy
         self._loaded: dict[str, set[object]] = {"weight": set(), "weight_scale": set(), "bias": set()}
         self._packed = False
@@ -56,7 +56,7 @@ class LoadCheck:
             key = next(iter((*part, *kwargs.values())), None)
             if self._packed and kind == "weight" and key in self._loaded[kind]:
                 raise CheckpointError(
-                    f"{self._name}: the checkpoint holds a weight twice, packed and as it is; {_AGAIN}"
+                    f"{self._name}: the checkpoint holds a weight twice, packed and as it is; {AGAIN}"
                 )
             try:
                 loader(parameter, tensor, *part, **kwargs)
@@ -65,7 +65,7 @@ class LoadCheck:
                     raise  # out of memory, or an error of ours
                 raise CheckpointError(
                     f"{self._name}: the checkpoint's {kind} of shape {list(tensor.shape)} does not fit the layer "
-                    f"({str(error) or 'another shape is expected'}); {_AGAIN}"
+                    f"({str(error) or 'another shape is expected'}); {AGAIN}"
                 ) from error
             if tensor.is_meta or not parameter.is_meta:  # vLLM first counts what a reload brings
                 self._loaded[kind].add(key)
@@ -78,7 +78,7 @@ class LoadCheck:
             if tensor.dtype != parameter.dtype:
                 raise CheckpointError(
                     f"{self._name}: the checkpoint holds {tensor.dtype} weights, its config.json says "
-                    f"{parameter.dtype}; {_AGAIN}"
+                    f"{parameter.dtype}; {AGAIN}"
                 )
             if tensor.dim() != 2 or tensor.shape[1] != self._columns:
                 raise CheckpointError(
@@ -86,7 +86,7 @@ class LoadCheck:
                     f"model need {self._columns} columns; {self._remedy}"
                 )
         elif not tensor.is_meta and not bool(torch.isfinite(tensor.float()).all()):
-            raise CheckpointError(f"{self._name}: {kind} holds NaN or Inf; {_AGAIN}")
+            raise CheckpointError(f"{self._name}: {kind} holds NaN or Inf; {AGAIN}")
 
     def require_all(self, layer: torch.nn.Module) -> None:
         """Raise CheckpointError, which names the missing tensors, unless all were loaded; then reset for a reload.
@@ -102,7 +102,7 @@ class LoadCheck:
             if not complete and len(parts) < self._parts:
                 loaded = f"{len(parts)} of its {self._parts} parts were" if self._parts > 1 else "it was not"
                 raise CheckpointError(
-                    f"{self._name}: the checkpoint lacks its {kind}: {loaded} loaded; {_AGAIN}"
+                    f"{self._name}: the checkpoint lacks its {kind}: {loaded} loaded; {AGAIN}"
                 )
             parts.clear()
 
@@ -142,7 +142,7 @@ def require_numbers(name: str, weight: Tensor) -> None:
     if weight.dtype == FP8 and weight.numel():
         positive, negative = (int(weight.view(kind).max()) for kind in (torch.int8, torch.uint8))
         if positive == 0x7F or negative == 0xFF:
-            raise CheckpointError(f"{name}: weight holds NaN; {_AGAIN}")
+            raise CheckpointError(f"{name}: weight holds NaN; {AGAIN}")
 
 
 def _dense(name: str, tensors: dict[str, Tensor]) -> Tensor:
@@ -154,4 +154,4 @@ def _dense(name: str, tensors: dict[str, Tensor]) -> Tensor:
             raise ValueError(f"the shape {sizes} and a bitmask {list(tensors['bitmask'].shape)}")
         return decompress(tensors["compressed"], tensors["bitmask"], sizes[-1])
     except ValueError as error:
-        raise CheckpointError(f"{name}: the checkpoint holds a packed weight of {error}; {_AGAIN}") from error
+        raise CheckpointError(f"{name}: the checkpoint holds a packed weight of {error}; {AGAIN}") from error

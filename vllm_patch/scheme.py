@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from slidesparse.vllm_patch import compat, fusion
-from slidesparse.vllm_patch.loading import LoadCheck, require_numbers
+from slidesparse.vllm_patch.loading import AGAIN, LoadCheck, require_numbers
 from slidesparse.vllm_patch.summary import Found
 from torch import Tensor
 from vllm.logger import init_logger
@@ -99,9 +99,8 @@ class SlideSparseScheme(CompressedTensorsScheme):
         self.in_features = in_features
         slid = self.patterns[0] if self.slided else None
         columns = slid.layout(in_features).slided if isinstance(slid, SlidePattern) else in_features
-        unlisted = self.config.resolution.layout == "slided" and not self.pruned_by_us
-        remedy = [UNLISTED] if unlisted else []
-        self.load_check = LoadCheck(self.name, columns, len(kwargs["output_partition_sizes"]), *remedy)
+        remedy = UNLISTED if self.config.resolution.layout == "slided" and not self.pruned_by_us else AGAIN
+        self.load_check = LoadCheck(self.name, columns, len(kwargs["output_partition_sizes"]), remedy)
         self.inner.create_weights(layer=layer, **kwargs)
         for kind in ("weight", "weight_scale"):
             parameter = getattr(layer, kind)

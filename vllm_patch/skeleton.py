@@ -104,13 +104,11 @@ def _feed(model: torch.nn.Module, tensors: Tensors) -> dict[str, dict[str, list[
 
     def watch(path: str, module: torch.nn.Module, kind: str, parameter: Any) -> None:
         loader = getattr(parameter, "weight_loader", None)
-        if loader is None:
-            return
 
         def record(*arguments: Any, **keywords: Any) -> Any:
             names = [getattr(value, "name_in_checkpoint", "") for value in (*arguments, *keywords.values())]
             fed.setdefault(path, {}).setdefault(kind, []).append(max(names) or current)
-            if isinstance(module, LinearBase) and kind in PARTS:
+            if loader and isinstance(module, LinearBase) and kind in PARTS:
                 loader(*arguments, **keywords)
             return True  # as experts' loaders do
 
@@ -134,7 +132,8 @@ def _feed(model: torch.nn.Module, tensors: Tensors) -> dict[str, dict[str, list[
     except Exception as error:
         raise RuntimeError(f"{type(error).__name__} while vLLM loaded {current}") from error
     for parameter, loader in loaders:
-        parameter.weight_loader = loader
+        if loader:
+            parameter.weight_loader = loader
     for module in model.modules():
         if isinstance(scheme := getattr(module, "scheme", None), SlideSparseScheme):
             scheme.load_check.require_all(module)

@@ -45,33 +45,29 @@ def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) ->
     """Split data into consecutive windows of ``seqlen`` tokens for perplexity; return the first ``samples`` of them.
 
     Args:
-        data: documents in one of the `FORMS` of `slidesparse.checkpoint.tokens`, joined to one stream; or a .npy file
-            of ids, a stream [tokens] or rows [samples, tokens].
+        data: texts, as one stream, in a form that `read_documents` takes; or a .npy file of ids, a stream [tokens] or
+            rows [samples, tokens].
 
     Raises SlideSparseError for data without a whole window.
     """
-    path = Path(data)
     if samples is not None and samples < 1:
         raise SlideSparseError(f"--samples {samples} is too few; leave it out to take all")
     if seqlen < 2:
         raise SlideSparseError(f"--seqlen {seqlen} is too short: the first token of a window is not scored")
-    if path.suffix == ".npy":
-        ids = read_ids(path)
+    if Path(data).suffix == ".npy":
+        ids = read_ids(Path(data))
         if ids.ndim == 2 and (len(ids) == 0 or ids.shape[1] < 2):
-            raise SlideSparseError(f"{path} holds {list(ids.shape)} token ids, but a window needs at least 2")
+            raise SlideSparseError(f"{data} holds {list(ids.shape)} token ids, but a window needs at least 2")
         if ids.ndim == 2:
             return [[int(token) for token in row[:seqlen]] for row in ids[:samples]]
         stream = [int(token) for token in ids]
     else:
         encode = tokenizer_of(folder)
-        try:
-            stream = [token for document in read_documents(str(data)) for token in encode(document)]
-        except SlideSparseError as error:
-            raise type(error)(f"--data: {error}") from error
+        stream = [token for document in read_documents(str(data)) for token in encode(document)]
     count = len(stream) // seqlen
     if count == 0:
         raise SlideSparseError(
-            f"{path} has {len(stream)} tokens, fewer than one window of {seqlen}; give more text or a smaller --seqlen"
+            f"{data} has {len(stream)} tokens, fewer than one window of {seqlen}; give more text or a smaller --seqlen"
         )
     count = count if samples is None else min(count, samples)
     return [stream[i * seqlen : (i + 1) * seqlen] for i in range(count)]

@@ -159,11 +159,11 @@ def test_window_leaves_room_for_a_generated_token(tmp_path: Path, config: str, t
     [
         ("none.txt", None, "none.txt"),
         ("a.txt", "a b", "has 2 tokens, fewer than"),
-        ("a.md", "a b", ".txt, .jsonl, .npy"),
-        ("a.jsonl", '{"body": "a"}', "line 1: KeyError: 'text'"),
-        ("a.jsonl", "{", "line 1: JSONDecodeError"),
-        ("a.jsonl", '{"text": 3}', "line 1: TypeError"),
-        ("a.jsonl", "", "no text"),
+        ("a.md", "a b", "is not a supported type of file"),
+        ("a.jsonl", '{"body": "a"}', "line 1 (KeyError: 'text')"),
+        ("a.jsonl", "{", "line 1 is not JSON"),
+        ("a.jsonl", '{"text": 3}', "line 1 (TypeError: the text is a int)"),
+        ("a.jsonl", "", "has 0 tokens"),
         ("a.npy", "text", "a.npy"),
     ],
 )
@@ -347,7 +347,7 @@ def test_served_by_is_reported(folder: Path, without_engine: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "fact"),
     [
-        (("--data", "missing.txt"), "--data: 'missing.txt' is not a file"),
+        (("--data", "missing.txt"), "'missing.txt' is not a file"),
         (("--data", "a.txt", "--option", "dtype"), "--option 'dtype'"),
         (("--data", "a.txt", "--top", 0), "--top 0"),
         (("--data", "a.txt", "--seqlen", 1), "--seqlen 1"),
