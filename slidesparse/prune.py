@@ -1,6 +1,6 @@
-"""Prune a weight to its pattern by magnitude or at random.  Pure torch, any device.
+"""Prune a weight to its pattern by magnitude.  Pure torch, any device.
 
-Both remove the two least important weights of each block of L in a row.  Padding counts as zeros, so a tail block of
+This removes the two least important weights of each block of L in a row.  Padding counts as zeros, so a tail block of
 t < L weights loses max(0, t - (L - 2)) of them.  With a `MixedPattern`, only the blocks of 64 x 128 weights where the
 removed weights have the least sum of squares are pruned.
 """
@@ -14,31 +14,18 @@ from slidesparse.blocks import choose_blocks
 from slidesparse.pattern import HARDWARE_LENGTH, ZEROS, MixedPattern, Pattern, SlidePattern
 from slidesparse.slide import bits, blocks_of
 
-METHODS = ("magnitude", "random")
 
-
-def prune(w: Tensor, pattern: Pattern, method: str = "magnitude", seed: int = 0, phase: int = 0) -> Tensor:
-    """Zero the fewest weights that make ``w`` obey ``pattern``.
+def prune(w: Tensor, pattern: Pattern, phase: int = 0) -> Tensor:
+    """Zero the fewest and smallest weights that make ``w`` obey ``pattern``; of equal ones, the leftmost.
 
     Args:
         w: [N, K] of any real dtype; INT8 and FP8 are pruned by the magnitude of their codes.
-        method: "magnitude" drops the two smallest of a block (ties: the leftmost), "random" any two.
-        seed: for the random choice; the same seed gives the same mask on every device.
         phase: zero columns before the row, as in `slidesparse.slide.slide`.
 
     Returns:
         A new [N, K] of the same dtype; every kept weight unchanged bit for bit.
-
-    Raises:
-        ValueError: an unknown method.
     """
-    if method == "magnitude":
-        importance = w.float().abs() if isinstance(pattern, MixedPattern) else _magnitude(w)
-    elif method == "random":
-        generator = torch.Generator().manual_seed(seed)
-        importance = torch.rand(w.shape, generator=generator).add_(1).to(w.device)
-    else:
-        raise ValueError(f"pruning method {method!r} is not known; use one of {', '.join(METHODS)}")
+    importance = w.float().abs() if isinstance(pattern, MixedPattern) else _magnitude(w)
     return prune_by_importance(w, importance, pattern, phase)
 
 

@@ -15,6 +15,7 @@ import pytest
 from engines import Engines
 from hypothesis import HealthCheck, settings
 
+from slidesparse.doctor import is_flag
 from slidesparse.serving import Skeletons
 
 # Processes that tests start import this checkout and the helpers beside it, not an installed package.
@@ -70,6 +71,17 @@ def skeletons() -> Iterator[Skeletons]:
     """Provide one process with vLLM imported, which says how vLLM would serve a checkpoint."""
     with Skeletons() as process:
         yield process
+
+
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Let commands ask the process that has imported vLLM already, where it is installed, without flags."""
+    for name in filter(is_flag, list(os.environ)):
+        monkeypatch.delenv(name)
+    if missing_vllm() is None:
+        process = request.getfixturevalue("skeletons")
+        monkeypatch.setattr(Skeletons, "__enter__", lambda _: process)
+        monkeypatch.setattr(Skeletons, "__exit__", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import llama
+from slidesparse.calibrate.models import Block, BlockSizes, LayeredModel, open_model
 
 from slidesparse.calibrate import inputs
 from slidesparse.calibrate.inputs import BlockInputs, HiddenStates, host_memory, may_keep
-from slidesparse.calibrate.models import Block, BlockSizes, LayeredModel, open_model
 from slidesparse.calibrate.samples import Samples, _sample_each_text, load_samples
 from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.checkpoint.tokens import tokenizer_of

@@ -26,6 +26,8 @@ from slidesparse.convert.options import ConvertOptions
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 ROOT = Path(__file__).parents[2]
 
 

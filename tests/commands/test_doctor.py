@@ -20,7 +20,6 @@ from models import converted
 from slidesparse import doctor, gemm, versions
 from slidesparse.build import compile, find
 from slidesparse.checkpoint.metadata import KEY
-from slidesparse.serving import Skeletons
 
 ROOT = Path(__file__).parents[2]
 BLOCKED = ("torch", "vllm", "triton", "numpy", "rich", "typer")
@@ -236,15 +235,6 @@ def test_pinned_vllm_releases_are_tested_ones() -> None:
 # Checkpoints
 
 
-@pytest.fixture
-def warm(monkeypatch: pytest.MonkeyPatch, skeletons: Skeletons) -> None:
-    """Let doctor ask the process that has imported vLLM already."""
-    for name in [name for name in os.environ if doctor.is_flag(name)]:
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(Skeletons, "__enter__", lambda _: skeletons)
-    monkeypatch.setattr(Skeletons, "__exit__", lambda *_: None)
-
-
 @pytest.mark.vllm
 def test_doctor_asks_vllm_itself(tmp_path: Path) -> None:
     """The command starts vLLM and says what it decided for each layer."""
@@ -290,12 +280,6 @@ def with_zero_points(folder: Path) -> None:
     write(folder, config_of(folder), tensors_of(folder) | {name: torch.zeros(88, 1).char()})
 
 
-def with_an_fp4_cache(folder: Path) -> None:
-    block = config_of(folder)["quantization_config"]
-    scheme = {"num_bits": 4, "type": "float", "strategy": "tensor", "symmetric": True}
-    edit_json(folder / "config.json", quantization_config={**block, "kv_cache_scheme": scheme})
-
-
 SPARSE = {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"}
 YES = "yes: the backend reference serves 8 of 8"
 CASES = [  # what is examined, what is changed, flags -> exit code, last line
@@ -322,7 +306,6 @@ CASES = [  # what is examined, what is changed, flags -> exit code, last line
     ),
     ("w8a8", None, SPARSE, 1, "no: no linear layer can be served: .*whose weights break"),
     ("dense", with_zero_points, {}, 1, "no: vLLM does not serve it here:\n(.*\n)*.*weight_zero_point"),
-    ("dense", with_an_fp4_cache, {}, 1, "no: .*\n.*num_bits=8, type=float"),
 ]
 
 

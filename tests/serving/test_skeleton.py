@@ -24,13 +24,6 @@ from slidesparse.serving import NotServedError, Serving, Skeletons, fused, store
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture
-def warm(monkeypatch: pytest.MonkeyPatch, skeletons: Skeletons) -> None:
-    """Let doctor ask the process that has imported vLLM already."""
-    monkeypatch.setattr(Skeletons, "__enter__", lambda _: skeletons)
-    monkeypatch.setattr(Skeletons, "__exit__", lambda *_: None)
-
-
 def hybrid(name: str, folder: Path) -> Path:
     """One of `hybrids.MODELS` at 6:8, with codes that stock vLLM multiplies exactly on every CPU."""
     convert(hybrids.write(name, folder / "source"), folder / "out")
