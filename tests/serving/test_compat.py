@@ -146,55 +146,29 @@ class RecordingHandler(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-@pytest.fixture
-def vllm_handler(monkeypatch: pytest.MonkeyPatch) -> RecordingHandler:
-    """Make this handler the only one of vLLM's logger, at level INFO."""
-    logger, handler = logging.getLogger("vllm"), RecordingHandler()
-    monkeypatch.setattr(logger, "handlers", [handler])
-    monkeypatch.setattr(logger, "propagate", False)
-    monkeypatch.setattr(logger, "level", logging.INFO)
-    return handler
-
-
-def test_package_logs_to_handlers_of_vllm(
-    slidesparse_logger: logging.Logger, vllm_handler: RecordingHandler, monkeypatch: pytest.MonkeyPatch
+def test_package_logs_as_vllm_does_unless_the_user_decided(
+    slidesparse_logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It logs once, by vLLM's handler and at its level, unless the package's logger has a level or a handler."""
     from slidesparse.vllm_patch import config
 
-    root = RecordingHandler()
+    vllm, root, own = RecordingHandler(), RecordingHandler(), RecordingHandler()
+    for name, value in (("handlers", [vllm]), ("propagate", False), ("level", logging.INFO)):
+        monkeypatch.setattr(logging.getLogger("vllm"), name, value)
     monkeypatch.setattr(logging.root, "handlers", [root])
-    for _ in range(2):
-        config.log_as_vllm_does()
-    slidesparse_logger.info("building %s", "something")
-    slidesparse_logger.debug("too much")
-    assert vllm_handler.messages == ["building something"]
-    assert root.messages == []
 
+    def log() -> None:
+        for _ in range(2):
+            config.log_as_vllm_does()
+        for level in ("debug", "info", "warning"):
+            getattr(slidesparse_logger, level)("%s", level)
 
-def test_log_handler_of_the_user_is_kept(
-    slidesparse_logger: logging.Logger, vllm_handler: RecordingHandler
-) -> None:
-    from slidesparse.vllm_patch import config
-
-    user_handler = RecordingHandler()
-    slidesparse_logger.addHandler(user_handler)
-    config.log_as_vllm_does()
-    slidesparse_logger.warning("something")
-    assert (user_handler.messages, vllm_handler.messages) == (["something"], [])
-    assert (slidesparse_logger.handlers, slidesparse_logger.propagate, slidesparse_logger.level) == (
-        [user_handler],
-        True,
-        logging.NOTSET,
-    )
-
-
-def test_log_level_of_the_user_is_kept(
-    slidesparse_logger: logging.Logger, vllm_handler: RecordingHandler
-) -> None:
-    from slidesparse.vllm_patch import config
-
+    log()
+    assert (vllm.messages, root.messages) == (["info", "warning"], [])
+    slidesparse_logger.handlers, slidesparse_logger.propagate = [], True
     slidesparse_logger.setLevel(logging.WARNING)
-    config.log_as_vllm_does()
-    slidesparse_logger.info("building")
-    slidesparse_logger.warning("something")
-    assert vllm_handler.messages == ["something"]
+    log()
+    assert (vllm.messages, root.messages) == (["info", "warning", "warning"], [])
+    slidesparse_logger.handlers, slidesparse_logger.propagate = [own], True
+    log()
+    assert (own.messages, root.messages, len(vllm.messages)) == (["warning"], ["warning"], 3)

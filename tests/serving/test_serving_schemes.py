@@ -16,8 +16,10 @@ from models import QWEN, quantization_config
 
 from slidesparse import gemm
 from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata
+from slidesparse.flags import Flags
 from slidesparse.gemm import BackendError
 from slidesparse.pattern import SlidePattern
+from slidesparse.resolve import ResolveError, resolve, stamp
 
 pytestmark = pytest.mark.vllm
 
@@ -62,46 +64,42 @@ def scheme(quantization: dict[str, Any], name: str = LAYER) -> str:
     return type(parsed.get_scheme(object.__new__(RowParallelLinear), name)).__name__
 
 
-@pytest.mark.parametrize("layout", ["dense", None])
-@pytest.mark.parametrize("flags", [FLAGS, {"USE_CUBLASLT": "1"}])
-def test_flag_is_refused_where_vllm_uses_another_scheme(
-    monkeypatch: pytest.MonkeyPatch, layout: str | None, flags: dict[str, str]
+@pytest.mark.parametrize(
+    ("layout", "flags", "words"),
+    [
+        *(
+            (layout, FLAGS, "but a SlideSparse flag is set. .*--quant int8; .*: unset the flag")
+            for layout in ("dense", None)
+        ),
+        (
+            "dense",
+            {"USE_CUBLASLT": "1"},
+            "capability below 8.9, but a SlideSparse flag is set. .*--quant int8",
+        ),
+        *(
+            (layout, {}, f"the {layout} layout. .* convert to the dense layout")
+            for layout in ("slided", "packed")
+        ),
+    ],
+)
+def test_another_scheme_of_vllm_is_refused(
+    monkeypatch: pytest.MonkeyPatch, layout: str | None, flags: dict[str, str], words: str
 ) -> None:
-    from slidesparse.resolve import ResolveError
-
     for name, value in flags.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ResolveError) as caught:
+    start = f"{LAYER}: vLLM runs W8A8 layers of this checkpoint with its own CompressedTensorsW8A16Fp8"
+    with pytest.raises(ResolveError, match=f"^{start}.*{words}"):
         scheme(config(layout))
-    for fragment in (
-        f"{LAYER}: vLLM runs W8A8 layers of this checkpoint with its own CompressedTensorsW8A16Fp8",
-        "compute capability below 8.9, but a SlideSparse flag is set",
-        "--quant int8; to use vLLM's own kernels: unset the flag",
-    ):
-        assert fragment in str(caught.value)
+    if not flags:
+        assert scheme(config(layout), "model.layers.1.mlp.down_proj") == "CompressedTensorsW8A16Fp8"
 
 
-def test_stamp_remembers_that_a_flag_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stamp_remembers_that_a_flag_was_set() -> None:
     """Worker processes may not see the environment."""
-    from slidesparse.flags import Flags
-    from slidesparse.resolve import ResolveError, resolve, stamp
-
     stamped = config("dense")
     stamp(resolve(stamped, Flags("sparse"), on_cuda=False), [stamped])
     with pytest.raises(ResolveError, match="but a SlideSparse flag is set"):
         scheme(stamped)
-
-
-@pytest.mark.parametrize("layout", ["slided", "packed"])
-def test_slided_and_packed_layouts_need_our_scheme(layout: str) -> None:
-    from slidesparse.resolve import ResolveError
-
-    with pytest.raises(ResolveError, match=rf"CompressedTensorsW8A16Fp8.*{layout} layout.*the dense layout"):
-        scheme(config(layout))
-
-
-def test_layer_without_metadata_may_use_another_scheme() -> None:
-    assert scheme(config("slided"), "model.layers.1.mlp.down_proj") == "CompressedTensorsW8A16Fp8"
 
 
 def test_dense_layout_is_left_to_vllm_with_one_warning(
@@ -121,35 +119,11 @@ def test_dense_layout_is_left_to_vllm_with_one_warning(
 
 
 @pytest.mark.parametrize(
-    "change", [{"dynamic": False, "strategy": "tensor"}, {"block": [64, 64]}, {"weight": None}]
-)
-def test_unsupported_layers_do_not_raise_with_a_flag(
-    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
-) -> None:
-    """The layers have static activations, scales for blocks, or quantized weights alone, beside a supported
-    group.
-    """
-    for name, value in FLAGS.items():
-        monkeypatch.setenv(name, value)
-    quantization = config(None)
-    groups = quantization["config_groups"]
-    group = copy.deepcopy(groups["group_0"])
-    if "block" in change:
-        group["weights"] |= {"strategy": "block", "block_structure": change["block"]}
-    elif "weight" in change:
-        group["input_activations"] = None
-    else:
-        group["input_activations"] |= change
-    groups["other"] = {**group, "targets": ["re:.*down_proj"]}
-    groups["group_0"]["targets"] = ["re:.*up_proj"]
-    assert scheme(quantization) == "CompressedTensorsW8A16Fp8"
-
-
-@pytest.mark.parametrize(
     ("part", "change", "reason"),
     [
         ("weights", {}, None),
         ("weights", {"num_bits": 4}, "object"),
+        ("weights", {"strategy": "group", "group_size": 32}, "object"),  # MXFP8 of llmcompressor 0.14
         ("weights", {"strategy": "block", "block_structure": [64, 64]}, "block FP8"),
         ("input_activations", {"dynamic": False, "strategy": "tensor"}, "static activations"),
         ("input_activations", {"symmetric": False}, "asymmetric activations"),
@@ -173,24 +147,7 @@ def test_refusal(part: str, change: dict[str, Any] | None, reason: str | None) -
     assert refusal(arguments, object()) == reason
 
 
-def test_mxfp8_is_refused_with_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    """llmcompressor 0.14 writes it as 8-bit weights and activations with scales for groups of 32."""
-    from slidesparse.resolve import ResolveError
-
-    for name, value in FLAGS.items():
-        monkeypatch.setenv(name, value)
-    mxfp8 = config(None)
-    mxfp8["format"] = mxfp8["config_groups"]["group_0"]["format"] = "mxfp8-quantized"
-    for part in ("weights", "input_activations"):
-        mxfp8["config_groups"]["group_0"][part] |= {"strategy": "group", "group_size": 32}
-    with pytest.raises(ResolveError, match="no group of layers .* is W8A8 with dynamic activations"):
-        scheme(mxfp8)
-
-
 def test_error_without_pattern_names_the_flag_or_option() -> None:
-    from slidesparse.flags import Flags
-    from slidesparse.resolve import ResolveError, resolve
-
     with pytest.raises(
         ResolveError, match=r"^USE_CUSPARSELT=1 needs to know.*unset USE_CUSPARSELT: that needs"
     ):
@@ -201,8 +158,6 @@ def test_error_without_pattern_names_the_flag_or_option() -> None:
 
 def test_unsupported_platforms_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from slidesparse.vllm_patch import config as module
-
-    from slidesparse.resolve import ResolveError
 
     platform = SimpleNamespace(is_cuda=lambda: False, is_cpu=lambda: False, device_name="rocm")
     monkeypatch.setattr(module, "current_platform", platform)

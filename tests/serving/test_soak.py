@@ -6,8 +6,6 @@ machine with a GPU the server runs there, compiled and with graphs, otherwise wi
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 import re
 import signal
@@ -23,6 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from lora import write_adapter
@@ -69,9 +68,10 @@ class Server:
     """``vllm serve`` and the processes that it starts."""
 
     def __init__(self, model: Path, folder: Path, env: dict[str, str], options: Sequence[str] = ()) -> None:
-        self.port, self.log = _free_port(), folder / "log"
+        port, self.log = _free_port(), folder / "log"
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
         vllm = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
-        command = [*vllm, "serve", str(model), *OPTIONS, *options, "--port", str(self.port)]
+        command = [*vllm, "serve", str(model), *OPTIONS, *options, "--port", str(port)]
         env = os.environ | ENVIRONMENT | {"VLLM_CACHE_ROOT": str(folder)} | env
         with self.log.open("w") as sink:
             self.process = subprocess.Popen(
@@ -87,15 +87,12 @@ class Server:
         return self
 
     def healthy(self) -> bool:
-        try:
-            return self._get("/health")[0] == 200
-        except OSError:
-            return False
+        with suppress(httpx.HTTPError):
+            return self.client.get("/health").is_success
+        return False
 
     def metrics(self) -> str:
-        status, text = self._get("/metrics")
-        assert status == 200
-        return text
+        return self.client.get("/metrics").raise_for_status().text
 
     def resident(self) -> int:
         """Resident bytes of host memory of all processes of the server's session."""
@@ -108,51 +105,17 @@ class Server:
 
     def command(self, path: str, body: dict[str, Any] | None = None) -> None:
         """Post to one of the paths that VLLM_SERVER_DEV_MODE enables."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        connection.request("POST", path, json.dumps(body or {}), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        text = response.read()
-        connection.close()
-        assert response.status == 200, text
+        self.client.post(path, json=body or {}).raise_for_status()
 
     def complete(self, prompt: list[int], tokens: int, model: str = "model") -> dict[str, Any]:
-        connection, response = self._post(prompt, tokens, stream=False, model=model)
-        answer = json.loads(response.read())
-        connection.close()
-        assert response.status == 200, answer
-        return answer  # type: ignore[no-any-return]
+        answer = self.client.post("/v1/completions", json=_request(prompt, tokens, model))
+        return answer.raise_for_status().json()  # type: ignore[no-any-return]
 
     def cancel(self, prompt: list[int]) -> None:
         """Close the connection after the first part of the answer."""
-        connection, response = self._post(prompt, CANCELLED_TOKENS, stream=True)
-        assert response.status == 200, response.read()
-        assert response.readline().startswith(b"data: ")
-        connection.close()
-
-    def _post(
-        self, prompt: list[int], tokens: int, stream: bool, model: str = "model"
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        body = {
-            "model": model,
-            "prompt": prompt,
-            "max_tokens": tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "stream": stream,
-        }
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        return connection, connection.getresponse()
-
-    def _get(self, path: str) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        try:
-            connection.request("GET", path)
-            response = connection.getresponse()
-            return response.status, response.read().decode()
-        finally:
-            connection.close()
+        request = {**_request(prompt, CANCELLED_TOKENS, "model"), "stream": True}
+        with self.client.stream("POST", "/v1/completions", json=request) as answer:
+            assert next(answer.raise_for_status().iter_text()).startswith("data: ")
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -162,6 +125,11 @@ class Server:
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()
+
+
+def _request(prompt: list[int], tokens: int, model: str) -> dict[str, Any]:
+    fixed = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return {"model": model, "prompt": prompt, "max_tokens": tokens, **fixed}
 
 
 def _free_port() -> int:
