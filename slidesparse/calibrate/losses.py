@@ -77,14 +77,7 @@ def layer_losses(
     Args:
         known: losses that are not measured again.
         save: called with all losses after each block.
-
-    Raises CalibrationError for a decoder that predicts no tokens.
     """
-    if task.model.is_causal and task.model.other_use:
-        raise CalibrationError(
-            f"a budget can be measured only for encoders and models that predict tokens, but {task.model.other_use}: "
-            "give a pattern instead, such as --sparsity 6:8"
-        )
     groups = layer_groups(task)
     losses = {group: known[group] for group in groups if group in known}
     if len(losses) == len(groups):
@@ -99,7 +92,7 @@ def layer_losses(
             save(losses)
         blocks.drop(run.number)
         report(run.number)
-    return losses
+    return {group: losses[group] for group in groups}
 
 
 def _pruned_group(run: BlockRun, group: Sequence[str]) -> LayerGroup:

@@ -174,7 +174,8 @@ def open_work(out: Path, state: Mapping[str, Any], resume: bool) -> Iterator[Wor
         with files.locked(folder, busy):
             work = WorkFolder(folder)
             if not require_resumable(out, state, resume):
-                (folder / STATE).unlink(missing_ok=True)
+                for name in (STATE, LOSSES):
+                    (folder / name).unlink(missing_ok=True)
                 work.write_json(STATE, dict(state))
             yield work
     except KeyboardInterrupt:
@@ -191,7 +192,12 @@ def require_resumable(out: Path, state: Mapping[str, Any], resume: bool) -> bool
     if not folder.is_symlink() and not folder.exists():
         return False
     files.own_folder(folder)
-    kept = (CHOICE, LOSSES, ROTATION, SMOOTHING)
+    kept = (
+        CHOICE,
+        ROTATION,
+        SMOOTHING,
+        *((LOSSES,) if resume else ()),
+    )  # losses are in the user's cache, too
     if not any(folder.glob(f"layer-*{SUFFIX}")) and not any((folder / name).exists() for name in kept):
         return False
     if not resume:

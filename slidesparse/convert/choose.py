@@ -123,8 +123,13 @@ def loss_cache() -> Path:
     return files.own_folder(cache_folder() / "losses")
 
 
-def require_savings(task: Task, budget: Budget) -> None:
-    """Raise CalibrationError if no pattern saves what the budget is for; nothing is measured."""
+def require_usable(task: Task, budget: Budget) -> None:
+    """Raise CalibrationError if the loss of a model is not known, or no pattern saves time; nothing is measured."""
+    if task.model.is_causal and task.model.other_use:
+        raise CalibrationError(
+            f"a budget can be measured only for encoders and models that predict tokens, but {task.model.other_use}: "
+            "give a pattern instead, such as --sparsity 6:8"
+        )
     nothing = {group: dict.fromkeys((p.ratio for p in PATTERNS), 0.0) for group in layer_groups(task)}
     if len(_problem(task, nothing, budget).frontier()) == 1:
         raise CalibrationError(

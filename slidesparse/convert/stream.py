@@ -63,7 +63,7 @@ from slidesparse.checkpoint.storage import (
     is_inside,
 )
 from slidesparse.convert.budget import Choice, layers
-from slidesparse.convert.choose import Outcome, estimate, loss_cache, prune_within, require_savings
+from slidesparse.convert.choose import Outcome, estimate, loss_cache, prune_within, require_usable
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.plan import ConversionPlan, Output, Planner
 from slidesparse.convert.report import Facts, Report, layer_rows, read_back
@@ -131,7 +131,7 @@ def convert(
     task = _task(planner, plan) if options.calibration else None
     distillation = require_memory(task) if task and task.texts else ""
     if task and options.budget:  # what it lacks is refused here, not after the model was rotated
-        require_savings(task, options.budget)
+        require_usable(task, options.budget)
         loss_cache()
     _, left_out = _other_files(checkpoint)
     result = _Result(plan)
