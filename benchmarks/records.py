@@ -23,6 +23,8 @@ from slidesparse.errors import SlideSparseError
 VERSIONS = "versions"
 SHARED_CONDITIONS = ("gpu", "capability", VERSIONS)  # conditions that all rows of a table share
 
+Row = Mapping[str, object]
+
 
 @dataclass(frozen=True)
 class Format:
@@ -38,35 +40,21 @@ class Format:
         return self.key + self.values
 
 
-TIMES = ("p20_us", "p50_us", "p80_us")
-_KERNEL = ("mode", "model", "layer", "dtype", "pattern", "M", "N", "K", "provider")
-_LAYOUT = ("library", "dtype", "weight", "activations", "output", "M", "N", "K")
-_CELL = ("model", "dtype", "stage", "M", "pattern", "system")
-KERNEL = Format("kernel", _KERNEL, (*TIMES, "algorithm"))  # K is that of the dense weight
-LINEAR = Format("linear", ("model", "layer", "dtype", "pattern", "M", "provider"), TIMES)
-BANDWIDTH = Format("bandwidth", ("kernel", "dtype", "M", "K"), ("us", "GBps", "copy_GBps", "fraction"))
-LAYOUT = Format("layout", _LAYOUT, ("taken", "heuristic_us", "p50_us", "algorithm", "reason"))
-# tokens_per_joule is from the GPU's energy counter.  step_ms is the median time of a step of M tokens.  Both are of
-# resident engines, on a GPU and anywhere; otherwise they are empty.
-E2E = Format("e2e", (*_CELL, "round"), ("tokens_per_s", "tokens_per_joule", "step_ms"))
-# `sparsity` is "2:4" or "dense"; `offsets` are each out-feature's "own" or those of a "strip" of 32, "-" when dense.
-_SPMM = ("dtype", "sparsity", "offsets", "M", "N", "K", "provider")
-SPMM = Format("spmm", ("mode", "model", "layer", *_SPMM), (*TIMES, "error"))
-COUNTERS = {  # column -> metric of Nsight Compute
-    "sm_pct": "sm__throughput.avg.pct_of_peak_sustained_elapsed",
-    "dram_pct": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
-    "warps_pct": "sm__warps_active.avg.pct_of_peak_sustained_active",
-    "ipc": "smsp__inst_executed.avg.per_cycle_active",
-    "l1_bytes": "l1tex__t_bytes.sum",
-    "load_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
-    "store_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum",
-    **{
-        f"stall_{reason}": f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio"
-        for reason in ("long_scoreboard", "short_scoreboard", "mio_throttle", "barrier", "wait", "drain")
-    },
-}
-SPMM_COUNTERS = Format("spmm_counters", _SPMM, tuple(COUNTERS))
-PROFILE = Format("e2e_profile", (*_CELL, "kernel"), ("class", "calls", "us"))  # calls and us of one step
+# Microseconds and millijoules of one call; mj is empty where the GPU's energy counter was not read.
+TIMES, ENERGY = ("p20_us", "p50_us", "p80_us"), "mj"
+KERNEL = Format(  # K is that of the dense weight
+    "kernel",
+    ("mode", "model", "layer", "dtype", "pattern", "M", "N", "K", "provider"),
+    (*TIMES, ENERGY, "algorithm"),
+)
+LINEAR = Format("linear", ("model", "layer", "dtype", "pattern", "M", "provider"), (*TIMES, ENERGY))
+# context: tokens of a prompt.  step_ms is the median time of a step of M tokens; tokens_per_joule is by the GPU's
+# energy counter, and empty without one.
+E2E = Format(
+    "e2e",
+    ("model", "dtype", "stage", "M", "context", "system", "pattern", "round"),
+    ("step_ms", "tokens_per_s", "tokens_per_joule"),
+)
 
 
 class RecordsError(SlideSparseError, RuntimeError):
@@ -99,29 +87,31 @@ def read_rows(path: Path, columns: Sequence[str]) -> tuple[list[dict[str, str]],
 
 
 class Records:
-    """An append-only CSV file: each row is written once, an incomplete last line is dropped.  Raises RecordsError."""
+    """An append-only CSV file, whose incomplete last line is dropped; of rows with one key the last counts.
+
+    Raises RecordsError.
+    """
 
     def __init__(self, folder: Path, form: Format) -> None:
         self.path, self._form = folder / f"{form.name}.csv", form
         self.rows, torn = read_rows(self.path, form.columns)
         folder.mkdir(parents=True, exist_ok=True)
         if torn:
-            content = self.path.read_bytes()
-            os.truncate(self.path, content.rfind(b"\n") + 1)
+            os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
         if not self.path.exists() or not self.path.stat().st_size:
             self.path.write_text(_line(form.columns), encoding="utf-8")
         self._keys = {self._key_of(row) for row in self.rows}
 
-    def _key_of(self, row: Mapping[str, object]) -> tuple[str, ...]:
+    def _key_of(self, row: Row) -> tuple[str, ...]:
         return tuple(str(row[name]) for name in self._form.key)
 
-    def has(self, row: Mapping[str, object]) -> bool:
+    def has(self, row: Row) -> bool:
         """Return whether there is a row with the key of ``row``."""
         return self._key_of(row) in self._keys
 
-    def add(self, row: Mapping[str, object]) -> None:
-        """Append a row, with numbers rounded to nanoseconds, and flush it."""
-        cells = {name: _text(row[name]) for name in self._form.columns}
+    def add(self, row: Row) -> None:
+        """Append a row, with numbers rounded to three decimals and missing values empty, and flush it."""
+        cells = {name: _text(row.get(name)) for name in self._form.columns}
         with self.path.open("a", encoding="utf-8", newline="") as file:
             file.write(_line(list(cells.values())))
         self.rows.append(cells)
@@ -129,7 +119,7 @@ class Records:
 
 
 def _text(value: object) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+    return "" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -139,7 +129,8 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def write_conditions(path: Path, facts: Mapping[str, Any], same: Sequence[str] = SHARED_CONDITIONS) -> None:
-    """Write conditions beside a table, with the date and the command line of this run added to those before.
+    """Write conditions beside a table, with the date and the command line of this run added to those
+    before, unless it repeats the last one.
 
     Raises RecordsError when the table was begun on another GPU, with other versions, or with another value of any of
     ``same``, because one table must not mix machines.  Only versions that both have are compared: an added system may
@@ -154,27 +145,24 @@ def write_conditions(path: Path, facts: Mapping[str, Any], same: Sequence[str] =
                 f"{path} was measured with {name} {was.get(name)}, but here it is {now_is.get(name)}; "
                 "choose another folder with --out"
             )
+    commands = before.get("commands", [])
     line = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    dates = {"date": before.get("date", now), "last_date": now}
     document = {
         **before,
         **now_is,
-        "date": before.get("date", now),
-        "last_date": now,
-        "commands": [*before.get("commands", []), line],
+        **dates,
+        "commands": commands if line in commands[-1:] else [*commands, line],
     }
-    _write(path, document)
-
-
-def amend_conditions(path: Path, facts: Mapping[str, Any]) -> None:
-    """Add facts known only after the start of a run to the conditions that `write_conditions` wrote."""
-    _write(path, {**read_conditions(path), **facts})
-
-
-def _write(path: Path, document: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    publish(path, json.dumps(document, indent=1) + "\n")
+
+
+def publish(path: Path, text: str) -> None:
+    """Write a file at once: it is never seen in part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 

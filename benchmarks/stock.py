@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,11 +16,8 @@ NEEDED = ("cutlass_scaled_mm", "dynamic_scaled_int8_quant", "dynamic_per_token_s
 LIBRARIES = "_C*.so"  # in vLLM's folder: _C.abi3.so, from 0.2x on _C_stable_libtorch.abi3.so as well
 
 
-@dataclass(frozen=True)
 class Stock:
     """The kernels, with the interface of benchmarks."""
-
-    path: str  # of the shared library they are from
 
     def gemm(self, operands: Operands) -> Launch:
         """Launch out = (activations @ weight.T) * scale_x * scale_w, scales in the epilogue; weights dense [n, k].
@@ -50,31 +46,23 @@ class Stock:
         return out
 
 
-def find(path: Path | None) -> Stock | None:
-    """Return vLLM's kernels from the library at ``path``, or else from the installed vLLM; None if there is none.
-
-    Raises MissingError if a library lacks the kernels.
-    """
-    paths = [path] if path else _installed()
-    if not paths:
+def find() -> Stock | None:
+    """Load the kernels of the installed vLLM; None if it is not installed.  Raises MissingError if it lacks them."""
+    spec = importlib.util.find_spec("vllm")
+    folders = (spec.submodule_search_locations if spec else None) or []
+    libraries = [path for folder in folders for path in sorted(Path(folder).glob(LIBRARIES))]
+    if not libraries:
         return None
     refusals = []
-    for library in paths:
+    for library in libraries:
         try:
             torch.ops.load_library(str(library))
         except OSError as error:
-            refusals.append(f"{library} cannot be loaded: {error}")
+            refusals.append(f"; {library} cannot be loaded: {error}")
     missing = [name for name in NEEDED if not hasattr(torch.ops._C, name)]
     if missing:
         raise MissingError(
-            f"vLLM's kernels {', '.join(missing)} are not in {', '.join(map(str, paths))}"
-            f"{''.join('; ' + refusal for refusal in refusals)}; install a CUDA build of vLLM for this torch, "
-            "name its library with --vllm-library, or leave them out with --no-stock"
+            f"vLLM's kernels {', '.join(missing)} are not in {', '.join(map(str, libraries))}{''.join(refusals)}; "
+            "install a CUDA build of vLLM for this torch, or leave stock out of --provider"
         )
-    return Stock(str(paths[0]))
-
-
-def _installed() -> list[Path]:
-    spec = importlib.util.find_spec("vllm")
-    folders = (spec.submodule_search_locations if spec else None) or []
-    return [path for folder in folders for path in sorted(Path(folder).glob(LIBRARIES))]
+    return Stock()

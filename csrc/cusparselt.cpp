@@ -1,13 +1,17 @@
-// cuSPARSELt: out [M, N] = activations [M, K] @ weight [N, K].T with a 2:4 weight.
+// cuSPARSELt's 2:4 GEMM as a Python extension: out [M, N] = activations [M, K] @ weight [N, K].T.
 //
 // The library wants the structured matrix on the left, so it computes
 //
 //     out.T [N, M] = weight [N, K] @ activations.T [K, M]
 //
 // and the column-major out.T is the row-major out [M, N].
+//
+// This is host code, which takes addresses, sizes and a stream as integers and links against
+// neither torch nor CUDA: the library is opened at run time, so that one build serves all its
+// versions, and a machine without it can import the extension.  The functions are declared here
+// as in cusparseLt.h of 0.8 to 0.10, which wheels of torch do not always bring.
 
-#include <cuda_runtime_api.h>
-#include <cusparseLt.h>
+#include <dlfcn.h>
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -16,227 +20,228 @@
 #include <string>
 #include <tuple>
 
-#include "library.h"
-
 namespace py = pybind11;
 
 namespace slidesparse {
 namespace {
 
-constexpr std::uint32_t kAlignment = 16;  // of every pointer, in bytes
-
-struct Api {
-  SharedLibrary library;
-#define SLIDESPARSE_FUNCTIONS(X)         \
-  X(cusparseLtInit)                      \
-  X(cusparseLtDestroy)                   \
-  X(cusparseLtGetProperty)               \
-  X(cusparseLtGetErrorName)              \
-  X(cusparseLtGetErrorString)            \
-  X(cusparseLtDenseDescriptorInit)       \
-  X(cusparseLtStructuredDescriptorInit)  \
-  X(cusparseLtMatDescriptorDestroy)      \
-  X(cusparseLtMatmulDescriptorInit)      \
-  X(cusparseLtMatmulAlgSelectionInit)    \
-  X(cusparseLtMatmulAlgSelectionDestroy) \
-  X(cusparseLtMatmulAlgSetAttribute)     \
-  X(cusparseLtMatmulAlgGetAttribute)     \
-  X(cusparseLtMatmulPlanInit)            \
-  X(cusparseLtMatmulPlanDestroy)         \
-  X(cusparseLtMatmulGetWorkspace)        \
-  X(cusparseLtMatmul)                    \
-  X(cusparseLtSpMMACompressedSize)       \
-  X(cusparseLtSpMMACompress)
-#define SLIDESPARSE_DECLARE(name) decltype(&::name) name = nullptr;
-  SLIDESPARSE_FUNCTIONS(SLIDESPARSE_DECLARE)
-#undef SLIDESPARSE_DECLARE
+struct alignas(16) Opaque {  // of a handle, a descriptor, a selection or a plan
+  std::uint8_t data[512];
 };
 
-Api api;
+constexpr std::uint32_t kAlignment = 16;                      // of every pointer, in bytes
+constexpr int kColumnMajor = 1, kRowMajor = 2;                // cusparseOrder_t
+constexpr int kPlain = 0, kTransposed = 1;                    // cusparseOperation_t
+constexpr int kHalfOfTheElements = 0, kDefaultAlgorithm = 0;  // of their only values
+constexpr int kAlgorithmId = 0, kLargestId = 1;               // cusparseLtMatmulAlgAttribute_t
+
+using Address = std::uintptr_t;
+
+struct Api {
+  int (*cusparseLtInit)(Opaque* handle);
+  int (*cusparseLtDestroy)(const Opaque* handle);
+  int (*cusparseLtGetProperty)(int which, int* value);
+  const char* (*cusparseLtGetErrorName)(int status);
+  const char* (*cusparseLtGetErrorString)(int status);
+  int (*cusparseLtDenseDescriptorInit)(const Opaque* handle, Opaque* matrix, std::int64_t rows,
+                                       std::int64_t cols, std::int64_t leading,
+                                       std::uint32_t alignment, int type, int order);
+  int (*cusparseLtStructuredDescriptorInit)(const Opaque* handle, Opaque* matrix, std::int64_t rows,
+                                            std::int64_t cols, std::int64_t leading,
+                                            std::uint32_t alignment, int type, int order,
+                                            int sparsity);
+  int (*cusparseLtMatDescriptorDestroy)(const Opaque* matrix);
+  int (*cusparseLtMatmulDescriptorInit)(const Opaque* handle, Opaque* product, int of_a, int of_b,
+                                        const Opaque* a, const Opaque* b, const Opaque* c,
+                                        const Opaque* d, int compute_type);
+  int (*cusparseLtMatmulAlgSelectionInit)(const Opaque* handle, Opaque* selection,
+                                          const Opaque* product, int algorithm);
+  int (*cusparseLtMatmulAlgSelectionDestroy)(const Opaque* selection);
+  int (*cusparseLtMatmulAlgSetAttribute)(const Opaque* handle, Opaque* selection, int attribute,
+                                         const void* value, std::size_t bytes);
+  int (*cusparseLtMatmulAlgGetAttribute)(const Opaque* handle, const Opaque* selection,
+                                         int attribute, void* value, std::size_t bytes);
+  int (*cusparseLtMatmulPlanInit)(const Opaque* handle, Opaque* plan, const Opaque* product,
+                                  const Opaque* selection);
+  int (*cusparseLtMatmulPlanDestroy)(const Opaque* plan);
+  int (*cusparseLtMatmulGetWorkspace)(const Opaque* handle, const Opaque* plan, std::size_t* bytes);
+  int (*cusparseLtMatmul)(const Opaque* handle, const Opaque* plan, const void* alpha,
+                          const void* a, const void* b, const void* beta, const void* c, void* d,
+                          void* workspace, void** streams, std::int32_t count);
+  int (*cusparseLtSpMMACompressedSize)(const Opaque* handle, const Opaque* plan, std::size_t* bytes,
+                                       std::size_t* buffer);
+  int (*cusparseLtSpMMACompress)(const Opaque* handle, const Opaque* plan, const void* dense,
+                                 void* compressed, void* buffer, void* stream);
+};
+
+// Null until `Load`.  What it points to lives until the process ends, because plans call it.
+const Api* api = nullptr;
 
 void Load(const std::string& path) {
-  LoadOnce(&api, "cuSPARSELt", path, [](Api* found) {
-#define SLIDESPARSE_FIND(name) found->library.Find(#name, &found->name);
-    SLIDESPARSE_FUNCTIONS(SLIDESPARSE_FIND)
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    const char* why = dlerror();
+    throw std::runtime_error("cannot load " + path + ": " + (why ? why : "unknown error"));
+  }
+  auto found = std::make_unique<Api>();
+  const auto find = [&](const char* name, auto* function) {
+    void* symbol = dlsym(library, name);
+    if (symbol == nullptr) {
+      throw std::runtime_error(path + " has no function " + name + ": it is too old");
+    }
+    *function = reinterpret_cast<std::remove_pointer_t<decltype(function)>>(symbol);
+  };
+#define SLIDESPARSE_FIND(name) find(#name, &found->name)
+  SLIDESPARSE_FIND(cusparseLtInit);
+  SLIDESPARSE_FIND(cusparseLtDestroy);
+  SLIDESPARSE_FIND(cusparseLtGetProperty);
+  SLIDESPARSE_FIND(cusparseLtGetErrorName);
+  SLIDESPARSE_FIND(cusparseLtGetErrorString);
+  SLIDESPARSE_FIND(cusparseLtDenseDescriptorInit);
+  SLIDESPARSE_FIND(cusparseLtStructuredDescriptorInit);
+  SLIDESPARSE_FIND(cusparseLtMatDescriptorDestroy);
+  SLIDESPARSE_FIND(cusparseLtMatmulDescriptorInit);
+  SLIDESPARSE_FIND(cusparseLtMatmulAlgSelectionInit);
+  SLIDESPARSE_FIND(cusparseLtMatmulAlgSelectionDestroy);
+  SLIDESPARSE_FIND(cusparseLtMatmulAlgSetAttribute);
+  SLIDESPARSE_FIND(cusparseLtMatmulAlgGetAttribute);
+  SLIDESPARSE_FIND(cusparseLtMatmulPlanInit);
+  SLIDESPARSE_FIND(cusparseLtMatmulPlanDestroy);
+  SLIDESPARSE_FIND(cusparseLtMatmulGetWorkspace);
+  SLIDESPARSE_FIND(cusparseLtMatmul);
+  SLIDESPARSE_FIND(cusparseLtSpMMACompressedSize);
+  SLIDESPARSE_FIND(cusparseLtSpMMACompress);
 #undef SLIDESPARSE_FIND
-  });
+  api = found.release();
 }
 
-void Check(cusparseStatus_t status, const char* call, const std::string& what) {
-  if (status != CUSPARSE_STATUS_SUCCESS) {
-    Fail(call, api.cusparseLtGetErrorName(status), api.cusparseLtGetErrorString(status), what);
-  }
+void Check(int status, const char* call, const std::string& what) {
+  if (status == 0) return;
+  throw std::runtime_error(std::string(call) + " failed: " + api->cusparseLtGetErrorName(status) +
+                           " (" + api->cusparseLtGetErrorString(status) + "); " + what);
 }
-#define SLIDESPARSE_CALL(what, name, ...) Check(api.name(__VA_ARGS__), #name, what)
+#define SLIDESPARSE_CALL(what, name, ...) Check(api->name(__VA_ARGS__), #name, what)
+
+void RequireLoaded() {
+  if (api == nullptr) throw std::runtime_error("cuSPARSELt is not loaded: call load first");
+}
 
 std::tuple<int, int, int> Version() {
-  if (!api.library.loaded()) throw std::runtime_error("cuSPARSELt is not loaded");
+  RequireLoaded();
   int part[3] = {0, 0, 0};
-  const libraryPropertyType types[3] = {MAJOR_VERSION, MINOR_VERSION, PATCH_LEVEL};
   for (int i = 0; i < 3; ++i) {
-    SLIDESPARSE_CALL("asking for the version", cusparseLtGetProperty, types[i], &part[i]);
+    SLIDESPARSE_CALL("asking for the version", cusparseLtGetProperty, i, &part[i]);
   }
   return {part[0], part[1], part[2]};
 }
 
-// A library handle for the device that is current at construction.  It is not thread-safe.
+// A handle of the device that is current at construction, for one thread.
 class Handle {
  public:
   Handle() {
-    if (!api.library.loaded()) throw std::runtime_error("cuSPARSELt is not loaded");
+    RequireLoaded();
     SLIDESPARSE_CALL("making a handle", cusparseLtInit, &handle_);
   }
-  ~Handle() { api.cusparseLtDestroy(&handle_); }
+  ~Handle() { api->cusparseLtDestroy(&handle_); }
   Handle(const Handle&) = delete;
   Handle& operator=(const Handle&) = delete;
 
-  const cusparseLtHandle_t* get() const { return &handle_; }
+  const Opaque* get() const { return &handle_; }
 
  private:
-  cusparseLtHandle_t handle_{};
+  Opaque handle_{};
 };
 
-// A matrix descriptor: column-major with `rows` contiguous, or row-major with `cols` contiguous.
-class Matrix {
+// One of the library's objects, destroyed with this one.
+class Owned {
  public:
-  Matrix(const Handle& handle, std::int64_t rows, std::int64_t cols, cudaDataType type,
-         cusparseOrder_t order, bool structured, const std::string& what) {
-    const std::int64_t leading = order == CUSPARSE_ORDER_COL ? rows : cols;
-    if (structured) {
-      SLIDESPARSE_CALL(what, cusparseLtStructuredDescriptorInit, handle.get(), &matrix_, rows, cols,
-                       leading, kAlignment, type, order, CUSPARSELT_SPARSITY_50_PERCENT);
-    } else {
-      SLIDESPARSE_CALL(what, cusparseLtDenseDescriptorInit, handle.get(), &matrix_, rows, cols,
-                       leading, kAlignment, type, order);
-    }
-  }
-  ~Matrix() { api.cusparseLtMatDescriptorDestroy(&matrix_); }
-  Matrix(const Matrix&) = delete;
-  Matrix& operator=(const Matrix&) = delete;
+  Opaque* get() { return &object_; }
+  // To be called once the object is made.
+  void DestroyLater(int (*destroy)(const Opaque*)) { destroy_ = destroy; }
 
-  const cusparseLtMatDescriptor_t* get() const { return &matrix_; }
+  Owned() = default;
+  ~Owned() {
+    if (destroy_ != nullptr) destroy_(&object_);
+  }
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
 
  private:
-  cusparseLtMatDescriptor_t matrix_{};
+  Opaque object_{};
+  int (*destroy_)(const Opaque*) = nullptr;
 };
 
-cusparseOperation_t Transposed(bool yes) {
-  return yes ? CUSPARSE_OPERATION_TRANSPOSE : CUSPARSE_OPERATION_NON_TRANSPOSE;
+template <typename Type = void>
+Type* Pointer(Address address) {
+  return reinterpret_cast<Type*>(address);
 }
 
-struct Algorithm {
-  int id = -1;  // -1: the library's heuristic
-  int split_k = 1;
-  int split_k_mode = 0;  // 0: not set
-};
-
-// A GEMM with its types, epilogue and algorithm, ready to run.
+// A GEMM with its types and its algorithm (-1: of the library's choice), ready to run.
 class Plan {
  public:
   Plan(std::shared_ptr<Handle> handle, std::int64_t n, std::int64_t k, std::int64_t m,
-       int operand_type, int output_type, int compute_type, Algorithm algorithm, Layout layout,
-       std::string what)
+       int operand_type, int out_type, int compute_type, int algorithm, std::string what)
       : handle_(std::move(handle)), what_(std::move(what)) {
-    const auto operand = static_cast<cudaDataType>(operand_type);
-    activations_ =
-        layout.activations_k
-            ? std::make_unique<Matrix>(*handle_, m, k, operand, CUSPARSE_ORDER_ROW, false, what_)
-            : std::make_unique<Matrix>(*handle_, k, m, operand, CUSPARSE_ORDER_ROW, false, what_);
-    out_ = std::make_unique<Matrix>(*handle_, n, m, static_cast<cudaDataType>(output_type),
-                                    layout.output_n ? CUSPARSE_ORDER_COL : CUSPARSE_ORDER_ROW,
-                                    false, what_);
-    weight_ =
-        layout.weight_k
-            ? std::make_unique<Matrix>(*handle_, n, k, operand, CUSPARSE_ORDER_ROW, true, what_)
-            : std::make_unique<Matrix>(*handle_, k, n, operand, CUSPARSE_ORDER_ROW, true, what_);
-    try {
-      SLIDESPARSE_CALL(what_, cusparseLtMatmulDescriptorInit, handle_->get(), &matmul_,
-                       Transposed(!layout.weight_k), Transposed(layout.activations_k),
-                       weight_->get(), activations_->get(), out_->get(), out_->get(),
-                       static_cast<cusparseComputeType>(compute_type));
-    } catch (...) {
-      weight_.release();  // leaked, because 0.8.0 crashes on destroying an unused one
-      throw;
+    Dense(&activations_, m, k, operand_type, kRowMajor);
+    Dense(&out_, n, m, out_type, kColumnMajor);
+    SLIDESPARSE_CALL(what_, cusparseLtStructuredDescriptorInit, handle_->get(), weight_.get(), n, k,
+                     k, kAlignment, operand_type, kRowMajor, kHalfOfTheElements);
+    SLIDESPARSE_CALL(what_, cusparseLtMatmulDescriptorInit, handle_->get(), &product_, kPlain,
+                     kTransposed, weight_.get(), activations_.get(), out_.get(), out_.get(),
+                     compute_type);
+    // Not before: 0.8.0 crashes on destroying a weight that no product uses.
+    weight_.DestroyLater(api->cusparseLtMatDescriptorDestroy);
+    SLIDESPARSE_CALL(what_, cusparseLtMatmulAlgSelectionInit, handle_->get(), selection_.get(),
+                     &product_, kDefaultAlgorithm);
+    selection_.DestroyLater(api->cusparseLtMatmulAlgSelectionDestroy);
+    SLIDESPARSE_CALL(what_, cusparseLtMatmulAlgGetAttribute, handle_->get(), selection_.get(),
+                     kLargestId, &algorithms_, sizeof(algorithms_));
+    if (algorithm >= 0) {
+      SLIDESPARSE_CALL(what_, cusparseLtMatmulAlgSetAttribute, handle_->get(), selection_.get(),
+                       kAlgorithmId, &algorithm, sizeof(algorithm));
     }
-    SLIDESPARSE_CALL(what_, cusparseLtMatmulAlgSelectionInit, handle_->get(), &selection_, &matmul_,
-                     CUSPARSELT_MATMUL_ALG_DEFAULT);
-    selection_made_ = true;
-    try {
-      SLIDESPARSE_CALL(what_, cusparseLtMatmulAlgGetAttribute, handle_->get(), &selection_,
-                       CUSPARSELT_MATMUL_ALG_CONFIG_MAX_ID, &algorithms_, sizeof(algorithms_));
-      if (algorithm.id >= 0) Set(CUSPARSELT_MATMUL_ALG_CONFIG_ID, algorithm.id);
-      if (algorithm.split_k != 1) Set(CUSPARSELT_MATMUL_SPLIT_K, algorithm.split_k);
-      if (algorithm.split_k_mode != 0) {
-        Set(CUSPARSELT_MATMUL_SPLIT_K_MODE,
-            static_cast<cusparseLtSplitKMode_t>(algorithm.split_k_mode));
-      }
-      SLIDESPARSE_CALL(what_, cusparseLtMatmulPlanInit, handle_->get(), &plan_, &matmul_,
-                       &selection_);
-      plan_made_ = true;
-      SLIDESPARSE_CALL(what_, cusparseLtMatmulGetWorkspace, handle_->get(), &plan_, &workspace_);
-    } catch (...) {
-      Destroy();
-      throw;
-    }
+    SLIDESPARSE_CALL(what_, cusparseLtMatmulPlanInit, handle_->get(), plan_.get(), &product_,
+                     selection_.get());
+    plan_.DestroyLater(api->cusparseLtMatmulPlanDestroy);
+    SLIDESPARSE_CALL(what_, cusparseLtMatmulGetWorkspace, handle_->get(), plan_.get(), &workspace_);
   }
-  ~Plan() { Destroy(); }
-  Plan(const Plan&) = delete;
-  Plan& operator=(const Plan&) = delete;
 
   std::size_t workspace() const { return workspace_; }
-  int algorithms() const { return algorithms_; }  // ids are 0 to algorithms() - 1
+  int algorithms() const { return algorithms_; }
 
-  // Returns the bytes of the compressed weight, which every plan of its shape and type shares, and
-  // of the temporary buffer for `Compress`.  The library can compute both without a plan, but 0.8.0
-  // crashes on destroying the descriptor of a weight that no matmul descriptor has used.
-  std::tuple<std::size_t, std::size_t> CompressedSize() const {
+  // Returns the bytes of a compressed weight, and of the temporary buffer for `Compress`.
+  std::tuple<std::size_t, std::size_t> CompressedSize() {
     std::size_t bytes = 0, buffer = 0;
-    SLIDESPARSE_CALL(what_, cusparseLtSpMMACompressedSize, handle_->get(), &plan_, &bytes, &buffer);
+    SLIDESPARSE_CALL(what_, cusparseLtSpMMACompressedSize, handle_->get(), plan_.get(), &bytes,
+                     &buffer);
     return {bytes, buffer};
   }
 
-  void Compress(std::uintptr_t dense, std::uintptr_t compressed, std::uintptr_t buffer,
-                std::uintptr_t stream) const {
-    SLIDESPARSE_CALL(what_, cusparseLtSpMMACompress, handle_->get(), &plan_, Pointer(dense),
-                     Pointer(compressed), Pointer(buffer),
-                     static_cast<cudaStream_t>(Pointer(stream)));
+  void Compress(Address dense, Address compressed, Address buffer, Address stream) {
+    SLIDESPARSE_CALL(what_, cusparseLtSpMMACompress, handle_->get(), plan_.get(), Pointer(dense),
+                     Pointer(compressed), Pointer(buffer), Pointer(stream));
   }
 
-  // Launches on `stream`.  The arguments are those of cuBLASLt's plans, but scales and bias must be
-  // 0, because the epilogue does not apply them.
-  void Run(std::uintptr_t activations, std::uintptr_t weight, std::uintptr_t out,
-           std::uintptr_t workspace, std::uintptr_t stream, std::uintptr_t weight_scales,
-           std::uintptr_t token_scales, std::uintptr_t bias) const {
+  void Run(Address activations, Address weight, Address out, Address workspace, Address stream) {
     const float one = 1.0f, zero = 0.0f;
-    if (weight_scales != 0 || token_scales != 0 || bias != 0) {
-      throw std::runtime_error("the scales or the bias given are not those of the plan; " + what_);
-    }
-    auto on_stream = static_cast<cudaStream_t>(Pointer(stream));
-    SLIDESPARSE_CALL(what_, cusparseLtMatmul, handle_->get(), &plan_, &one, Pointer(weight),
+    void* on_stream = Pointer(stream);
+    SLIDESPARSE_CALL(what_, cusparseLtMatmul, handle_->get(), plan_.get(), &one, Pointer(weight),
                      Pointer(activations), &zero, Pointer(out), Pointer(out), Pointer(workspace),
                      &on_stream, 1);
   }
 
  private:
-  template <typename Value>
-  void Set(cusparseLtMatmulAlgAttribute_t attribute, Value value) {
-    SLIDESPARSE_CALL(what_, cusparseLtMatmulAlgSetAttribute, handle_->get(), &selection_, attribute,
-                     &value, sizeof(value));
+  void Dense(Owned* matrix, std::int64_t rows, std::int64_t cols, int type, int order) {
+    SLIDESPARSE_CALL(what_, cusparseLtDenseDescriptorInit, handle_->get(), matrix->get(), rows,
+                     cols, order == kColumnMajor ? rows : cols, kAlignment, type, order);
+    matrix->DestroyLater(api->cusparseLtMatDescriptorDestroy);
   }
 
-  void Destroy() {
-    if (plan_made_) api.cusparseLtMatmulPlanDestroy(&plan_);
-    if (selection_made_) api.cusparseLtMatmulAlgSelectionDestroy(&selection_);
-    plan_made_ = selection_made_ = false;
-  }
-
-  std::shared_ptr<Handle> handle_;
+  std::shared_ptr<Handle> handle_;  // destroyed last
   std::string what_;
-  std::unique_ptr<Matrix> weight_, activations_, out_;
-  cusparseLtMatmulDescriptor_t matmul_{};
-  cusparseLtMatmulAlgSelection_t selection_{};
-  cusparseLtMatmulPlan_t plan_{};
-  bool selection_made_ = false, plan_made_ = false;
+  Owned activations_, out_, weight_;
+  Opaque product_{};  // has no function that destroys it
+  Owned selection_, plan_;
   int algorithms_ = 0;
   std::size_t workspace_ = 0;
 };
@@ -244,29 +249,31 @@ class Plan {
 }  // namespace
 }  // namespace slidesparse
 
-PYBIND11_MODULE(SLIDESPARSE_MODULE, module) {
+PYBIND11_MODULE(_cusparselt, module) {
   using namespace slidesparse;
-  module.doc() = "cuSPARSELt on raw pointers";
-  DefineCommon(module, CUSPARSE_COMPUTE_32I, CUSPARSE_COMPUTE_32F);
-  module.def("load", &Load, py::arg("path"), "Open the library; RuntimeError when it cannot be.");
-  module.def("version", &Version, "(major, minor, patch) of the library that is loaded.");
-  py::class_<Handle, std::shared_ptr<Handle>>(module, "Handle",
-                                              "A handle of the current device, for one thread.")
+  module.doc() = "cuSPARSELt's 2:4 GEMM on addresses; every error is a RuntimeError.";
+  module.def("load", &Load, py::arg("path"), "Open the library.");
+  module.def("version", &Version, "Return (major, minor, patch level) of the library.");
+  py::class_<Handle, std::shared_ptr<Handle>>(
+      module, "Handle", "A handle of the library on the current device, for one thread.")
       .def(py::init<>());
-  py::class_<Algorithm>(module, "Algorithm", py::module_local())
-      .def(py::init<int, int, int>(), py::arg("id"), py::arg("split_k"), py::arg("split_k_mode"));
-  py::class_<Plan>(module, "Plan")
+  py::class_<Plan>(module, "Plan", "A GEMM with its types and its algorithm.")
       .def(py::init<std::shared_ptr<Handle>, std::int64_t, std::int64_t, std::int64_t, int, int,
-                    int, Algorithm, Layout, std::string>(),
+                    int, int, std::string>(),
            py::arg("handle").none(false), py::arg("n"), py::arg("k"), py::arg("m"),
-           py::arg("operand_type"), py::arg("output_type"), py::arg("compute_type"),
-           py::arg("algorithm"), py::arg("layout"), py::arg("what"))
-      .def_property_readonly("workspace", &Plan::workspace)
-      .def_property_readonly("algorithms", &Plan::algorithms)
-      .def("compressed_size", &Plan::CompressedSize)
+           py::arg("operand_type"), py::arg("out_type"), py::arg("compute_type"),
+           py::arg("algorithm"), py::arg("what"),
+           "Plan out [m, n]; types are of cudaDataType and cusparseComputeType, algorithm -1 is "
+           "the library's choice, and errors end with `what`.")
+      .def_property_readonly("workspace", &Plan::workspace, "Bytes of workspace that `run` needs.")
+      .def_property_readonly("algorithms", &Plan::algorithms,
+                             "The number of algorithms; they count from 0.")
+      .def("compressed_size", &Plan::CompressedSize,
+           "Return the bytes of a compressed weight, and of the buffer for `compress`.")
       .def("compress", &Plan::Compress, py::arg("dense"), py::arg("compressed"), py::arg("buffer"),
-           py::arg("stream"), py::call_guard<py::gil_scoped_release>())
+           py::arg("stream"), "Compress a 2:4 weight [n, k].",
+           py::call_guard<py::gil_scoped_release>())
       .def("run", &Plan::Run, py::arg("activations"), py::arg("weight"), py::arg("out"),
-           py::arg("workspace"), py::arg("stream"), py::arg("weight_scales"),
-           py::arg("token_scales"), py::arg("bias"), py::call_guard<py::gil_scoped_release>());
+           py::arg("workspace"), py::arg("stream"), "Launch on a stream.",
+           py::call_guard<py::gil_scoped_release>());
 }

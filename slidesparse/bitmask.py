@@ -6,10 +6,9 @@
     values      w0 w2 w3 w5 w6 w7            [N, stored values of a row]
     bitmask     0b11101101                   [N, ceil(K / 8)], uint8; the first column is the lowest bit
 
-A whole block of L columns stores exactly L-2 values, including zeros if it has more than two.  So all rows have the
-same number of values, and both tensors are matrices.  compressed-tensors up to 0.14 stored 2:4 weights this way
-(``sparse-24-bitmask``); here any pattern is supported.  Its ``sparse-bitmask`` stores non-zeros only, so values are
-flat: those of all rows, concatenated.
+compressed-tensors up to 0.14 stored 2:4 weights this way (``sparse-24-bitmask``): two values of each block of four,
+including zeros, so that all rows have the same number.  Its ``sparse-bitmask`` stores non-zeros only, so values are
+flat: those of all rows, concatenated.  Checkpoints in the former packed layout store L-2 values of each block of L.
 """
 
 from __future__ import annotations
@@ -18,62 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slidesparse.pattern import ZEROS, SlidePattern
-from slidesparse.slide import bits, blocks_of, nonzero, require_pattern, row_chunks, transposed
+from slidesparse.slide import bits, row_chunks
 
 BYTE = 8  # columns of a byte of the bitmask
-
-
-def places(pattern: SlidePattern, in_features: int) -> int:
-    """Return how many values of a row of K weights are stored."""
-    if pattern.length is None:
-        return in_features
-    blocks, tail = divmod(in_features, pattern.length)
-    return blocks * (pattern.length - ZEROS) + min(tail, pattern.length - ZEROS)
-
-
-def compress(w: Tensor, pattern: SlidePattern, layer: str = "weight") -> tuple[Tensor, Tensor]:
-    """Split ``w`` [N, K], on the CPU, of any real dtype, into values [N, V] and bitmask [N, ceil(K / 8)].
-
-    Each non-zero is kept bit for bit, and so is -0.0 unless it is one of the two zeros dropped from its block.
-    Raises PatternError with ``layer``, row, block and count for a block with too many non-zeros.
-    """
-    n, k = w.shape
-    width = places(pattern, k)
-    values = np.empty((n, width), bits(w).numpy().dtype)
-    bitmask = np.empty((n, -(-k // BYTE)), np.uint8)
-    for rows in row_chunks(n, k):
-        kept = _kept(w[rows], pattern).numpy()
-        chosen = bits(w[rows]).numpy()[kept]
-        if chosen.size != len(kept) * width:
-            require_pattern(w, pattern, layer)  # raises the error with its details
-        values[rows] = chosen.reshape(-1, width)
-        bitmask[rows] = np.packbits(kept, axis=-1, bitorder="little")
-    return torch.from_numpy(values).view(w.dtype), torch.from_numpy(bitmask)
-
-
-def _kept(w: Tensor, pattern: SlidePattern) -> Tensor:
-    """Select the values to store, boolean [N, K]: all of a block but its last two zeros.
-
-    The padding of the last block is dropped first, then 0.0, then -0.0.
-    """
-    if pattern.length is None:
-        return torch.ones(w.shape, dtype=torch.bool)
-    blocks = blocks_of(w, pattern.layout(w.shape[1])).flatten(0, 1)
-    columns = transposed(bits(blocks))  # [L, blocks]: column by column, each contiguous
-    kept = torch.ones(columns.shape, dtype=torch.int8)
-    remaining = torch.full(columns.shape[1:], ZEROS, dtype=torch.int8)  # zeros to drop
-    kinds = [columns == 0]
-    if w.dtype.is_floating_point:
-        kinds.append(~nonzero(columns.view(w.dtype)) & (columns != 0))
-    for zeros in kinds:
-        for keep, zero in zip(
-            reversed(kept.unbind()), reversed(zeros.view(torch.int8).unbind()), strict=True
-        ):
-            dropped = torch.minimum(zero, remaining)
-            remaining -= dropped
-            keep -= dropped
-    return transposed(kept).view(torch.bool).view(len(w), -1)[:, : w.shape[1]]
 
 
 def decompress(values: Tensor, bitmask: Tensor, in_features: int) -> Tensor:

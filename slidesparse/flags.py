@@ -1,4 +1,4 @@
-"""The environment flags, read strictly: invalid values and mistyped names are errors.
+"""The environment flags.  Invalid values are errors; an unknown name of ours is a warning where flags are read.
 
 They are read only for a checkpoint that the plugin may serve, because other programs and other models may use
 variables with these names.  Standard library only.
@@ -17,9 +17,7 @@ variables with these names.  Standard library only.
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -37,23 +35,19 @@ BACKEND = "SLIDESPARSE_BACKEND"
 FUSE = "SLIDESPARSE_FUSE"
 
 PREFIX = "SLIDESPARSE_"
-# All variables with PREFIX that are read, here and in build/.
+# All variables with PREFIX that are read, here and in build/
 KNOWN = (
     *(BACKEND, FUSE, PROFILE),
-    *("SLIDESPARSE_CACHE", "SLIDESPARSE_CUBLASLT", "SLIDESPARSE_CUDA_INCLUDE", "SLIDESPARSE_CUSPARSELT"),
+    *("SLIDESPARSE_CACHE", "SLIDESPARSE_CUBLASLT", "SLIDESPARSE_CUSPARSELT"),
     "SLIDESPARSE_NVCC",
 )
-# Variables that Kubernetes sets in every container if a service's name begins with slidesparse.
-_KUBERNETES = re.compile(r"SLIDESPARSE_(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_[A-Z]+(_[A-Z]+)?)?)")
-MISTYPED = 2  # an unknown name within this edit distance of a flag without PREFIX is taken for a typo,
-OTHERS = ("USE_CUBLAS", "USE_CUSPARSE")  # except for these build options of other projects
 
 AUTO = "auto"
 _TRUE, _FALSE = ("1", "true", "yes"), ("", "0", "false", "no", "off")  # not ON, a build option of torch
 
 
 class FlagError(SlideSparseError, ValueError):
-    """An environment flag has an unknown name or an invalid value, or flags contradict each other."""
+    """An environment flag has an invalid value, or flags contradict each other."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +63,6 @@ class Flags:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Flags:
         """Read the flags.  Raises FlagError naming the variable, what was found and what is allowed."""
-        require_known(environ)
         _switch(environ, DISABLE)  # `disabled` treats an unknown value as no
         sparse, dense = _switch(environ, USE_CUSPARSELT), _switch(environ, USE_CUBLASLT)
         if sparse and dense:
@@ -113,54 +106,13 @@ def active_names(environ: Mapping[str, str] = os.environ) -> list[str]:
     return [name for name in names if environ.get(name, "").strip().lower() not in _FALSE]
 
 
-def require_known(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise FlagError for an unknown variable that is named like a flag."""
-    for name, value in environ.items():
-        _require_known(name, value)
+def unknown_names(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the variables that are named like ours but not read, mistyped ones or those of another program."""
+    return sorted(name for name in environ if name.startswith(PREFIX) and name not in KNOWN)
 
 
 def _is_true(environ: Mapping[str, str], name: str) -> bool:
     return environ.get(name, "").strip().lower() in _TRUE
-
-
-def _require_known(name: str, value: str) -> None:
-    if name.startswith(PREFIX):
-        is_known = name in KNOWN or _KUBERNETES.fullmatch(name)
-        by_words = {
-            _own_words(flag): flag for flag in (USE_CUSPARSELT, USE_CUBLASLT, DISABLE, SPARSITY, *KNOWN)
-        }
-        close = [] if is_known else difflib.get_close_matches(_own_words(name), by_words, n=1, cutoff=0)
-        candidates = [by_words[words] for words in close]
-    else:
-        upper = name.upper()
-        flags = [] if upper in OTHERS else [USE_CUSPARSELT, USE_CUBLASLT, DISABLE]
-        if _is_pattern(value):  # by its name alone, PARITY would be a typo of SPARSITY
-            flags.append(SPARSITY)
-        candidates = [flag for flag in flags if name != flag and _alike(upper, flag)]
-    if candidates:
-        raise FlagError(
-            f"environment variable {name} is not known; did you mean {candidates[0]}? Rename or unset it"
-        )
-
-
-def _is_pattern(value: str) -> bool:
-    try:
-        parse_pattern(value)
-    except PatternError:
-        return False
-    return True
-
-
-def _own_words(name: str) -> str:
-    """Return a flag's name without the word that it may begin or end with: DISABLE_SLIDESPARSE -> DISABLE."""
-    return name.replace("SLIDESPARSE", "").strip("_")
-
-
-def _alike(name: str, flag: str) -> bool:
-    """Return whether two names differ by at most MISTYPED characters."""
-    matcher = difflib.SequenceMatcher(None, name, flag, autojunk=False)
-    same = sum(block.size for block in matcher.get_matching_blocks())
-    return max(len(name), len(flag)) - same <= MISTYPED
 
 
 def _backend(environ: Mapping[str, str]) -> str | None:

@@ -1,79 +1,85 @@
-"""The torch operators ``torch.ops.slidesparse.*``, which compiled graphs contain and which dispatch to backends.
+"""The torch operators ``torch.ops.slidesparse.*``, which compiled graphs contain.
 
 A linear layer is one call, [M, K] -> [M, N], which may begin with the norm or the activation before it::
 
-    y: Tensor = torch.ops.slidesparse.linear(x, weight, s_w, bias, length, phase, dtype, columns, out_dtype, backend)
+    y: Tensor = torch.ops.slidesparse.linear(x, weight, scale_w, bias, layer, out_dtype)
     y: Tensor = torch.ops.slidesparse.rms_norm_linear(x, norm, eps, weight, ...)
     y, total = torch.ops.slidesparse.add_rms_norm_linear(x, residual, norm, eps, weight, ...)
     y: Tensor = torch.ops.slidesparse.silu_mul_linear(x, weight, ...)
+    y: Tensor = torch.ops.slidesparse.linear_by(x, weight, scale_w, bias, layer, out_dtype, backend)
 
+``layer`` is a `slidesparse.gemm.problem.Layer`.  The first four run the backend hopper on a GPU, in C++ (csrc/hopper/
+operators.cpp, installed when that backend is loaded), and the reference backend on a CPU; ``linear_by`` runs any other.
 The compiler pass `slidesparse.vllm_patch.fusion` inserts the fused operators into graphs.
-On a GPU, layers of the backend hopper are called from C++ (`slidesparse.gemm.hopper`).
+
 The operators are opaque to torch.compile; their fakes are symbolic in M, so one graph serves any number of tokens.
 They do not read the environment: the arguments determine what runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from slidesparse import gemm
-from slidesparse.gemm.backend import layer_spec
-from slidesparse.gemm.hopper import operators as hopper_operators
+from slidesparse import gemm, reference
+from slidesparse.gemm.backend import TwoStep
+from slidesparse.gemm.problem import Layer
 from slidesparse.kernels import Producer, RmsNorm, SiluMul
 
-ABI = 7  # version of operators and packed weights; part of vLLM's compile-cache key
+ABI = 8  # version of operators and packed weights; part of vLLM's compile-cache key
 
-NAMESPACE = hopper_operators.NAMESPACE
-# The part that all schemas end with
-LAYER = (
-    "Tensor weight, Tensor scale_w, Tensor? bias, SymInt length, SymInt phase, ScalarType dtype, SymInt columns, "
-    "ScalarType out_dtype, str backend"
-)
+NAMESPACE = "slidesparse"
+NATIVE = {
+    "cuda": "hopper",
+    "cpu": "reference",
+}  # type of device -> the backend that runs all operators but linear_by
+# The part that all schemas but linear_by's end with
+LAYER = "Tensor weight, Tensor scale_w, Tensor? bias, SymInt[] layer, ScalarType out_dtype"
 if "_library" not in globals():  # kept across reloads: operators disappear with their library object
     _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
-def _layer(
+def _linear_by(
     x: Tensor,
-    producer: Producer,
     weight: Tensor,
     scale_w: Tensor,
     bias: Tensor | None,
-    length: int,
-    phase: int,
-    dtype: torch.dtype,
-    columns: int,
+    layer: Sequence[int],
     out_dtype: torch.dtype,
     backend: str,
 ) -> Tensor:
-    """Run a layer by ``backend``, after ``producer``.  Raises BackendError for a wrong number of columns."""
-    k = x.shape[1] // 2 if isinstance(producer, SiluMul) else x.shape[1]
-    spec, implementation = layer_spec(scale_w.shape[0], k, length, phase, dtype, out_dtype), gemm.get(backend)
-    if columns != spec.columns(implementation.alignment):
-        raise gemm.BackendError(
-            f"backend {backend} quantizes {k} in-features in windows of blocks of {length} to "
-            f"{spec.columns(implementation.alignment)} columns, asked for {columns}: pack the weight for {backend}"
-        )
-    return implementation.linear(spec, x, weight, scale_w, bias, producer)
+    """Run a layer by ``backend``."""
+    implementation = cast("TwoStep", gemm.get(backend))
+    return implementation.linear(Layer(*layer), x, weight, scale_w, bias, out_dtype)
 
 
 def _linear(x: Tensor, *layer: Any) -> Tensor:
-    return _layer(x, None, *layer)
+    arguments: tuple[Any, ...] = x, *layer, NATIVE["cpu"]
+    return _linear_by(*arguments)
 
 
-def _linear_fake(x: Tensor, weight: Tensor, scale_w: Tensor, *rest: Any) -> Tensor:
-    *_bias_and_windows, out_dtype, _backend = rest
-    return x.new_empty(x.shape[0], scale_w.shape[0], dtype=out_dtype)
+def _linear_fake(
+    x: Tensor,
+    weight: Tensor,
+    scale_w: Tensor,
+    bias: Tensor | None,
+    layer: Sequence[int],
+    out: torch.dtype,
+    *_: str,
+) -> Tensor:
+    return x.new_empty(x.shape[0], Layer(*layer).n, dtype=out)
+
+
+def _produced(x: Tensor, producer: Producer, *layer: Any) -> Tensor:
+    return _linear(reference.produce(x, producer), *layer)
 
 
 def _rms_norm_linear(x: Tensor, norm: Tensor, eps: float, *layer: Any) -> Tensor:
     """Run ``linear`` on RMSNorm(x), norm [K]."""
-    return _layer(x, RmsNorm(norm, eps), *layer)
+    return _produced(x, RmsNorm(norm, eps), *layer)
 
 
 def _rms_norm_linear_fake(x: Tensor, norm: Tensor, eps: float, *layer: Any) -> Tensor:
@@ -85,7 +91,7 @@ def _add_rms_norm_linear(
 ) -> tuple[Tensor, Tensor]:
     """Run ``linear`` on RMSNorm(x + residual); return also the sum [M, K] in x's dtype, the next residual."""
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return _layer(x, RmsNorm(norm, eps, residual, total), *layer), total
+    return _produced(x, RmsNorm(norm, eps, residual, total), *layer), total
 
 
 def _add_rms_norm_linear_fake(
@@ -96,20 +102,18 @@ def _add_rms_norm_linear_fake(
 
 def _silu_mul_linear(x: Tensor, *layer: Any) -> Tensor:
     """Run ``linear`` on silu(gate) * up, where x [M, 2 K] holds gate before up."""
-    return _layer(x, SiluMul(), *layer)
+    return _produced(x, SiluMul(), *layer)
 
 
-def _register(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def _register(
+    name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any], key: str = "CPU"
+) -> None:
     """Define an operator once per process, however often the plugin is loaded."""
     if hasattr(getattr(torch.ops, NAMESPACE), name):
         return
-    by_python = name + hopper_operators.PYTHON_SUFFIX
-    for operator in (name, by_python):
-        _library.define(operator + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.register_fake(f"{NAMESPACE}::{operator}", fake, lib=_library)
-        _library.impl(operator, implementation, "CPU")
-    hopper_operators.implement(name, implementation)
-    _library.impl(by_python, hopper_operators.record_errors(implementation), "CUDA")
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    _library.impl(name, implementation, key)
 
 
 _NORM, _ADD_NORM = "Tensor x, Tensor norm, float eps", "Tensor x, Tensor residual, Tensor norm, float eps"
@@ -123,22 +127,34 @@ _register(
     _add_rms_norm_linear_fake,
 )
 _register("silu_mul_linear", f"(Tensor x, {LAYER}) -> Tensor", _silu_mul_linear, _linear_fake)
+_register(
+    "linear_by",
+    f"(Tensor x, {LAYER}, str backend) -> Tensor",
+    _linear_by,
+    _linear_fake,
+    "CompositeExplicitAutograd",
+)
 
 
 def linear(
-    x: Tensor,
-    weight: Tensor,
-    scale_w: Tensor,
-    bias: Tensor | None,
-    length: int,
-    phase: int,
-    dtype: torch.dtype,
-    columns: int,
-    backend: str,
+    x: Tensor, weight: Tensor, scale_w: Tensor, bias: Tensor | None, layer: Layer, backend: str
 ) -> Tensor:
-    """Run a whole layer, x [..., K] -> [..., N] of x's dtype; the arguments are those of the operators."""
+    """Run a whole layer by ``backend``, x [..., K] -> [..., N] of x's dtype.
+
+    Args:
+        weight: the weight as the backend packed it.
+        scale_w: [N, 1] float32.
+        bias: [N] or None.
+    """
     tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    y: Tensor = torch.ops.slidesparse.linear(
-        tokens, weight, scale_w, bias, length, phase, dtype, columns, x.dtype, backend
+    arguments = tokens, weight, scale_w, bias, [*layer], x.dtype
+    ours = torch.ops.slidesparse
+    y: Tensor = (
+        ours.linear(*arguments) if is_native(backend, x.device) else ours.linear_by(*arguments, backend)
     )
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], scale_w.shape[0])
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], layer.n)
+
+
+def is_native(backend: str, device: torch.device) -> bool:
+    """Return whether ``backend`` runs the operators of its own, fused ones included, on a device."""
+    return NATIVE.get(device.type) == backend

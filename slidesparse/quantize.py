@@ -49,9 +49,10 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, arithmetic: Arithmetic = "cuda"
 
     Returns:
         q [M, K] of ``dtype`` and scale [M, 1] float32 with x ~ q * scale.  A zero row gives zeros (INT8: with
-        scale 0).  NaN does not count towards the scale and becomes 0 in INT8 (as in vLLM) and NaN in FP8 (vLLM's
-        CUDA kernel makes it 448, which hides it).  A row with Inf gets scale Inf, so that the product is NaN
-        instead of a plausible number.  INT8 rows whose absmax is below 2**-121, where 127 / absmax overflows,
+        scale 0).  With "cuda" NaN does not count towards the scale and becomes 0 in INT8 (as in vLLM) and NaN in FP8
+        (vLLM's CUDA kernel makes it 448, which hides it); with "cpu" a row with NaN gets scale NaN, as a row of NaN
+        alone does in vLLM.  A row with Inf gets scale Inf, so that the product is NaN instead of a plausible number.
+        INT8 rows whose absmax is below 2**-121, where 127 / absmax overflows,
         keep only their signs.
 
     Raises:
@@ -66,7 +67,10 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, arithmetic: Arithmetic = "cuda"
     if x.shape[1] == 0:
         absmax = values.new_zeros(x.shape[0], 1)
     else:
-        absmax = values.abs().nan_to_num_(nan=0.0, posinf=torch.inf).amax(-1, keepdim=True)
+        magnitudes = values.abs()
+        if arithmetic == "cuda":
+            magnitudes.nan_to_num_(nan=0.0, posinf=torch.inf)
+        absmax = magnitudes.amax(-1, keepdim=True)
     # torch divides by a number in another way than by a tensor
     largest = torch.full_like(absmax, LARGEST[dtype])
     scale = absmax / largest

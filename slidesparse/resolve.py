@@ -1,9 +1,9 @@
 """Choose a model's backend and pattern once, in the front-end process, and stamp them into its config.
 
-All decisions that do not need vLLM are made here, so that `slidesparse.preflight` predicts what serving will do.  vLLM
-hashes the model's ``quantization_config`` into the key of its compile cache, and passes it to worker processes that may
-not see our environment.  So everything that changes the graph is written there, and read from there.  For what the key
-lacks (nested models, and decisions that depend on the weights) see `slidesparse.vllm_patch.fusion.add_cache_key`.
+vLLM hashes the model's ``quantization_config`` into the key of its compile cache, and passes it to worker processes
+that may not see our environment.  So everything that changes the graph is written there, and read from there.  For what
+the key lacks (nested models, and decisions that depend on the weights) see
+`slidesparse.vllm_patch.fusion.add_cache_key`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ WHAT_IT_TAKES = (
 )
 CONVERT_STORED = "convert it: slidesparse convert SRC OUT --sparsity 2:4"
 
-# As in vLLM's compressed-tensors schemes, which below this capability use 16-bit activations with FP8 weights
-FP8_CAPABILITY = (8, 9)
 NO_FP8_ACTIVATIONS = "vLLM does not quantize activations to FP8 on GPUs of compute capability below 8.9"
 
+SUMMARY = "SlideSparse summary: "  # begins the log line that holds the numbers of the next one in JSON
 BREAKS = "whose weights break the pattern"  # reason for a dense layer in the log
 
 NOT_PRUNED = MixedPattern(Fraction(0))
@@ -85,6 +84,12 @@ class Resolution:
 _TYPES = {"str": str, "bool": bool, "int": int}
 
 
+def needs_plugin(quantization_config: Mapping[str, Any], user_quant: str | None) -> bool:
+    """Return whether a checkpoint, a flag or ``--quantization`` asks for the plugin."""
+    methods = (quantization_config.get("quant_method"), user_quant)
+    return bool(flags.path_flag()) or KEY in quantization_config or QUANT_METHOD in methods
+
+
 def claim(
     quantization_config: Mapping[str, Any],
     user_quant: str | None,
@@ -101,22 +106,20 @@ def claim(
     Raises ResolveError for what cannot be served as requested, FlagError for invalid flags.
     """
     flag, method = flags.path_flag(), quantization_config.get("quant_method")
-    if not flag and not (KEY in quantization_config or QUANT_METHOD in (method, user_quant)):
-        if method == COMPRESSED_TENSORS:
-            flags.require_known()
+    if not needs_plugin(quantization_config, user_quant):
         return None
     platform, capability = machine()
     if platform not in ("cuda", "cpu"):
         if flag or method == QUANT_METHOD:
             raise ResolveError(
                 f"SlideSparse runs on NVIDIA GPUs and CPUs, but vLLM's platform here is {platform}; for vLLM's own "
-                "kernels unset the flags and convert with --layout dense"
+                "kernels unset the flags and convert to the dense layout"
             )
         return None
     if method not in (COMPRESSED_TENSORS, QUANT_METHOD):
         reason = f"{flag} is set" if flag else "config.json holds SlideSparse metadata"
         raise ResolveError(
-            f"{reason}, but this checkpoint is quantized by {method!r}; {WHAT_IT_TAKES}{_or_unset()}"
+            f"{reason}, but this checkpoint is quantized by {method!r}; {WHAT_IT_TAKES}{or_unset()}"
         )
     if user_quant not in (None, QUANT_METHOD):
         if flag:
@@ -127,26 +130,7 @@ def claim(
     return resolve(quantization_config, Flags.from_environment(), platform == "cuda", capability)
 
 
-def require_no_flag(model: str) -> None:
-    """Raise ResolveError when a flag asks for our path, for a model that is not quantized."""
-    if flags.path_flag():
-        raise ResolveError(
-            f"{flags.path_flag()} is set, but {model} is not quantized; {WHAT_IT_TAKES}{_or_unset()}"
-        )
-
-
-def require_dynamic_w8a8(quantization_config: Mapping[str, Any]) -> None:
-    """Raise ResolveError unless a group of layers is W8A8 with dynamic activations."""
-    groups = quantization_config.get("config_groups")
-    if isinstance(groups, dict) and any(map(_is_dynamic_w8a8, groups.values())):
-        return
-    problem = "no group of layers of this checkpoint is W8A8 with dynamic activations"
-    if stored := unread_storage(quantization_config):
-        raise ResolveError(f"{problem}. {stored}: {CONVERT_STORED}")
-    raise ResolveError(f"{problem}; {WHAT_IT_TAKES}{_or_unset()}")
-
-
-def _or_unset() -> str:
+def or_unset() -> str:
     """Return the remedy of unsetting the flag that asks for our path, or "" if only the checkpoint does."""
     if not flags.path_flag():
         return ""
@@ -154,16 +138,6 @@ def _or_unset() -> str:
         f"; or unset {flags.path_flag()}, which acts on draft models as well: converted checkpoints are served sparse "
         "without"
     )
-
-
-def _is_dynamic_w8a8(group: Any) -> bool:
-    parts: list[Any] = []
-    if isinstance(group, dict):
-        parts = [group.get(key) for key in ("weights", "input_activations")]
-    # 8 is compressed-tensors' own default
-    eight = all(isinstance(part, dict) and part.get("num_bits", 8) == 8 for part in parts)
-    # MXFP8 has scales for groups, and a scheme of vLLM's own, in which nothing would tell that a flag has no effect
-    return bool(parts) and eight and parts[0].get("strategy") != "group" and bool(parts[1].get("dynamic"))
 
 
 def unread_storage(quantization_config: Mapping[str, Any]) -> str:
@@ -249,7 +223,7 @@ def resolve(
     if path == DENSE and layout == "slided":
         raise ResolveError(
             f"{USE_CUBLASLT}=1 runs dense weights, but this checkpoint holds slided ones; "
-            f"use {USE_CUSPARSELT}=1, or convert with --layout dense"
+            f"use {USE_CUSPARSELT}=1, or convert to the dense layout"
         )
     if requested.fuse and batch_invariant():
         raise ResolveError(

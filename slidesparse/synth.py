@@ -31,6 +31,7 @@ from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.metadata import KEY
 from slidesparse.checkpoint.names import WEIGHT, architecture_of
 from slidesparse.checkpoint.output import (
+    full_disk_explained,
     partial_folder,
     publish,
     remove_stale,
@@ -40,6 +41,7 @@ from slidesparse.checkpoint.output import (
 from slidesparse.checkpoint.skeleton import Skeleton
 from slidesparse.checkpoint.storage import (
     CONFIG,
+    MODEL,
     NAMES,
     QUANTIZATION,
     Checkpoint,
@@ -144,6 +146,10 @@ def synth(
         raise CheckpointError(
             "--quant bf16 writes weights that are not pruned; leave --sparsity and --layout out"
         )
+    if layout != "dense" and not pattern:
+        raise CheckpointError(
+            f"--layout {layout} stores pruned layers; add --sparsity, or leave --layout out"
+        )
     if quant == "fp8" and is_bitnet(values):
         raise CheckpointError("--quant fp8: BitNet was trained for INT8 activations; use int8, or bf16")
     with tempfile.TemporaryDirectory() as folder:
@@ -151,7 +157,8 @@ def synth(
         plan = _plan(Path(folder), values, quant, pattern, layout)
         remove_stale(out)
         require_space(out, plan.disk_bytes())
-        with partial_folder(out) as partial, plan.checkpoint.reader() as reader:
+        explained = full_disk_explained(out, plan.disk_bytes(), "nothing is left behind")
+        with explained, partial_folder(out) as partial, plan.checkpoint.reader() as reader:
             write_tensors(plan, reader, None, partial, progress)
             (partial / TOKENIZER).mkdir()
             for file, content in tokenizer_files(values["vocab_size"]).items():
@@ -193,25 +200,22 @@ def _plan(
     folder: Path, values: dict[str, Any], quant: str, pattern: Pattern | None, layout: str
 ) -> ConversionPlan:
     """Plan how a float checkpoint of the model would be converted, in shards."""
-    source = RandomCheckpoint(folder, values, {}, ("",), {})
+    source = RandomCheckpoint(folder, values, None, (), {})
     skeleton = Skeleton(source)
-    tied = skeleton.config.tie_word_embeddings and skeleton.model.get_output_embeddings()
-    shapes = {
-        name: tuple(p.shape)
-        for name, p in skeleton.model.named_parameters()
-        if not (tied and name == "lm_head" + WEIGHT)
-    }
+    shapes = skeleton.stored_shapes()
+    if skeleton.config.tie_word_embeddings and skeleton.model.get_output_embeddings():
+        shapes.pop("lm_head" + WEIGHT, None)
     file, size, files = 0, 0, {}
     for name, shape in shapes.items():
         nbytes = 2 * torch.Size(shape).numel()
         file, size = (file + 1, nbytes) if size and size + nbytes > SHARD_BYTES else (file, size + nbytes)
         files[name] = file
-    names = [f"model-{i + 1:05}-of-{file + 1:05}.safetensors" for i in range(file + 1)]
+    names = [f"model-{i + 1:05}-of-{file + 1:05}.safetensors" for i in range(file + 1)] if file else [MODEL]
     tensors = {
         name: StoredTensor(TensorSpec(name, NAMES[torch.bfloat16], shape), names[files[name]], 0)
         for name, shape in shapes.items()
     }
-    source = replace(source, files=tuple(names), tensors=tensors)
+    source = replace(source, files=tuple(names), tensors=tensors, index={} if file else None)
     options = ConvertOptions(pattern or SlidePattern(None), None if quant == BF16 else quant, layout)
     plan = Planner(source, options, RandomWeights(source, options.quant)).plan()
     if quant == BF16:

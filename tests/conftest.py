@@ -15,6 +15,8 @@ import pytest
 from engines import Engines
 from hypothesis import HealthCheck, settings
 
+from slidesparse.serving import Skeletons
+
 # Processes that tests start import this checkout and the helpers beside it, not an installed package.
 ROOT = Path(__file__).resolve().parents[1]
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -61,6 +63,13 @@ def engines() -> Iterator[Engines]:
     process = Engines()
     yield process
     process.close()
+
+
+@pytest.fixture(scope="session")
+def skeletons() -> Iterator[Skeletons]:
+    """Provide one process with vLLM imported, which says how vLLM would serve a checkpoint."""
+    with Skeletons() as process:
+        yield process
 
 
 @pytest.fixture(autouse=True)

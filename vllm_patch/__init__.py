@@ -1,8 +1,8 @@
 """The vLLM plugin, installed as ``slidesparse.vllm_patch``.
 
 vLLM calls `register` in every process, perhaps more than once, through the entry point group
-``vllm.general_plugins``.  An exception in it would stop every command of vLLM, for any model, so it does not read
-flags, which may be meant for other programs; `config.py` reads them with a checkpoint of ours.
+``vllm.general_plugins``.  An exception in it would stop every command of vLLM, for any model, so it raises none: it
+reads no flags but DISABLE_SLIDESPARSE, and stays out of a vLLM that it does not fit.
 """
 
 from __future__ import annotations
@@ -13,20 +13,26 @@ MODELS = {"BitNetForCausalLM": f"{__name__}.bitnet:BitNetForCausalLM"}  # import
 def register() -> None:
     """Register the quantization method ``slidesparse`` and our models with vLLM, unless DISABLE_SLIDESPARSE=1.
 
-    Idempotent; initializes no device.  Raises CompatibilityError if a flag is set and vLLM is too old.
+    Idempotent; initializes no device; never raises.
     """
     from slidesparse import flags
 
     if flags.disabled():
         return
-    from slidesparse.vllm_patch import compat
+    from slidesparse.vllm_patch import absent
 
-    if not compat.works():
-        return
-    from slidesparse.vllm_patch import config
+    try:
+        from slidesparse.vllm_patch import compat
 
-    config.watch_models_without_quantization()
-    register_models()
+        problem = compat.unsupported()
+        if not problem:
+            from slidesparse.vllm_patch import config  # noqa: F401  registers the quantization method
+
+            register_models()
+    except Exception as error:  # a release of vLLM that has renamed or changed something
+        problem = f"it does not fit ({type(error).__name__}: {error})"
+    if problem:
+        absent.stay_out(problem)
 
 
 def register_models() -> None:

@@ -11,9 +11,10 @@ from typing import Any
 
 import regex  # with which vLLM compiles ignore and targets
 from slidesparse.vllm_patch import compat, fusion
-from slidesparse.vllm_patch.scheme import W8A8, SlideSparseScheme, refusal
+from slidesparse.vllm_patch.scheme import W8A8, SlideSparseScheme
 from slidesparse.vllm_patch.summary import LayerSummary
 from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
@@ -25,9 +26,12 @@ from slidesparse import flags
 from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, KEY, QUANT_METHOD, LayerEntry, Metadata
 from slidesparse.errors import shown
 from slidesparse.flags import Flags
+from slidesparse.gemm import SPARSE
+from slidesparse.pattern import DENSE_WEIGHT, Pattern, SlidePattern
 from slidesparse.resolve import (
     CONVERT_STORED,
     NO_FP8_ACTIVATIONS,
+    NOT_PRUNED,
     STAMP,
     WHAT_IT_TAKES,
     Capability,
@@ -35,10 +39,7 @@ from slidesparse.resolve import (
     ResolveError,
     claim,
     common_entry,
-    left_to_vllm,
-    pattern_of,
-    require_dynamic_w8a8,
-    require_no_flag,
+    or_unset,
     resolve,
     stamp,
     unread_storage,
@@ -51,6 +52,24 @@ CONVERT_AGAIN = "convert the original model again"
 WEIGHT_ONLY = "CompressedTensorsW8A16Fp8"
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 HEADS = {"total_num_heads": "num_attention_heads", "total_num_kv_heads": "num_key_value_heads"}
+
+
+def refusal(parts: Mapping[str, Any], scheme: object = None) -> str | None:
+    """Return why we do not serve layers, as text for the summary line; None for those that we do.
+
+    Args:
+        parts: vLLM's QuantizationArgs of their ``weights`` and ``input_activations``, each perhaps None.
+        scheme: vLLM's own scheme of such a layer.
+    """
+    weights, inputs = parts.get("weights"), parts.get("input_activations")
+    # MXFP8 has scales for groups, and a scheme of vLLM's own, in which nothing would tell that a flag has no effect
+    if not weights or not inputs or {weights.num_bits, inputs.num_bits} != {8} or weights.strategy == "group":
+        return type(scheme).__name__.removeprefix("CompressedTensors")
+    if weights.strategy == "block":
+        return "block FP8"
+    if not inputs.dynamic:
+        return "static activations"
+    return None if inputs.symmetric else "asymmetric activations"
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -81,6 +100,9 @@ class SlideSparseConfig(CompressedTensorsConfig):
         log_as_vllm_does()
         config = hf_quant_cfg or {}
         resolution = claim(config, user_quant, _machine)
+        unknown = flags.unknown_names()
+        if unknown and (resolution or config.get("quant_method") == COMPRESSED_TENSORS):
+            compat.warn(f"environment variables that SlideSparse does not read: {', '.join(unknown)}")
         if resolution is None:
             if config.get("quant_method") == COMPRESSED_TENSORS:
                 _warn_without_effect(config)
@@ -98,8 +120,8 @@ class SlideSparseConfig(CompressedTensorsConfig):
             platform, capability = _machine()
             stamp(resolve(config, Flags.from_environment(), platform == "cuda", capability), [config])
         resolution = Resolution.of_stamp(config[STAMP])
-        require_dynamic_w8a8(config)
         _require_readable(config)
+        stored = unread_storage(config)
         config.pop("sparsity_config", None)  # newer vLLM rejects this key, whose content is in the resolution
         try:
             quant_config = super().from_config(config)
@@ -108,6 +130,10 @@ class SlideSparseConfig(CompressedTensorsConfig):
             raise ResolveError(
                 f"vLLM cannot read quantization_config of this checkpoint ({reason}); {CONVERT_AGAIN}"
             ) from error
+        if all(refusal(parts) for parts in quant_config.target_scheme_map.values()):
+            problem = "no group of layers of this checkpoint is W8A8 with dynamic activations"
+            remedy = f". {stored}: {CONVERT_STORED}" if stored else f"; {WHAT_IT_TAKES}{or_unset()}"
+            raise ResolveError(problem + remedy)
         quant_config.resolution = resolution
         quant_config.metadata = Metadata.of_config(config)
         quant_config.summary = LayerSummary()
@@ -130,7 +156,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
 
         Raises ResolveError for quantized experts that vLLM has no kernel for.
         """
-        if not compat.is_moe(layer):
+        if not isinstance(layer, RoutedExperts):
             return super().get_quant_method(layer, prefix)
         try:
             method = super().get_quant_method(layer, prefix)
@@ -145,10 +171,10 @@ class SlideSparseConfig(CompressedTensorsConfig):
         return method
 
     def get_scheme(self, layer: Any, layer_name: str | None = None) -> Any:
-        """Return vLLM's scheme for a layer, wrapped in `SlideSparseScheme` if that can serve it.
+        """Return vLLM's scheme for a layer, wrapped in `SlideSparseScheme` if that may serve it.
 
-        Raises ResolveError if vLLM has no scheme for a linear layer, and if quantization_config leaves a pruned one
-        unquantized.
+        Raises ResolveError if vLLM has no scheme for a linear layer, if parts of a fused one differ, and if
+        quantization_config leaves a pruned one unquantized.
         """
         name = layer_name or type(layer).__name__
         if not isinstance(layer, LinearBase):
@@ -162,41 +188,75 @@ class SlideSparseConfig(CompressedTensorsConfig):
                 f"{name}: vLLM does not support the quantization that quantization_config declares: {reason}; "
                 f"{CONVERT_AGAIN}"
             ) from error
-        if scheme is None and all(part in self._listed() for part in self._parts(name)):
+        except ValueError as error:
+            parts = ", ".join(part.rpartition(".")[2] for part in self._parts(name))
             raise ResolveError(
-                f"{name}: the metadata say that it was pruned, but ignore and targets of quantization_config leave it "
-                f"unquantized; {CONVERT_AGAIN}"
+                f"{name}: vLLM fuses {parts} into one layer, but quantization_config quantizes only some of them; "
+                "convert the original model again, with all or none of them"
+            ) from error
+        listed = [found for part in self._parts(name) if (found := self._listed(part))]
+        self.summary.claimed.update(listed)
+        if scheme is None and listed:
+            subject = "it" if len(listed) == len(self._parts(name)) else ", ".join(listed)
+            raise ResolveError(
+                f"{name}: the metadata say that {subject} was pruned, but ignore and targets of quantization_config "
+                f"leave the layer unquantized; {CONVERT_AGAIN}"
             )
-        if scheme is not None and not isinstance(scheme, W8A8) and self._would_be_ours(layer, name):
-            self._replaced_by(type(scheme).__name__, name)
-        reason = "not quantized" if scheme is None else refusal(scheme)
-        entry = None if reason else self._entry(name)
-        self.summary.listed |= entry is not None
-        pattern = pattern_of(self.resolution, self.metadata, entry)
-        reason = reason or left_to_vllm(self.resolution, pattern)
+        reason = refusal(self.get_scheme_dict(layer, name) or {}, scheme) if scheme else "not quantized"
+        if not reason and not isinstance(scheme, W8A8):
+            self._replaced_by(type(scheme).__name__, name, bool(listed))
+            reason = refusal({}, scheme)
         if not isinstance(scheme, W8A8):
             self.summary.count(name, reason)
             return scheme
+        entry = None if reason else self._entry(name)
         if not self.summary.is_pending():  # the first layer
             self.summary.fusion = fusion.register(self.key, self.resolution)
         self.summary.expect(name, layer)
-        return SlideSparseScheme(self, scheme, name, entry, pattern, reason)
+        return SlideSparseScheme(self, scheme, name, entry, self._patterns(entry), reason)
 
-    def _would_be_ours(self, layer: Any, name: str) -> bool:
-        """Return whether we would serve a layer if vLLM gave it the scheme that its quantization config specifies."""
-        if self.resolution.layout == "slided":
-            return self._entry(name) is not None
-        parts = self.get_scheme_dict(layer, name) or {}
-        weights, activations = parts.get("weights"), parts.get("input_activations")
+    def _patterns(self, entry: LayerEntry | None) -> list[Pattern]:
+        """Return the patterns that the weights of a layer may obey, the sparsest first.
+
+        That is its entry's, or without metadata the one of the whole model.  A layer that the metadata do not list may
+        be one that they list by another name than vLLM's, so any of their patterns is possible; which one, its weights
+        tell.  Slided ones could not be loaded: without the name, their number of columns is not known.
+        """
+        if entry:
+            return [entry.pattern]
+        if self.metadata is None:
+            return [self.resolution.parsed_pattern]
+        listed = {entry.pattern for entry in self.metadata.layers.values()}
+        slides = [pattern for pattern in listed if isinstance(pattern, SlidePattern) and pattern.length]
+        if self.resolution.layout == "slided" or self.resolution.path != SPARSE:
+            slides = []
+        return [*sorted(slides, key=lambda pattern: pattern.density), NOT_PRUNED]
+
+    def unclaimed(self) -> str:
+        """Explain, after the last layer, that layers of the metadata are missing among the pruned ones; or return "".
+
+        A layer that this process does not hold is not missing: those of other stages of a pipeline, of a model beside
+        a draft model, or that the model does not use.  So others must be here, and an unpruned one of its columns.
+        """
+        listed = self.metadata.layers if self.metadata else {}
+        missing = [name for name in listed if name not in self.summary.claimed]
+        columns = {listed[name].in_features for name in missing}
+        found = self.summary.by_weights.items()
+        unpruned = [
+            name for name, layer in found if layer.pattern == DENSE_WEIGHT and layer.columns in columns
+        ]
+        others = self.summary.claimed or self.summary.pruned_by_weights
+        if not others or not unpruned or len(missing) <= self.summary.pruned_by_weights:
+            return ""
+        if not compat.holds_whole_model():
+            return ""
         return (
-            weights is not None
-            and activations is not None
-            and weights.num_bits == activations.num_bits == 8
-            and weights.strategy in ("channel", "tensor")
-            and bool(activations.dynamic and activations.symmetric)
+            f"the metadata list {len(missing)} layers, such as {missing[0]}, that vLLM has no layer of that name for, "
+            f"and the weights of {len(unpruned)} layers, such as {unpruned[0]}, obey none of their patterns: they were "
+            f"changed after pruning; {CONVERT_AGAIN}"
         )
 
-    def _replaced_by(self, scheme: str, name: str) -> None:
+    def _replaced_by(self, scheme: str, name: str, listed: bool) -> None:
         """Warn that vLLM chose a scheme that we do not wrap, or raise ResolveError if that must not serve the layer."""
         problem = f"vLLM runs W8A8 layers of this checkpoint with its own {scheme}"
         remedy = f"slidesparse convert SRC OUT --sparsity {self.resolution.pattern}"
@@ -207,10 +267,10 @@ class SlideSparseConfig(CompressedTensorsConfig):
             remedy = (
                 f"convert the original model ({remedy}) and serve it with a tested vLLM: {VLLM_TESTED_TEXT}"
             )
-        if self.resolution.layout != "dense":
+        if listed and self.resolution.layout != "dense":
             raise ResolveError(
                 f"{name}: {problem}, which cannot read the {self.resolution.layout} layout. To run sparse "
-                f"layers: {remedy}; to use vLLM's own kernels: convert with --layout dense"
+                f"layers: {remedy}; to use vLLM's own kernels: convert to the dense layout"
             )
         if self.resolution.asked:
             raise ResolveError(
@@ -221,7 +281,10 @@ class SlideSparseConfig(CompressedTensorsConfig):
 
     def _entry(self, name: str) -> LayerEntry | None:
         """Return the metadata entry of a layer, or of all parts that vLLM fuses into it, or None."""
-        entries = {part.rpartition(".")[2]: self._lookup(part) for part in self._parts(name)}
+        layers = self.metadata.layers if self.metadata else {}
+        entries = {
+            part.rpartition(".")[2]: layers.get(self._listed(part) or "") for part in self._parts(name)
+        }
         return common_entry(name, entries)
 
     def _parts(self, name: str) -> list[str]:
@@ -230,24 +293,18 @@ class SlideSparseConfig(CompressedTensorsConfig):
         That is the name itself where the checkpoint holds them fused, as GLM-4's, whose mapping names the parts.
         """
         whole = compat.checkpoint_name(name)
-        if self._lookup(whole):
+        if self._listed(whole):
             return [whole]
         head, _, last = whole.rpartition(".")
         # vLLM sets no mapping in the configs of draft models
         return [f"{head}.{part}" for part in (self.packed_modules_mapping or FUSED).get(last, [last])]
 
-    def _listed(self) -> Mapping[str, LayerEntry]:
-        return self.metadata.layers if self.metadata else {}
-
-    def _lookup(self, name: str) -> LayerEntry | None:
-        """Return a layer's metadata entry, or None; vLLM may have added a prefix to its name, or dropped one."""
-        layers = self._listed()
+    def _listed(self, name: str) -> str | None:
+        """Return what the metadata call a layer, if they list it; vLLM may have added a prefix, or dropped one."""
+        layers = self.metadata.layers if self.metadata else {}
         if name in layers:
-            return layers[name]
-        for listed_name, entry in layers.items():
-            if name.endswith(f".{listed_name}") or listed_name.endswith(f".{name}"):
-                return entry
-        return None
+            return name
+        return next((n for n in layers if name.endswith(f".{n}") or n.endswith(f".{name}")), None)
 
 
 def _machine() -> tuple[str, Capability]:
@@ -271,30 +328,28 @@ def _warn_without_effect(config: Mapping[str, Any]) -> None:
 
 def _require_readable(config: Mapping[str, Any]) -> None:
     """Raise ResolveError for entries on which vLLM would fail later with an error that does not name them."""
+    groups = config.get("config_groups")
     lists = {"ignore": config.get("ignore", [])}
     lists |= {
         f"targets of {name!r}": group.get("targets")
-        for name, group in config["config_groups"].items()
+        for name, group in (groups if isinstance(groups, dict) else {}).items()
         if isinstance(group, dict)
     }
+    problem = ""
     for place, entries in lists.items():
         if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
-            raise ResolveError(
-                f"quantization_config: {place} is {shown(entries)}, it must be a list of texts; {CONVERT_AGAIN}"
-            )
+            problem = f"{place} is {shown(entries)}, it must be a list of texts"
+            break
         for entry in entries:
             try:
                 regex.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
             except regex.error as error:
-                raise ResolveError(
-                    f"quantization_config: {place} holds {shown(entry)}, which is no regular expression ({error}); "
-                    f"{CONVERT_AGAIN}"
-                ) from error
+                problem = f"{place} holds {shown(entry)}, which is no regular expression ({error})"
     cache = config.get("kv_cache_scheme")
     if not isinstance(cache, (dict, type(None))):
-        raise ResolveError(
-            f"quantization_config: kv_cache_scheme is {shown(cache)}, it must be an object or null; {CONVERT_AGAIN}"
-        )
+        problem = f"kv_cache_scheme is {shown(cache)}, it must be an object or null"
+    if problem:
+        raise ResolveError(f"quantization_config: {problem}; {CONVERT_AGAIN}")
 
 
 def _config_dicts(quant_config: dict[str, Any] | None, hf_config: Any) -> list[dict[str, Any]]:
@@ -324,33 +379,6 @@ def _key(config: dict[str, Any], resolution: Resolution) -> str:
     """Return a digest of the resolution, without its reason, and of the checkpoint's metadata."""
     facts = {**asdict(resolution), "reason": "", "metadata": config.get(KEY)}
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def watch_models_without_quantization() -> None:
-    """Make vLLM's parser of config.json warn that a flag has no effect on a model that is not quantized.
-
-    vLLM never calls `override_quantization_method` for such a model.  Done only if one of our flags is set, because
-    vLLM warns about a parser that replaces its own.
-    """
-    if not flags.active_names():
-        return
-    try:
-        from vllm.transformers_utils.config import HFConfigParser, register_config_parser
-    except ImportError:
-        return  # a release without registered parsers: such a model is served without a warning
-
-    class Parser(HFConfigParser):  # type: ignore[misc]
-        def parse(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-            parsed = super().parse(model, *args, **kwargs)
-            # A config.json without an architecture belongs to a tokenizer; vLLM parses it, too.
-            is_model = bool(parsed[0].get("architectures"))
-            if is_model and not any(isinstance(value, dict) for value in _config_dicts(None, parsed[1])):
-                require_no_flag(str(model))
-                idle = ", ".join(flags.active_names())
-                compat.warn(f"SlideSparse flags have no effect on {model}, which is not quantized: {idle}")
-            return parsed
-
-    register_config_parser("hf")(Parser)
 
 
 def log_as_vllm_does() -> None:

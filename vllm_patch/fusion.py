@@ -6,10 +6,9 @@ Just before Inductor generates code, a graph of vLLM holds ``torch.ops.slidespar
 - or the same decomposed into ATen operators (on CPUs),
 - or SiLU of one half times the other half, decomposed unless ``custom_ops`` selects vLLM's own kernel.
 
-`FusionPass` replaces such a pair by one fused operator of `slidesparse.ops`, when nothing else uses y and the layer's
-backend fuses.  Inductor could not do so itself, even if quantization were decomposed: it fuses operations over the
-same elements, while windows are a gather of another width ([M, K'], not [M, K]) that follows reductions over the row,
-two of them with a norm.
+`FusionPass` replaces such a pair by one fused operator of `slidesparse.ops`, when nothing else uses y.  Inductor could
+not do so itself, even if quantization were decomposed: it fuses operations over the same elements, while windows are a
+gather of another width ([M, K'], not [M, K]) that follows reductions over the row, two of them with a norm.
 
 Results equal those of the unfused graph up to float32 rounding of the norm's reduction, with one exception: where
 Inductor recomputes a sum with the residual, it uses it unrounded; ours is rounded to the dtype of the model.
@@ -41,9 +40,11 @@ from torch._inductor.pattern_matcher import (
 )
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
+from vllm.compilation.passes.inductor_pass import InductorPass
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
-from slidesparse import __version__, gemm, ops
+from slidesparse import __version__, ops
 from slidesparse.resolve import Resolution
 
 logger = init_logger("vllm.slidesparse")
@@ -71,12 +72,10 @@ def register(key: str, resolution: Resolution) -> str:
     custom_pass = add_cache_key(key)
     if not resolution.fuse:
         return ""
-    if not gemm.get(resolution.backend).fuses:
+    if not ops.is_native(resolution.backend, torch.device(current_platform.device_type)):
         return f"norms and activations not fused: backend {resolution.backend} quantizes by itself"
     if not compat.compiles_by_inductor(config):
         return "norms and activations not fused: the model is not compiled by Inductor"
-    if FusionPass.__base__ is object:
-        return "norms and activations not fused: this vLLM takes no passes"
     if not isinstance(custom_pass, FusionPass):
         return f"norms and activations not fused: {PASS_KEY} is taken by {type(custom_pass).__name__}"
     custom_pass.fuses = True
@@ -90,10 +89,7 @@ def add_cache_key(key: str) -> Any:
     which the cache key of models that are not nested contains.
     """
     config = compat.current_config()
-    if FusionPass.__base__ is object:
-        custom_pass = None
-    else:
-        custom_pass = config.compilation_config.inductor_compile_config.setdefault(PASS_KEY, FusionPass())
+    custom_pass = config.compilation_config.inductor_compile_config.setdefault(PASS_KEY, FusionPass())
     if isinstance(custom_pass, FusionPass):
         custom_pass.keys = tuple(sorted({*custom_pass.keys, key}))
     elif isinstance(config.additional_config, dict):
@@ -102,7 +98,7 @@ def add_cache_key(key: str) -> Any:
     return custom_pass
 
 
-class FusionPass(compat.inductor_pass()):  # type: ignore[misc]
+class FusionPass(InductorPass):  # type: ignore[misc]
     """The pass over each graph that Inductor compiles.  It is copied and pickled with configs."""
 
     def __init__(self) -> None:
@@ -161,8 +157,8 @@ def fuse(graph: Graph) -> Counter[str]:
 
 def _producer(layer: Node) -> Producer | None:
     """Find what computes the input of a layer, if that can be fused."""
-    source, backend = layer.args[0], layer.args[-1]
-    if not isinstance(source, Node) or len(source.users) != 1 or not gemm.get(str(backend)).fuses:
+    source = layer.args[0]
+    if not isinstance(source, Node) or len(source.users) != 1:
         return None
     value = source.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dim() != 2:

@@ -20,7 +20,7 @@ from slidesparse.quantize import FP8
 
 Loader = Callable[..., None]
 
-_AGAIN = "convert the original model again"
+AGAIN = "convert the original model again"
 
 
 class LoadCheck:
@@ -30,11 +30,18 @@ class LoadCheck:
         name: the layer's name.
         columns: the columns of each stored weight before it is cut into tensor-parallel shards: K, or K' if slided.
         parts: the number of parts of the layer, such as q, k and v; a checkpoint may also hold them as one tensor.
+        remedy: what to do about a weight of another number of columns.
     """
 
-    def __init__(self, name: str, columns: int, parts: int) -> None:
-        self._name, self._columns, self._parts = name, columns, parts
+    def __init__(self, name: str, columns: int, parts: int, remedy: str = AGAIN) -> None:
+        self._name, self._columns, self._parts, self._remedy = name, columns, parts, remedy
         self._loaded: dict[str, set[object]] = {"weight": set(), "weight_scale": set(), "bias": set()}
+        self._packed = False
+        self._watched: dict[str, Loader] = {}
+        self.weights = 1  # how many weights of the checkpoint were loaded into the layer
+
+    def _is_replaced(self, kind: str, parameter: Any) -> bool:
+        return getattr(parameter, "weight_loader", None) not in (None, self._watched.get(kind))
 
     def watch(self, loader: Loader, kind: str) -> Loader:
         """Wrap vLLM's ``loader(parameter, tensor, part)`` of a ``kind`` so that the tensor is checked first.
@@ -46,6 +53,11 @@ class LoadCheck:
         @functools.wraps(loader)
         def check_and_load(parameter: Any, tensor: Tensor, *part: Any, **kwargs: Any) -> None:
             self._check(kind, parameter, tensor)
+            key = next(iter((*part, *kwargs.values())), None)
+            if self._packed and kind == "weight" and key in self._loaded[kind]:
+                raise CheckpointError(
+                    f"{self._name}: the checkpoint holds a weight twice, packed and as it is; {AGAIN}"
+                )
             try:
                 loader(parameter, tensor, *part, **kwargs)
             except (AssertionError, RuntimeError) as error:
@@ -53,10 +65,12 @@ class LoadCheck:
                     raise  # out of memory, or an error of ours
                 raise CheckpointError(
                     f"{self._name}: the checkpoint's {kind} of shape {list(tensor.shape)} does not fit the layer "
-                    f"({str(error) or 'another shape is expected'}); {_AGAIN}"
+                    f"({str(error) or 'another shape is expected'}); {AGAIN}"
                 ) from error
-            self._loaded[kind].add(next(iter((*part, *kwargs.values())), None))
+            if tensor.is_meta or not parameter.is_meta:  # vLLM first counts what a reload brings
+                self._loaded[kind].add(key)
 
+        self._watched[kind] = check_and_load
         return check_and_load
 
     def _check(self, kind: str, parameter: Any, tensor: Tensor) -> None:
@@ -64,28 +78,63 @@ class LoadCheck:
             if tensor.dtype != parameter.dtype:
                 raise CheckpointError(
                     f"{self._name}: the checkpoint holds {tensor.dtype} weights, its config.json says "
-                    f"{parameter.dtype}; {_AGAIN}"
+                    f"{parameter.dtype}; {AGAIN}"
                 )
             if tensor.dim() != 2 or tensor.shape[1] != self._columns:
                 raise CheckpointError(
                     f"{self._name}: the checkpoint holds a weight of shape {list(tensor.shape)}, its metadata and the "
-                    f"model need {self._columns} columns; {_AGAIN}"
+                    f"model need {self._columns} columns; {self._remedy}"
                 )
-        elif not bool(torch.isfinite(tensor.float()).all()):
-            raise CheckpointError(f"{self._name}: {kind} holds NaN or Inf; {_AGAIN}")
+        elif not tensor.is_meta and not bool(torch.isfinite(tensor.float()).all()):
+            raise CheckpointError(f"{self._name}: {kind} holds NaN or Inf; {AGAIN}")
 
     def require_all(self, layer: torch.nn.Module) -> None:
-        """Raise CheckpointError, which names the missing tensors, unless all were loaded; then reset for a reload."""
+        """Raise CheckpointError, which names the missing tensors, unless all were loaded; then reset for a reload.
+
+        A model's class may put a loader of its own in place of a parameter's, such as that of a mamba layer's shards.
+        """
+        self.weights = max(1, len(self._loaded["weight"]))
         for kind, parts in self._loaded.items():
-            if kind == "bias" and getattr(layer, "bias", None) is None:
+            parameter = getattr(layer, kind, None)
+            if parameter is None or (not parts and self._is_replaced(kind, parameter)):
                 continue
             complete = any(part is None or isinstance(part, tuple) for part in parts)
             if not complete and len(parts) < self._parts:
                 loaded = f"{len(parts)} of its {self._parts} parts were" if self._parts > 1 else "it was not"
                 raise CheckpointError(
-                    f"{self._name}: the checkpoint lacks its {kind}: {loaded} loaded; {_AGAIN}"
+                    f"{self._name}: the checkpoint lacks its {kind}: {loaded} loaded; {AGAIN}"
                 )
             parts.clear()
+
+    def take_packed(self, layer: torch.nn.Module) -> None:
+        """Register the parameters of a packed weight on ``layer``: ``compressed``, ``bitmask``, ``shape``.
+
+        Once all three are loaded they are unpacked on the layer's device, and the weight's loader gets the dense
+        weight, which it cuts into tensor-parallel shards of any size.
+        """
+        self._packed, loader = True, layer.weight.weight_loader
+        # part of the layer, such as q, k or v -> its tensors so far
+        pending: dict[object, dict[str, Tensor]] = {}
+
+        def loader_of(kind: str) -> Loader:
+            @functools.wraps(loader)  # with its arguments' names, by which vLLM keeps calls for later
+            def collect(param: Any, tensor: Tensor, *part: Any, **kwargs: Any) -> None:
+                key = next(iter((*part, *kwargs.values())), None)
+                if tensor.is_meta and kind == "compressed":
+                    self._loaded["weight"].add(key)  # in a model without weights, to see what is loaded
+                if layer.weight.is_meta:
+                    return  # vLLM only counts what a reload brings, and calls again
+                tensors = pending.setdefault(key, {})
+                tensors[kind] = tensor.to(layer.weight.device, copy=True)  # vLLM may use its memory again
+                if tensors.keys() >= {"compressed", "bitmask", "shape"}:
+                    del pending[key]
+                    loader(layer.weight, _dense(self._name, tensors), *part, **kwargs)
+
+            return collect
+
+        for kind in ("compressed", "bitmask", "shape", "row_offsets"):
+            empty = torch.empty(0, dtype=torch.uint8, device=layer.weight.device)
+            layer.register_parameter(kind, BasevLLMParameter(data=empty, weight_loader=loader_of(kind)))
 
 
 def require_numbers(name: str, weight: Tensor) -> None:
@@ -93,35 +142,7 @@ def require_numbers(name: str, weight: Tensor) -> None:
     if weight.dtype == FP8 and weight.numel():
         positive, negative = (int(weight.view(kind).max()) for kind in (torch.int8, torch.uint8))
         if positive == 0x7F or negative == 0xFF:
-            raise CheckpointError(f"{name}: weight holds NaN; {_AGAIN}")
-
-
-def take_packed(layer: torch.nn.Module, name: str, loader: Loader) -> None:
-    """Register the parameters of a packed weight on ``layer``: ``compressed``, ``bitmask``, ``shape``.
-
-    Once all three are loaded they are unpacked on the layer's device, and ``loader`` gets the dense weight, which it
-    cuts into tensor-parallel shards of any size.
-    """
-    # part of the layer, such as q, k or v -> its tensors so far
-    pending: dict[object, dict[str, Tensor]] = {}
-
-    def loader_of(kind: str) -> Loader:
-        @functools.wraps(loader)  # with its arguments' names, by which vLLM keeps calls for later
-        def collect(param: Any, tensor: Tensor, *part: Any, **kwargs: Any) -> None:
-            if layer.weight.is_meta:
-                return  # vLLM only counts what a reload brings, and calls again
-            key = next(iter((*part, *kwargs.values())), None)
-            tensors = pending.setdefault(key, {})
-            tensors[kind] = tensor.to(layer.weight.device, copy=True)  # vLLM may use its memory again
-            if tensors.keys() >= {"compressed", "bitmask", "shape"}:
-                del pending[key]
-                loader(layer.weight, _dense(name, tensors), *part, **kwargs)
-
-        return collect
-
-    for kind in ("compressed", "bitmask", "shape", "row_offsets"):
-        empty = torch.empty(0, dtype=torch.uint8, device=layer.weight.device)
-        layer.register_parameter(kind, BasevLLMParameter(data=empty, weight_loader=loader_of(kind)))
+            raise CheckpointError(f"{name}: weight holds NaN; {AGAIN}")
 
 
 def _dense(name: str, tensors: dict[str, Tensor]) -> Tensor:
@@ -133,4 +154,4 @@ def _dense(name: str, tensors: dict[str, Tensor]) -> Tensor:
             raise ValueError(f"the shape {sizes} and a bitmask {list(tensors['bitmask'].shape)}")
         return decompress(tensors["compressed"], tensors["bitmask"], sizes[-1])
     except ValueError as error:
-        raise CheckpointError(f"{name}: the checkpoint holds a packed weight of {error}; {_AGAIN}") from error
+        raise CheckpointError(f"{name}: the checkpoint holds a packed weight of {error}; {AGAIN}") from error

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from slidesparse.vllm_patch import compat, fusion
-from slidesparse.vllm_patch.loading import LoadCheck, require_numbers, take_packed
+from slidesparse.vllm_patch.loading import AGAIN, LoadCheck, require_numbers
+from slidesparse.vllm_patch.summary import Found
 from torch import Tensor
 from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
@@ -22,12 +22,11 @@ from slidesparse import gemm, ops, profiling
 from slidesparse.checkpoint.metadata import LayerEntry
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.gemm import SPARSE
-from slidesparse.gemm.backend import TWO_FOUR, LayerSpec, require_output
-from slidesparse.gemm.problem import NAMES
+from slidesparse.gemm.problem import NAMES, TWO_FOUR, Layer
 from slidesparse.pattern import MixedPattern, Pattern, PatternError, SlidePattern
 from slidesparse.prune import prune
-from slidesparse.resolve import BREAKS, require_invariance
-from slidesparse.slide import is_slided
+from slidesparse.resolve import BREAKS, left_to_vllm, require_invariance
+from slidesparse.slide import is_slided, violations
 
 if TYPE_CHECKING:
     from slidesparse.vllm_patch.config import SlideSparseConfig
@@ -36,28 +35,21 @@ logger = init_logger("vllm.slidesparse")
 
 W8A8 = (CompressedTensorsW8A8Int8, CompressedTensorsW8A8Fp8)  # the schemes that ours may wrap
 OVERSIZED = 20 << 20  # bytes of a block of GPU memory that torch does not split while vLLM loads a model
+ABSENT = "none of the checkpoint's pruned layers is in this part of the model"
+UNLISTED = (
+    "if it is pruned, vLLM and the metadata call it otherwise: convert the original model to the dense layout"
+)
+ROWS = 16  # rows that tell at once that a weight obeys no pattern
 PACKED = "_slidesparse_packed"  # marks a parameter that is already in the backend's form
-
-
-def refusal(scheme: Any) -> str | None:
-    """Return why vLLM's own scheme must serve a layer, as text for the summary line; None if ours can."""
-    if isinstance(scheme, CompressedTensorsW8A8Int8):
-        if scheme.is_static_input_scheme:
-            return "static activations"
-        return None if scheme.input_symmetric else "asymmetric activations"
-    if isinstance(scheme, CompressedTensorsW8A8Fp8):
-        if scheme.is_static_input_scheme:
-            return "static activations"
-        return "block FP8" if str(getattr(scheme.strategy, "value", scheme.strategy)) == "block" else None
-    return type(scheme).__name__.removeprefix("CompressedTensors")
 
 
 class SlideSparseScheme(CompressedTensorsScheme):
     """W8A8 with per-token dynamic activations, run by `slidesparse.ops.linear`.
 
-    A weight that breaks the pattern is an error when the checkpoint says the layer is pruned (``entry``), and goes
-    to vLLM's own scheme when only a flag said so.  Any weight obeys a `MixedPattern`, so that the unpruned layers of a
-    pruned model run on the same backend, if it supports dense blocks.
+    The weights decide, once they are loaded, which of the possible ``patterns`` a layer has.  One that breaks its
+    pattern is an error when the checkpoint says the layer is pruned (``entry``), and goes to vLLM's own scheme when
+    only a flag said so.  Any weight obeys a `MixedPattern`, so that the unpruned layers of a pruned model run on the
+    same backend, if it supports dense blocks.
     """
 
     def __init__(
@@ -66,21 +58,22 @@ class SlideSparseScheme(CompressedTensorsScheme):
         inner: CompressedTensorsScheme,
         name: str,
         entry: LayerEntry | None,
-        pattern: Pattern,
+        patterns: list[Pattern],
         dense_because: str | None = None,
     ) -> None:
         self.config = config
         self.inner = inner
         self.name = name
         self.pruned_by_us = entry is not None
-        self.in_features = entry.in_features if entry else None
-        self.pattern = pattern
+        self.in_features = entry.in_features if entry else 0  # K, before sharding
+        self.patterns = patterns  # once the weights are loaded, one
         self.slided = config.resolution.layout == "slided" and entry is not None
         self.backend = gemm.get(config.resolution.backend)
-        # Once the weights are loaded, one of these is set: why vLLM's own scheme serves the layer, or the arguments of
-        # `ops.linear` after the tensors: length, phase, dtype, columns, backend.
-        self.dense_because = dense_because
-        self.arguments: tuple[int, int, torch.dtype, int, str] | None = None
+        # Once the weights are loaded, one of these is set: why vLLM's own scheme serves the layer, or what our
+        # operators run.
+        reasons = [left_to_vllm(config.resolution, pattern) for pattern in patterns]
+        self.dense_because = dense_because or (reasons[0] if all(reasons) else None)
+        self.layer: Layer | None = None
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -98,14 +91,16 @@ class SlideSparseScheme(CompressedTensorsScheme):
         dtype, shard, in_features = (
             kwargs[key] for key in ("params_dtype", "input_size_per_partition", "input_size")
         )
-        if self.in_features not in (None, in_features):
+        if self.pruned_by_us and self.in_features != in_features:
             raise CheckpointError(
                 f"{self.name}: the metadata say {self.in_features} in-features, the model has {in_features}; convert "
                 "the original model again"
             )
-        slid = self._slides if self.slided else None
-        columns = slid.layout(in_features).slided if slid else in_features
-        self.load_check = LoadCheck(self.name, columns, len(kwargs["output_partition_sizes"]))
+        self.in_features = in_features
+        slid = self.patterns[0] if self.slided else None
+        columns = slid.layout(in_features).slided if isinstance(slid, SlidePattern) else in_features
+        remedy = UNLISTED if self.config.resolution.layout == "slided" and not self.pruned_by_us else AGAIN
+        self.load_check = LoadCheck(self.name, columns, len(kwargs["output_partition_sizes"]), remedy)
         self.inner.create_weights(layer=layer, **kwargs)
         for kind in ("weight", "weight_scale"):
             parameter = getattr(layer, kind)
@@ -113,27 +108,21 @@ class SlideSparseScheme(CompressedTensorsScheme):
         # vLLM makes the bias next, with this loader.
         layer.weight_loader = self.load_check.watch(layer.weight_loader, "bias")
         if self.config.resolution.layout == "packed":
-            take_packed(layer, self.name, layer.weight.weight_loader)
+            self.load_check.take_packed(layer)
         if self.dense_because is None and self._is_other_head(dtype):
             self.dense_because = f"{str(dtype).removeprefix('torch.')} outputs"
         if self.dense_because:
             return
-        self._require_able(layer.weight, dtype)
+        weight = layer.weight
+        self._require_able(weight, dtype)
         compat.forget_input_quant_key(layer)
         rank = getattr(layer, "tp_rank", 0) if shard != in_features else 0
-        self.spec = LayerSpec(
-            out_features=layer.weight.shape[0],
-            in_features=shard,
-            pattern=self._slides,
-            phase=self._slides.shard_phase(rank * shard) if self._slides else 0,
-            dtype=layer.weight.dtype,
-            out_dtype=dtype,
-        )
+        self._first_column = rank * shard
+        self._unslid = Layer.of(weight.shape[0], shard, None, 0, weight.dtype, self.backend.alignment)
         if self.slided:
             self._require_whole_blocks(shard, in_features)
-            weight = layer.weight
             slided = torch.empty(
-                weight.shape[0], self.spec.layout.slided, dtype=weight.dtype, device=weight.device
+                weight.shape[0], self._slid_layer().layout.slided, dtype=weight.dtype, device=weight.device
             )
             layer.register_parameter(
                 "weight",
@@ -142,11 +131,20 @@ class SlideSparseScheme(CompressedTensorsScheme):
                 ),
             )
 
-    @property
-    def _slides(self) -> SlidePattern | None:
-        """The pattern that the weight is slid for; None on the dense path and for blocks that are not slid."""
-        sparse = self.config.resolution.path == SPARSE
-        return self.pattern if sparse and isinstance(self.pattern, SlidePattern) else None
+    def _slides(self, pattern: Pattern | None = None) -> tuple[SlidePattern | None, int]:
+        """Return the pattern that the weight is slid for at ``pattern``, by default the sparsest one, and its phase.
+
+        On the dense path, and for blocks that are not slid, there is none.
+        """
+        pattern = pattern or self.patterns[0]
+        if self.config.resolution.path != SPARSE or not isinstance(pattern, SlidePattern):
+            return None, 0
+        return pattern, pattern.shard_phase(self._first_column)
+
+    def _slid_layer(self) -> Layer:
+        """Return the layer as the backend sees it at the sparsest possible pattern."""
+        n, k, dtype = self._unslid.n, self._unslid.k, self._unslid.dtype
+        return Layer.of(n, k, *self._slides(), dtype, self.backend.alignment)
 
     def _is_other_head(self, dtype: torch.dtype) -> bool:
         """Return whether the outputs have a type that is not the model's and that the backend cannot write.
@@ -157,23 +155,24 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
     def _require_able(self, weight: Tensor, dtype: torch.dtype) -> None:
         """Raise BackendError for settings that the backend cannot serve, before the weights are read."""
-        require_output(self.backend.name, dtype)
+        gemm.require_output(self.backend.name, dtype)
         require_invariance(self.backend.name, NAMES[weight.dtype])
         self._require_no_threads()
         if weight.device.type == current_platform.device_type:
             gemm.require(self.backend.name, weight.device)
 
     def _require_no_threads(self) -> None:
-        if compat.starts_threads() and (not self.backend.threads or self.config.resolution.profile):
+        if compat.starts_threads() and not self.backend.threads:
             raise gemm.BackendError(
-                f"backend {self.backend.name}, or SLIDESPARSE_PROFILE, keeps GEMM plans for one thread, but vLLM's "
-                "dual batch overlap runs each step in new ones: leave out --enable-dbo, or set DISABLE_SLIDESPARSE=1"
+                f"backend {self.backend.name} keeps GEMM plans for one thread, but vLLM's dual batch overlap runs each "
+                "step in new ones: leave out --enable-dbo, or set DISABLE_SLIDESPARSE=1"
             )
 
     def _require_whole_blocks(self, shard: int, in_features: int) -> None:
         """Raise PatternError, with the possible tensor-parallel sizes, unless slided rows are cut between blocks."""
-        assert self._slides is not None
-        length = self._slides.length
+        pattern = self.patterns[0]
+        assert isinstance(pattern, SlidePattern)
+        length = pattern.length
         if shard == in_features or (length and in_features % length == 0 and shard % length == 0):
             return
         sizes = [
@@ -183,7 +182,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         ]
         works = ", ".join(map(str, sizes)) if sizes else "1"
         raise PatternError(
-            f"{self.name}: the slided layout of {in_features} in-features at {self.pattern} cannot be cut into "
+            f"{self.name}: the slided layout of {in_features} in-features at {pattern} cannot be cut into "
             f"{in_features // shard} tensor-parallel shards of whole blocks; tensor-parallel sizes that work: {works}. "
             "The dense layout works at any size: slidesparse convert SRC OUT --layout dense"
         )
@@ -209,40 +208,51 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
     def _loaded(self, layer: torch.nn.Module) -> Tensor:
         """Return the loaded weight; a random one, of dummy loading, is pruned first."""
-        weight = layer.weight.data
-        pattern = TWO_FOUR if self.slided else self.spec.pattern
-        if pattern is None and isinstance(self.pattern, MixedPattern) and self.pattern.share:
-            pattern = self.pattern
-        return prune(weight, pattern, phase=self.spec.phase) if self.dummy and pattern else weight
+        weight, pattern = layer.weight.data, self.patterns[0]
+        if not self.dummy or len(self.patterns) > 1:
+            return weight
+        if isinstance(pattern, MixedPattern) and self.config.resolution.path == SPARSE and pattern.share:
+            return prune(weight, pattern)
+        target, phase = (TWO_FOUR, 0) if self.slided else self._slides()
+        return prune(weight, target, phase=phase) if target else weight
 
     def _packed(self, weight: Tensor) -> Tensor | None:
         """Pack the loaded weight, [N, K] or [N, K'], for the backend; None if vLLM's scheme serves the layer."""
-        spec = (
-            replace(self.spec, in_features=weight.shape[1], pattern=TWO_FOUR, phase=0)
-            if self.slided
-            else self.spec
-        )
         gemm.require(self.backend.name, weight.device)
         require_numbers(self.name, weight)
         _release_unused(weight)
+        *sparser, last = self.patterns
+        for pattern in sparser:
+            if self._obeys(weight[:ROWS], pattern) and self._obeys(weight, pattern):
+                last = pattern
+                break
+        self.patterns = [last]
+        self.dense_because = left_to_vllm(self.config.resolution, last)
+        if self.dense_because:
+            return None
         try:
-            packed = self.backend.pack(spec, weight)
+            packed = self.backend.pack(weight, *((TWO_FOUR, 0) if self.slided else self._slides()))
         except PatternError as error:
             problem = f"{self.name}: {str(error).removeprefix('weight: ')}"
             if self.pruned_by_us or self.slided:
                 raise PatternError(problem) from None
-            if self.arguments:
+            if self.layer:
                 raise PatternError(
                     f"{problem}. The layer has been sparse since the server started; restart it to serve "
                     "these weights"
                 ) from None
             return None
-        if self.slided and not self.dummy and not is_slided(weight, self.spec.layout):
+        if self.slided and not self.dummy and not is_slided(weight, self._slid_layer().layout):
             raise PatternError(
-                f"{self.name}: a weight stands in two windows of {self.pattern}, or outside of the layer; the "
+                f"{self.name}: a weight stands in two windows of {last}, or outside of the layer; the "
                 "checkpoint is damaged, convert the original one again"
             )
         return packed
+
+    def _obeys(self, weight: Tensor, pattern: Pattern) -> bool:
+        """Return whether rows [rows, K] of the layer's shard obey a pattern."""
+        slides, phase = self._slides(pattern)
+        return slides is None or violations(weight, slides, phase) is None
 
     def _serve(self, layer: torch.nn.Module, packed: Tensor) -> None:
         """Replace the loaded weight by the packed one."""
@@ -250,9 +260,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         setattr(layer.weight, PACKED, True)
         layer.weight_scale = torch.nn.Parameter(self._channel_scale(layer), requires_grad=False)
         layer.input_scale = None
-        layout, columns = self.spec.layout, self.spec.columns(self.backend.alignment)
-        self.arguments = (layout.length, layout.phase, self.spec.dtype, columns, self.backend.name)
-        self.config.summary.kinds[packed.data_ptr()] = self.name.rpartition(".")[2]
+        self.layer = self._slid_layer()
 
     def _channel_scale(self, layer: torch.nn.Module) -> Tensor:
         """Return scales [N, 1] float32; a per-tensor scale is repeated for the rows of its part of a fused layer."""
@@ -264,35 +272,41 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
     def _report(self) -> None:
         """Count the layer; after the last one, log the summary, or raise PatternError if no layer obeys the pattern."""
-        summary, resolution = self.config.summary, self.config.resolution
-        last = summary.count(self.name, self.dense_because, self.pattern.ratio)
-        # Not before the last layer: calls while loading are not profiled.
-        if resolution.profile and (last or profiling.enabled()):
-            profiling.enable().kinds.update(summary.kinds)
+        summary, resolution, metadata = self.config.summary, self.config.resolution, self.config.metadata
+        pattern = self.patterns[0]
+        last = summary.count(self.name, self.dense_because, pattern.ratio)
+        if metadata and not self.pruned_by_us and len(self.patterns) == 1:
+            summary.by_weights[self.name] = Found(pattern.ratio, self.in_features, self.load_check.weights)
+        elif self.dense_because == BREAKS:
+            summary.by_weights[self.name] = Found(BREAKS, self.in_features, 0)
         if not last:
             return
-        broken = sorted(name for name, reason in summary.dense.items() if reason == BREAKS)
-        if broken:
-            fusion.add_cache_key(f"dense: {', '.join(broken)}")
-        line = summary.line(resolution)
-        metadata = self.config.metadata
-        if metadata and metadata.layers:
-            if not summary.listed:  # in a pipeline stage or a draft model
-                line += "; none of the checkpoint's pruned layers is in this part of the model"
-        elif metadata or not summary.sparse:
+        if resolution.profile:  # calls while loading are not profiled
+            profiling.enable()
+        if summary.by_weights:  # which neither the flags nor the metadata tell
+            fusion.add_cache_key(f"by weights: {sorted(summary.by_weights.items())}")
+        if problem := self.config.unclaimed():
+            if resolution.asked:
+                raise PatternError(problem)
+            compat.warn(problem)
+        pruned = summary.claimed or summary.pruned_by_weights
+        absent = metadata and metadata.layers and not pruned  # as in a pipeline stage or a draft model
+        numbers, line = summary.lines(resolution, ABSENT if absent else "")
+        if not (metadata and metadata.layers) and (metadata or not summary.sparse):
             scope = "of this checkpoint" if compat.stages() == 1 else "in this stage of the pipeline"
             raise PatternError(
                 f"{line}. No layer {scope} satisfies the pattern, so there is nothing "
                 f"to run sparse. Convert it: slidesparse convert SRC OUT --sparsity {resolution.pattern}; "
                 "or set DISABLE_SLIDESPARSE=1"
             )
+        logger.info("%s", numbers)
         logger.info("%s", line)
 
     def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Run the layer: x [..., K] -> [..., N] of x's dtype."""
-        if self.arguments is None:
+        if self.layer is None:
             return self.inner.apply_weights(layer, x, bias)
-        return ops.linear(x, layer.weight, layer.weight_scale, bias, *self.arguments)
+        return ops.linear(x, layer.weight, layer.weight_scale, bias, self.layer, self.backend.name)
 
 
 def _release_unused(weight: Tensor) -> None:

@@ -1,24 +1,33 @@
-"""Count the sparse layers, and the others by reason, for the summary line in the log."""
+"""Count the sparse layers, and the others by reason, for the summary lines in the log."""
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from slidesparse.pattern import DENSE_WEIGHT
-from slidesparse.resolve import Resolution
+from slidesparse.resolve import SUMMARY, Resolution
+
+
+class Found(NamedTuple):
+    """A layer as its weights turned out to be."""
+
+    pattern: str
+    columns: int  # K
+    weights: int  # the number of weights of the checkpoint that it consists of
 
 
 class LayerSummary:
-    """The layers of one model in one process, each counted once its weights are loaded; the last triggers the line."""
+    """The layers of one model in one process, each counted once its weights are loaded; the last triggers the lines."""
 
     def __init__(self) -> None:
         self._pending: dict[str, weakref.ref[Any]] = {}
         self.sparse: dict[str, str] = {}  # layer -> its pattern
         self.dense: dict[str, str] = {}  # layer -> reason
-        self.kinds: dict[int, str] = {}  # address of a layer's weight -> its name in the profile
-        self.listed = False  # whether the checkpoint's metadata list any of them
+        self.claimed: set[str] = set()  # layers that the metadata list and that vLLM has by name
+        self.by_weights: dict[str, Found] = {}  # layer whose pattern its weights have decided
         self.fusion = ""  # the outcome of SLIDESPARSE_FUSE
 
     def expect(self, layer: str, module: Any) -> None:
@@ -44,26 +53,44 @@ class LayerSummary:
             self.sparse.pop(layer, None)
         return awaited and not self.is_pending()
 
-    def line(self, resolution: Resolution) -> str:
-        """Return ``SlideSparse 6:8 (2 of every 8 pruned): 24 layers sparse, 1 dense (1 lm_head); backend ...``"""
-        reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(Counter(self.dense.values()).items()))
-        dense = f"{len(self.dense)} dense" + (f" ({reasons})" if reasons else "")
+    @property
+    def pruned_by_weights(self) -> int:
+        """The number of weights that obey a pattern, in layers that the metadata do not list by vLLM's names."""
+        return sum(found.weights for found in self.by_weights.values() if found.pattern != DENSE_WEIGHT)
+
+    def lines(self, resolution: Resolution, remark: str = "") -> tuple[str, str]:
+        """Return the numbers in JSON after SUMMARY, and the same in words.
+
+        The words: ``SlideSparse 6:8 (2 of every 8 pruned): 24 layers sparse, 1 dense (1 lm_head); backend ...``.  The
+        numbers: ``pattern``, ``path``, ``layout``, ``backend`` and ``reason`` of `Resolution`; ``layers``, the number
+        of ours by pattern, and ``left``, of vLLM's own by reason; ``fusion``; and the ``words``.
+        """
+        ours, left = Counter(self.sparse.values()), Counter(self.dense.values())
+        facts = {
+            name: getattr(resolution, name) for name in ("pattern", "path", "layout", "backend", "reason")
+        }
+        words = "; ".join(filter(None, [self._words(resolution, ours, left), self.fusion, remark]))
+        facts |= {"layers": dict(ours), "left": dict(left), "fusion": self.fusion, "words": words}
+        return SUMMARY + json.dumps(facts), f"SlideSparse {words}"
+
+    def _words(self, resolution: Resolution, ours: Counter[str], left: Counter[str]) -> str:
+        reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(left.items()))
+        dense = f"{left.total()} dense" + (f" ({reasons})" if reasons else "")
         sparse = resolution.path == "sparse"
         pattern = resolution.parsed_pattern
         subject = str(pattern) if sparse else "dense"
         kind = "sparse" if sparse else "on the cuBLASLt path (dense)"
         if sparse and pattern.ratio == DENSE_WEIGHT:
             kind = "in blocks, each dense or 2:4 by its zeros"
-        patterns = Counter(self.sparse.values())
-        unpruned = patterns.pop(DENSE_WEIGHT, 0) if sparse and pattern.ratio != DENSE_WEIGHT else 0
-        if patterns.keys() - {pattern.ratio}:
-            kind += f" ({', '.join(f'{n} at {pattern}' for pattern, n in sorted(patterns.items()))})"
-        fusion = f"; {self.fusion}" if self.fusion else ""
+        pruned = Counter(ours)
+        unpruned = pruned.pop(DENSE_WEIGHT, 0) if sparse and pattern.ratio != DENSE_WEIGHT else 0
+        if pruned.keys() - {pattern.ratio}:
+            kind += f" ({', '.join(f'{n} at {pattern}' for pattern, n in sorted(pruned.items()))})"
         if unpruned:
             kind += f", {unpruned} not pruned (by the same backend)"
         return (
-            f"SlideSparse {subject}: {len(self.sparse) - unpruned} layers {kind}, {dense}; "
-            f"{resolution.layout} layout; backend {resolution.backend}: {resolution.reason}" + fusion
+            f"{subject}: {pruned.total()} layers {kind}, {dense}; {resolution.layout} layout; "
+            f"backend {resolution.backend}: {resolution.reason}"
         )
 
 

@@ -1,1 +1,1 @@
-"""Accuracy protocols: what pruning costs, measured through vLLM."""
+"""The cost of pruning two language models that people use, measured as vLLM serves them."""

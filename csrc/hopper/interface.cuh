@@ -7,6 +7,7 @@
 
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #define SLIDESPARSE_EXPORT __attribute__((visibility("default")))
@@ -27,6 +28,16 @@ enum SlidesparsePrologue {
   SLIDESPARSE_RMS_NORM = 1,      // x / sqrt(mean x^2 + eps) * gain
   SLIDESPARSE_ADD_RMS_NORM = 2,  // the same of total = x + residual, which is stored
   SLIDESPARSE_SILU_MUL = 3,      // silu(x[:, :k]) * x[:, k:]
+};
+
+// A linear layer x [m, k] -> y [m, n], for any m.
+struct SlidesparseLayer {
+  std::int32_t n;        // 0 for a plan that only quantizes
+  std::int32_t k;        // columns of x
+  std::int32_t length;   // columns of a block of the pattern
+  std::int32_t phase;    // zero columns before the first block; length 4 at phase 0 lifts nothing
+  std::int32_t fp8;      // 1: codes are E4M3; 0: INT8
+  std::int32_t columns;  // of a row of codes: a multiple of 16, at least K'; zeros beyond K'
 };
 
 // Which blocks a packed weight is made of.
@@ -56,52 +67,45 @@ SLIDESPARSE_EXPORT std::int32_t slidesparse_hopper_device();
 SLIDESPARSE_EXPORT const char* slidesparse_hopper_fit(const char* configuration, std::int32_t fp8,
                                                       std::int32_t* stages, std::int32_t* clusters);
 
-// Up to `most` configurations for a weight [n, columns] of `blocks`, a SlidesparseBlocks, and m
+// Up to `most` configurations for a layer whose weight is of `blocks`, a SlidesparseBlocks, and m
 // tokens, in ascending order of the predicted time: their texts, SLIDESPARSE_TEXT_BYTES each, the
 // predicted microseconds, and their number.
-SLIDESPARSE_EXPORT const char* slidesparse_hopper_candidates(std::int32_t n, std::int32_t columns,
-                                                             std::int32_t m, std::int32_t fp8,
-                                                             std::int32_t blocks, std::int32_t most,
-                                                             char* texts, double* us,
-                                                             std::int32_t* count);
+SLIDESPARSE_EXPORT const char* slidesparse_hopper_candidates(const SlidesparseLayer* layer,
+                                                             std::int32_t m, std::int32_t blocks,
+                                                             std::int32_t most, char* texts,
+                                                             double* us, std::int32_t* count);
 
 // ---- plans ----
 
-// A layer x [m, k] -> y [m, n] on the device that was current when the plan was made, for any m.
+// A layer on the device that was current when the plan was made.
 typedef struct SlidesparseHopperPlan SlidesparseHopperPlan;
 
-// Makes a plan.
-//   length, phase   the pattern's blocks of columns, and the zero columns before the first block;
-//                   a length of 4 at phase 0 lifts nothing
-//   columns         of a row of codes: a multiple of 16, at least K'; zeros beyond K'
-//   tokens, texts   the tuned table of `count` rows: the largest number of tokens that each row is
-//                   for, ascending, where the last row is also for more tokens; and its
-//                   configurations, one for each of SlidesparseBlocks.  A plan without rows only
-//                   quantizes, and ignores n
-// The caller deletes the plan, unless it is handed to slidesparse_hopper_serve.
-SLIDESPARSE_EXPORT const char* slidesparse_hopper_plan(
-    std::int32_t n, std::int32_t k, std::int32_t length, std::int32_t phase, std::int32_t fp8,
-    std::int32_t columns, std::int32_t count, const std::int32_t* tokens, const char* const* texts,
-    SlidesparseHopperPlan** plan);
+// Makes a plan.  `tokens` and `texts` are the tuned table of `count` rows: the largest number of
+// tokens that each row is for, ascending, where the last row is also for more tokens; and its
+// configurations, one for each of SlidesparseBlocks.  A plan without rows only quantizes.  The
+// caller deletes the plan, unless it is handed to slidesparse_hopper_serve.
+SLIDESPARSE_EXPORT const char* slidesparse_hopper_plan(const SlidesparseLayer* layer,
+                                                       std::int32_t count,
+                                                       const std::int32_t* tokens,
+                                                       const char* const* texts,
+                                                       SlidesparseHopperPlan** plan);
 SLIDESPARSE_EXPORT void slidesparse_hopper_delete(SlidesparseHopperPlan* plan);
 
-// Registers a plan, which slidesparse_hopper_find returns from now on for its device, sizes and
-// types.  A registered plan is never deleted, because another thread may be running it.
+// Registers a plan, which slidesparse_hopper_find returns from now on for its device and layer.  A
+// registered plan is never deleted, because another thread may be running it.
 SLIDESPARSE_EXPORT void slidesparse_hopper_serve(SlidesparseHopperPlan* plan);
 
-// The plan that is registered for such a layer; null if there is none.
-SLIDESPARSE_EXPORT SlidesparseHopperPlan* slidesparse_hopper_find(
-    std::int32_t device, std::int32_t n, std::int32_t k, std::int32_t length, std::int32_t phase,
-    std::int32_t fp8, std::int32_t columns);
+// The plan that is registered for a layer; null if there is none.
+SLIDESPARSE_EXPORT SlidesparseHopperPlan* slidesparse_hopper_find(std::int32_t device,
+                                                                  const SlidesparseLayer* layer);
+
+// Makes and registers the plan of a layer for operators.cpp, on the current device.  On failure it
+// writes why to `message`, of `size` bytes and empty before; it is a function of Python.
+typedef void (*SlidesparsePlanner)(std::int32_t device, const SlidesparseLayer* layer,
+                                   char* message, std::size_t size);
 
 // Unregisters all plans, without deleting them.
 SLIDESPARSE_EXPORT void slidesparse_hopper_forget();
-
-// Returns the configuration that a plan chooses for m tokens and a packed weight of `weight_bytes`,
-// a text that is valid as long as the plan; "" for a weight that the plan cannot multiply.
-SLIDESPARSE_EXPORT const char* slidesparse_hopper_configuration(const SlidesparseHopperPlan* plan,
-                                                                std::int64_t m,
-                                                                std::int64_t weight_bytes);
 
 // The bytes of scratch memory that slidesparse_hopper_linear needs for m tokens.
 SLIDESPARSE_EXPORT std::int64_t slidesparse_hopper_scratch_bytes(const SlidesparseHopperPlan* plan,
@@ -144,22 +148,19 @@ SLIDESPARSE_EXPORT const char* slidesparse_hopper_linear(
 
 // ---- weights ----
 
-// The bytes of the packed form of a weight [n, k] that is not mixed, and of the scratch memory that
-// packing it needs.
-SLIDESPARSE_EXPORT void slidesparse_hopper_pack_bytes(std::int32_t n, std::int32_t k,
-                                                      std::int32_t length, std::int32_t phase,
+// The bytes of the packed form of a layer's weight that is not mixed, and of the scratch memory
+// that packing it needs.
+SLIDESPARSE_EXPORT void slidesparse_hopper_pack_bytes(const SlidesparseLayer* layer,
                                                       std::int64_t* packed, std::int64_t* scratch);
 
-// Slides a weight [n, k] of one-byte codes, rows `stride` bytes apart, that is pruned to blocks of
-// `length` after `phase` zero columns, and packs its windows.  The 32-bit counter `broken` is
-// increased by the number of blocks with too many non-zeros; with any, the packed weight is
-// invalid. If `mixed`, the caller has written the table at the beginning of `packed`; length must
-// be 4 and phase 0.
-SLIDESPARSE_EXPORT const char* slidesparse_hopper_pack(std::int32_t n, std::int32_t k,
-                                                       std::int32_t length, std::int32_t phase,
-                                                       std::int32_t fp8, const void* weight,
-                                                       std::int64_t stride, std::int32_t mixed,
-                                                       void* packed, void* scratch, void* broken,
-                                                       void* stream);
+// Slides a layer's weight [n, k] of one-byte codes, rows `stride` bytes apart, that is pruned to
+// blocks of `length` after `phase` zero columns, and packs its windows.  The 32-bit counter
+// `broken` is increased by the number of blocks with too many non-zeros; with any, the packed
+// weight is invalid.  If `mixed`, the caller has written the table at the beginning of `packed`;
+// length must be 4 and phase 0.
+SLIDESPARSE_EXPORT const char* slidesparse_hopper_pack(const SlidesparseLayer* layer,
+                                                       const void* weight, std::int64_t stride,
+                                                       std::int32_t mixed, void* packed,
+                                                       void* scratch, void* broken, void* stream);
 
 }  // extern "C"

@@ -1,21 +1,17 @@
 // torch's operators for whole layers, torch.ops.slidesparse.{linear, rms_norm_linear,
-// add_rms_norm_linear, silu_mul_linear}, without Python: a call looks its layer's plan up in the
-// kernels' library, allocates the outputs and launches.  A call that has no plan, is for another
-// backend or has unusual arguments falls back to the operator NAME_by_python, which also reports
-// errors.
+// add_rms_norm_linear, silu_mul_linear}, without Python: a call checks its tensors, looks its
+// layer's plan up in the kernels' library, allocates the outputs and launches.  Python makes the
+// plan of a layer that has none.
 //
 // A C++ compiler compiles this against the stable headers of torch 2.10 or later, of which it uses
 // those that 2.10 has.  Operators are boxed by hand and tensors are handles, because TORCH_BOX and
-// torch::stable::Tensor cost the host 0.4 us more a call and in torch 2.11 leak the text of each
-// string.
+// torch::stable::Tensor cost the host 0.4 us more a call.
 
 #define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 10) << 48))
 
 #include <dlfcn.h>
 #include <torch/csrc/stable/library.h>
 
-#include <atomic>
-#include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -32,25 +28,37 @@ namespace {
 
 namespace stable = torch::stable::detail;
 
-// Functions of the kernels' library, null until `slidesparse_operators_load`.
+// Looks up a function of an opened library.  Returns whether it is there.
+template <typename Function>
+bool Find(void* library, const char* name, Function* function) {
+  if (library != nullptr) *function = reinterpret_cast<Function>(dlsym(library, name));
+  return *function != nullptr;
+}
+
+// Functions of the kernels' library and of Python, null until `slidesparse_operators_load`.
 struct Kernels {
   decltype(&slidesparse_hopper_find) find;
   decltype(&slidesparse_hopper_device) device;
   decltype(&slidesparse_hopper_scratch_bytes) scratch_bytes;
   decltype(&slidesparse_hopper_linear) linear;
+  SlidesparsePlanner plan;
 };
 Kernels kernels = {};
-std::atomic<bool> enabled{false};
 
-// aoti_torch_get_current_cuda_stream of torch, null if torch was built without CUDA.
-using GetStream = AOTITorchError (*)(std::int32_t device, void** stream);
-const GetStream get_stream = [] {
-  void* library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
-  return library ? reinterpret_cast<GetStream>(dlsym(library, "aoti_torch_get_current_cuda_stream"))
-                 : nullptr;
-}();
+// Functions of torch, null if it was built without CUDA.
+struct TorchCuda {
+  AOTITorchError (*get_stream)(std::int32_t device, void** stream) = nullptr;
+  AOTITorchError (*create_guard)(std::int32_t device, void** guard) = nullptr;
+  AOTITorchError (*delete_guard)(void* guard) = nullptr;
 
-thread_local std::string failure;  // the message of the last exception in Python's operator
+  TorchCuda() {
+    void* library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
+    Find(library, "aoti_torch_get_current_cuda_stream", &get_stream);
+    Find(library, "aoti_torch_create_cuda_guard", &create_guard);
+    Find(library, "aoti_torch_delete_cuda_guard", &delete_guard);
+  }
+};
+const TorchCuda torch_cuda;
 
 // ---- tensors ----
 
@@ -62,8 +70,8 @@ using Owned = std::unique_ptr<AtenTensorOpaque, DeleteTensor>;
 // torch's numbers of dtypes and of the device type CUDA.
 struct Numbers {
   std::int32_t bfloat16 = aoti_torch_dtype_bfloat16(), float16 = aoti_torch_dtype_float16();
-  std::int32_t float32 = aoti_torch_dtype_float32(), uint8 = aoti_torch_dtype_uint8();
-  std::int32_t int8 = aoti_torch_dtype_int8(), fp8 = aoti_torch_dtype_float8_e4m3fn();
+  std::int32_t float32 = aoti_torch_dtype_float32(), float64 = aoti_torch_dtype_float64();
+  std::int32_t uint8 = aoti_torch_dtype_uint8(), int8 = aoti_torch_dtype_int8();
   std::int32_t cuda = aoti_torch_device_type_cuda();
 };
 const Numbers numbers;
@@ -76,27 +84,45 @@ std::int32_t TypeOf(std::int32_t number) {
                                      : SLIDESPARSE_NONE;
 }
 
+const char kFloats[] = "bfloat16, float16 or float32";
+
+std::string DtypeText(std::int32_t number) {
+  return number == numbers.bfloat16  ? "bfloat16"
+         : number == numbers.float16 ? "float16"
+         : number == numbers.float32 ? "float32"
+         : number == numbers.float64 ? "float64"
+         : number == numbers.uint8   ? "uint8"
+         : number == numbers.int8    ? "int8"
+                                     : "dtype " + std::to_string(number);
+}
+
+std::string ListText(const std::int64_t* values, std::int64_t count) {
+  std::string text = "[";
+  for (std::int64_t i = 0; i < count; ++i) text += (i ? ", " : "") + std::to_string(values[i]);
+  return text + "]";
+}
+
 // The properties of a tensor that a call needs.
 struct View {
   std::int64_t dim, *sizes, *strides;
   std::int32_t type, device, device_type;
   void* data;
 
-  explicit View(AtenTensorHandle tensor) {
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor, &dim));
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor, &sizes));
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor, &strides));
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor, &type));
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor, &device));
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor, &device_type));
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor, &data));
+  explicit View(const Owned& tensor) {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &dim));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &type));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &device));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device_type));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &data));
   }
 
   bool IsOn(const View& other) const {
     return device == other.device && device_type == other.device_type;
   }
-  // [rows, columns] with contiguous rows.
-  bool IsMatrix() const { return dim == 2 && (sizes[1] < 2 || strides[1] == 1); }
+  bool IsMatrix(std::int64_t columns) const { return dim == 2 && sizes[1] == columns; }
+  bool HasContiguousRows() const { return sizes[1] < 2 || strides[1] == 1; }
   // [size] or [size, 1], contiguous.
   bool IsVector(std::int64_t size) const {
     return (dim == 1 || (dim == 2 && sizes[1] == 1)) && sizes[0] == size &&
@@ -104,68 +130,86 @@ struct View {
   }
 };
 
+// Raises what was found, and what is allowed.
+[[noreturn]] void Refuse(const std::string& name, const View& found, const std::string& allowed) {
+  throw std::runtime_error(
+      name + " is " + DtypeText(found.type) + " " + ListText(found.sizes, found.dim) +
+      " with strides " + ListText(found.strides, found.dim) + " on " +
+      (found.device_type == numbers.cuda ? "cuda:" + std::to_string(found.device) : "a CPU") +
+      "; it must be " + allowed);
+}
+
 // Allocates an uninitialized tensor [rows, columns] on the device of `like`; `data` is its memory.
 Owned Empty(std::int64_t rows, std::int64_t columns, std::int32_t type, const View& like,
             void** data) {
   const std::int64_t sizes[2] = {rows, columns}, strides[2] = {columns, 1};
   AtenTensorHandle made;
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(2, sizes, strides, type, like.device_type, like.device, &made));
+  if (aoti_torch_empty_strided(2, sizes, strides, type, like.device_type, like.device, &made) !=
+      TORCH_SUCCESS) {
+    throw std::runtime_error("torch could not allocate " + ListText(sizes, 2) + " of " +
+                             DtypeText(type) +
+                             " for a layer; its message is in the log, such as "
+                             "that the GPU is out of memory");
+  }
   Owned owned(made);
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(made, data));
   return owned;
 }
 
-// Finds torch's current stream on x's device.  False if this thread cannot launch kernels there,
-// because another device is current.
-bool FindStream(const View& x, void** stream) {
-  *stream = nullptr;
-  if (x.device_type != numbers.cuda) return true;
-  if (get_stream == nullptr || kernels.device() != x.device) return false;
-  TORCH_ERROR_CODE_CHECK(get_stream(x.device, stream));
-  return true;
-}
+// Makes x's device the current one, until the object is destroyed.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(const View& x) {
+    if (x.device_type != numbers.cuda || kernels.device() == x.device) return;
+    if (torch_cuda.create_guard == nullptr) throw std::runtime_error("torch has no CUDA");
+    TORCH_ERROR_CODE_CHECK(torch_cuda.create_guard(x.device, &guard_));
+  }
+  ~DeviceGuard() {
+    if (guard_ != nullptr) torch_cuda.delete_guard(guard_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  void* guard_ = nullptr;
+};
 
 // ---- layers ----
 
-// The arguments of an operator, borrowed from torch's stack; null if absent.
+// The arguments of an operator, taken from torch's stack; null if absent.
 struct Arguments {
-  AtenTensorHandle x, residual = nullptr, gain = nullptr;
+  Owned x, residual, gain;
   double eps = 0.0;
-  AtenTensorHandle weight, scale_w, bias;
-  std::int64_t length, phase, columns;
-  std::int32_t dtype, out_dtype;  // torch's numbers
-  StringHandle backend;
-  const StableIValue* bias_word;  // where the bias is on the stack
+  Owned weight, scale_w, bias;
+  SlidesparseLayer layer;
+  std::int32_t out_dtype;  // torch's number
 
   Arguments(std::int32_t prologue, const StableIValue* next) {
-    using stable::to;
-    x = to<AtenTensorHandle>(*next++);
-    if (prologue == SLIDESPARSE_ADD_RMS_NORM) residual = to<AtenTensorHandle>(*next++);
+    const auto take = [&] { return Owned(stable::to<AtenTensorHandle>(*next++)); };
+    x = take();
+    if (prologue == SLIDESPARSE_ADD_RMS_NORM) residual = take();
     if (prologue == SLIDESPARSE_RMS_NORM || prologue == SLIDESPARSE_ADD_RMS_NORM) {
-      gain = to<AtenTensorHandle>(*next++);
-      eps = to<double>(*next++);
+      gain = take();
+      eps = stable::to<double>(*next++);
     }
-    weight = to<AtenTensorHandle>(*next++);
-    scale_w = to<AtenTensorHandle>(*next++);
-    bias_word = next++;
-    const auto* found = to<const StableIValue*>(*bias_word);  // an optional one is on the heap
-    bias = found ? to<AtenTensorHandle>(*found) : nullptr;
-    length = to<std::int64_t>(*next++);
-    phase = to<std::int64_t>(*next++);
-    dtype = to<std::int32_t>(*next++);
-    columns = to<std::int64_t>(*next++);
-    out_dtype = to<std::int32_t>(*next++);
-    backend = to<StringHandle>(*next++);
-  }
-
-  // Deletes what the stack owns, as an operator must that consumes its arguments.
-  void Delete() const {
-    stable::to<std::optional<StableIValue>>(*bias_word);  // deletes what is on the heap
-    for (AtenTensorHandle tensor : {x, residual, gain, weight, scale_w, bias}) {
-      const Owned deleted(tensor);
+    weight = take();
+    scale_w = take();
+    bias = Owned(stable::to<std::optional<AtenTensorHandle>>(*next++).value_or(nullptr));
+    const auto list = stable::to<StableListHandle>(*next++);
+    out_dtype = stable::to<std::int32_t>(*next++);
+    std::int32_t* const fields[] = {&layer.n,     &layer.k,   &layer.length,
+                                    &layer.phase, &layer.fp8, &layer.columns};
+    constexpr std::size_t kFields = sizeof(fields) / sizeof(fields[0]);
+    std::size_t size = 0;
+    bool valid = torch_list_size(list, &size) == TORCH_SUCCESS && size == kFields;
+    for (std::size_t i = 0; valid && i < kFields; ++i) {
+      StableIValue value;
+      valid = torch_list_get_item(list, i, &value) == TORCH_SUCCESS &&
+              stable::to<std::int64_t>(value) >> 31 == 0;
+      if (valid) *fields[i] = static_cast<std::int32_t>(stable::to<std::int64_t>(value));
     }
-    TORCH_ERROR_CODE_CHECK(torch_delete_string(backend));
+    torch_delete_list(list);
+    if (!valid) throw std::runtime_error("a layer is six numbers from 0 to 2^31 - 1");
   }
 };
 
@@ -173,133 +217,130 @@ struct Outputs {
   Owned y, total;
 };
 
-// Runs a layer if it has a plan and all arguments are valid; false otherwise.
-bool Run(std::int32_t prologue, const Arguments& arguments, Outputs* outputs) {
-  const View x(arguments.x), scale_w(arguments.scale_w);
-  if (!x.IsMatrix() || x.sizes[0] < 1 || scale_w.dim < 1) return false;
-  const bool silu = prologue == SLIDESPARSE_SILU_MUL, fp8 = arguments.dtype == numbers.fp8;
-  const std::int64_t m = x.sizes[0], k = silu ? x.sizes[1] / 2 : x.sizes[1], n = scale_w.sizes[0];
+// Returns the plan of a layer on the current device, which is x's; Python makes it if needed.
+const SlidesparseHopperPlan* PlanOf(std::int32_t device, const SlidesparseLayer& layer) {
+  const SlidesparseHopperPlan* plan = kernels.find(device, &layer);
+  if (plan != nullptr) return plan;
+  char message[1024] = "";
+  kernels.plan(device, &layer, message, sizeof(message));
+  if (message[0] != '\0') throw std::runtime_error(message);
+  plan = kernels.find(device, &layer);
+  if (plan == nullptr) throw std::runtime_error("making the plan of a layer was interrupted");
+  return plan;
+}
+
+std::string VectorText(std::int64_t size, const std::string& types) {
+  return "[" + std::to_string(size) + "] of " + types + ", contiguous, on x's device";
+}
+
+// Runs a layer.  Raises what was found, and what is allowed.
+Outputs Run(std::int32_t prologue, const Arguments& arguments) {
+  const SlidesparseLayer& layer = arguments.layer;
+  const std::int64_t n = layer.n, k = layer.k;
+  const std::int64_t width = prologue == SLIDESPARSE_SILU_MUL ? 2 * k : k;
+  View x(arguments.x);
   const std::int32_t type = TypeOf(x.type), out_type = TypeOf(arguments.out_dtype);
-  if ((silu && x.sizes[1] % 2 != 0) || type == SLIDESPARSE_NONE ||
-      (!fp8 && arguments.dtype != numbers.int8) ||
-      (out_type != SLIDESPARSE_BFLOAT16 && out_type != SLIDESPARSE_FLOAT16) ||
-      // one of them is negative or has more than 31 bits
-      (n | k | arguments.length | arguments.phase | arguments.columns) >> 31 != 0 ||
-      !scale_w.IsOn(x) || !scale_w.IsVector(n) || scale_w.type != numbers.float32) {
-    return false;
+  if (type == SLIDESPARSE_NONE || !x.IsMatrix(width)) {
+    Refuse("x", x,
+           "[M, " + std::to_string(width) + "] of " + kFloats +
+               (width == k ? "" : ", gates before as many values"));
   }
-  const SlidesparseHopperPlan* plan = kernels.find(
-      x.device, static_cast<std::int32_t>(n), static_cast<std::int32_t>(k),
-      static_cast<std::int32_t>(arguments.length), static_cast<std::int32_t>(arguments.phase), fp8,
-      static_cast<std::int32_t>(arguments.columns));
-  if (plan == nullptr) return false;
-  const View weight(arguments.weight);
-  if (!weight.IsOn(x) || weight.dim != 1 || !weight.IsVector(weight.sizes[0])) return false;
+  if (out_type != SLIDESPARSE_BFLOAT16 && out_type != SLIDESPARSE_FLOAT16) {
+    throw std::runtime_error("the Hopper kernels write bfloat16 or float16, asked for " +
+                             DtypeText(arguments.out_dtype) + ": use the backend cusparselt");
+  }
+  const View weight(arguments.weight), scale_w(arguments.scale_w);
+  if (weight.type != numbers.uint8 || weight.dim != 1 || !weight.IsVector(weight.sizes[0]) ||
+      !weight.IsOn(x)) {
+    Refuse("the weight", weight, "uint8 as the backend hopper packs it, on x's device");
+  }
+  if (scale_w.type != numbers.float32 || !scale_w.IsVector(n) || !scale_w.IsOn(x)) {
+    Refuse("scale_w", scale_w, VectorText(n, "float32"));
+  }
   std::int32_t bias_type = SLIDESPARSE_NONE;
   const void *bias = nullptr, *gain = nullptr, *residual = nullptr;
   std::int64_t residual_stride = 0;
   if (arguments.bias) {
     const View found(arguments.bias);
     bias_type = TypeOf(found.type);
-    if (bias_type == SLIDESPARSE_NONE || !found.IsOn(x) || !found.IsVector(n)) return false;
+    if (bias_type == SLIDESPARSE_NONE || !found.IsVector(n) || !found.IsOn(x)) {
+      Refuse("bias", found, VectorText(n, kFloats));
+    }
     bias = found.data;
   }
   if (arguments.gain) {
     const View found(arguments.gain);
-    if (found.type != x.type || !found.IsOn(x) || !found.IsVector(k)) return false;
+    if (found.type != x.type || !found.IsVector(k) || !found.IsOn(x)) {
+      Refuse("a norm's weight", found, VectorText(k, "x's type"));
+    }
     gain = found.data;
   }
+  const std::int64_t m = x.sizes[0];
   if (arguments.residual) {
     const View found(arguments.residual);
-    if (found.type != x.type || !found.IsOn(x) || !found.IsMatrix() || found.sizes[0] != m ||
-        found.sizes[1] != k) {
-      return false;
+    if (found.type != x.type || !found.IsMatrix(k) || found.sizes[0] != m ||
+        !found.HasContiguousRows() || !found.IsOn(x)) {
+      Refuse("the residual", found, "as x with contiguous rows, on its device");
     }
     residual = found.data;
     residual_stride = found.strides[0];
   }
-  void *stream, *y, *scratch, *total = nullptr;
-  if (!FindStream(x, &stream)) return false;
-  outputs->y = Empty(m, n, arguments.out_dtype, x, &y);
-  if (residual) outputs->total = Empty(m, k, x.type, x, &total);
-  const Owned held = Empty(1, kernels.scratch_bytes(plan, m), numbers.uint8, x, &scratch);
-  return kernels.linear(plan, m, x.data, type, x.strides[0], prologue, arguments.eps, gain,
-                        residual, residual_stride, total, weight.data, weight.sizes[0],
-                        scale_w.data, bias, bias_type, y, out_type, scratch, stream) == nullptr;
-}
-
-// Runs a layer if these operators are enabled and the backend is this one; false otherwise.
-bool TryRun(std::int32_t prologue, const Arguments& arguments, Outputs* outputs) {
-  try {
-    const char* backend;
-    TORCH_ERROR_CODE_CHECK(torch_string_c_str(arguments.backend, &backend));
-    return enabled && std::strcmp(backend, "hopper") == 0 && Run(prologue, arguments, outputs);
-  } catch (const std::runtime_error&) {  // torch's, as for memory: Python will raise it in full
-    return false;
+  Outputs outputs;
+  void *y, *scratch, *total = nullptr, *stream = nullptr;
+  outputs.y = Empty(m, n, arguments.out_dtype, x, &y);
+  if (arguments.residual) outputs.total = Empty(m, k, x.type, x, &total);
+  if (m == 0) return outputs;
+  const DeviceGuard guard(x);
+  const SlidesparseHopperPlan* plan = PlanOf(x.device, layer);
+  Owned copy;
+  if (!x.HasContiguousRows()) {
+    copy = Empty(m, width, x.type, x, &scratch);
+    TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(copy.get(), arguments.x.get(), 0));
+    x = View(copy);
   }
+  const Owned held = Empty(1, kernels.scratch_bytes(plan, m), numbers.uint8, x, &scratch);
+  if (x.device_type == numbers.cuda) {
+    TORCH_ERROR_CODE_CHECK(torch_cuda.get_stream(x.device, &stream));
+  }
+  const char* error =
+      kernels.linear(plan, m, x.data, type, x.strides[0], prologue, arguments.eps, gain, residual,
+                     residual_stride, total, weight.data, weight.sizes[0], scale_w.data, bias,
+                     bias_type, y, out_type, scratch, stream);
+  if (error != nullptr) throw std::runtime_error(error);
+  return outputs;
 }
-
-const char* const kNames[] = {"linear", "rms_norm_linear", "add_rms_norm_linear",
-                              "silu_mul_linear"};  // by prologue
 
 template <std::int32_t kPrologue>
 void Operator(StableIValue* stack, std::uint64_t, std::uint64_t) {
-  static const std::string by_python =
-      std::string(C10_STRINGIZE(SLIDESPARSE_NAMESPACE) "::") + kNames[kPrologue] + "_by_python";
   const Arguments arguments(kPrologue, stack);
-  Outputs outputs;
-  if (TryRun(kPrologue, arguments, &outputs)) {
-    arguments.Delete();
-    stack[0] = reinterpret_cast<StableIValue>(outputs.y.release());
-    if (outputs.total) stack[1] = reinterpret_cast<StableIValue>(outputs.total.release());
-    return;
-  }
-  outputs = {};  // frees memory that Python's operator may need
-  failure.clear();
-  if (torch_call_dispatcher(by_python.c_str(), "", stack, TORCH_ABI_VERSION) != TORCH_SUCCESS) {
-    throw std::runtime_error(failure.empty() ? by_python + " failed" : failure);
-  }
+  Outputs outputs = Run(kPrologue, arguments);
+  stack[0] = reinterpret_cast<StableIValue>(outputs.y.release());
+  if (outputs.total) stack[1] = reinterpret_cast<StableIValue>(outputs.total.release());
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(SLIDESPARSE_NAMESPACE, SLIDESPARSE_KEY, library) {
-  library.impl(kNames[0], Operator<SLIDESPARSE_NO_PROLOGUE>);
-  library.impl(kNames[1], Operator<SLIDESPARSE_RMS_NORM>);
-  library.impl(kNames[2], Operator<SLIDESPARSE_ADD_RMS_NORM>);
-  library.impl(kNames[3], Operator<SLIDESPARSE_SILU_MUL>);
+  library.impl("linear", Operator<SLIDESPARSE_NO_PROLOGUE>);
+  library.impl("rms_norm_linear", Operator<SLIDESPARSE_RMS_NORM>);
+  library.impl("add_rms_norm_linear", Operator<SLIDESPARSE_ADD_RMS_NORM>);
+  library.impl("silu_mul_linear", Operator<SLIDESPARSE_SILU_MUL>);
 }
 
-extern "C" {
-
-// Looks up the functions of the kernels' library at `path`, which Python has loaded, and enables
-// the operators; until then every call falls back to Python.  Returns null, or an error message.
-SLIDESPARSE_EXPORT const char* slidesparse_operators_load(const char* path) {
+// Looks up the functions of the kernels' library at `path`, which Python has loaded, and takes
+// Python's function that plans a layer.  Returns null, or an error message.
+extern "C" SLIDESPARSE_EXPORT const char* slidesparse_operators_load(const char* path,
+                                                                     SlidesparsePlanner planner) {
   void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) return dlerror();
   Kernels found = {};
-  const auto find = [&](auto& function, const char* name) {
-    function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
-    return function != nullptr;
-  };
-  if (!find(found.find, "slidesparse_hopper_find") ||
-      !find(found.device, "slidesparse_hopper_device") ||
-      !find(found.scratch_bytes, "slidesparse_hopper_scratch_bytes") ||
-      !find(found.linear, "slidesparse_hopper_linear")) {
+  if (!Find(library, "slidesparse_hopper_find", &found.find) ||
+      !Find(library, "slidesparse_hopper_device", &found.device) ||
+      !Find(library, "slidesparse_hopper_scratch_bytes", &found.scratch_bytes) ||
+      !Find(library, "slidesparse_hopper_linear", &found.linear)) {
     return "the kernels' library is not of this version";
   }
+  found.plan = planner;
   kernels = found;
-  enabled = true;
   return nullptr;
 }
-
-// Enables or disables the operators; if disabled, calls fall back to Python, which can time their
-// parts.
-SLIDESPARSE_EXPORT void slidesparse_operators_enable(std::int32_t enable) {
-  enabled = enable != 0 && kernels.find != nullptr;
-}
-
-// Records the message of the exception that Python's operator is about to raise.
-SLIDESPARSE_EXPORT void slidesparse_operators_failed(const char* text) { failure = text; }
-
-}  // extern "C"

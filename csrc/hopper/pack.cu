@@ -8,20 +8,21 @@ using namespace slidesparse::hopper;
 
 extern "C" {
 
-void slidesparse_hopper_pack_bytes(std::int32_t n, std::int32_t k, std::int32_t length,
-                                   std::int32_t phase, std::int64_t* packed,
+void slidesparse_hopper_pack_bytes(const SlidesparseLayer* layer, std::int64_t* packed,
                                    std::int64_t* scratch) {
   *packed = *scratch = 0;
-  if (length < 4) return;  // slidesparse_hopper_pack refuses it
-  const PackArguments arguments = MakePackArguments(n, k, length, phase, false);
+  if (layer->length < 4) return;  // slidesparse_hopper_pack refuses it
+  const PackArguments arguments = MakePackArguments(*layer);
   *packed = PackGrid(arguments) * kPackedBytes;
-  if (length > kLongLength) *scratch = std::int64_t{n} * arguments.pattern_blocks * 8;
+  if (layer->length > kLongLength) {
+    *scratch = std::int64_t{layer->n} * arguments.pattern_blocks * 8;
+  }
 }
 
-const char* slidesparse_hopper_pack(std::int32_t n, std::int32_t k, std::int32_t length,
-                                    std::int32_t phase, std::int32_t fp8, const void* weight,
+const char* slidesparse_hopper_pack(const SlidesparseLayer* layer, const void* weight,
                                     std::int64_t stride, std::int32_t mixed, void* packed,
                                     void* scratch, void* broken, void* stream) {
+  const int n = layer->n, k = layer->k, length = layer->length, phase = layer->phase;
   if (length < 4 || length % 2 != 0 || phase < 0 || phase >= length) {
     return Fail("blocks of %d columns at phase %d: an even length of 4 or more, a phase below it",
                 length, phase);
@@ -30,7 +31,7 @@ const char* slidesparse_hopper_pack(std::int32_t n, std::int32_t k, std::int32_t
     return Fail("a mixed weight in blocks of %d columns at phase %d: it is not slid, 4 at phase 0",
                 length, phase);
   }
-  PackArguments arguments = MakePackArguments(n, k, length, phase, fp8 != 0);
+  PackArguments arguments = MakePackArguments(*layer);
   arguments.weight = static_cast<const std::uint8_t*>(weight);
   arguments.stride = stride;
   arguments.mixed = mixed != 0;

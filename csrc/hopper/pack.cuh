@@ -21,6 +21,7 @@
 #include <cstdint>
 
 #include "format.cuh"
+#include "interface.cuh"
 
 namespace slidesparse::hopper {
 
@@ -43,19 +44,19 @@ struct PackArguments {
 };
 
 // All but the tensors.
-inline PackArguments MakePackArguments(int n, int k, int length, int phase, bool fp8) {
+inline PackArguments MakePackArguments(const SlidesparseLayer& layer) {
   PackArguments arguments = {};
-  arguments.n = n;
-  arguments.k = k;
-  arguments.length = length;
-  arguments.phase = phase;
-  if (k > 0) {
+  arguments.n = layer.n;
+  arguments.k = layer.k;
+  arguments.length = layer.length;
+  arguments.phase = layer.phase;
+  if (layer.k > 0) {
     arguments.pattern_blocks =
-        static_cast<int>(CeilDiv<std::int64_t>(std::int64_t{k} + phase, length));
+        static_cast<int>(CeilDiv<std::int64_t>(std::int64_t{layer.k} + layer.phase, layer.length));
   }
-  arguments.blocks = static_cast<int>(
-      CeilDiv<std::int64_t>(std::int64_t{arguments.pattern_blocks} * (length / 2 - 1), kWindows));
-  arguments.value = fp8 ? 0x7F : 0xFF;
+  arguments.blocks = static_cast<int>(CeilDiv<std::int64_t>(
+      std::int64_t{arguments.pattern_blocks} * (layer.length / 2 - 1), kWindows));
+  arguments.value = layer.fp8 != 0 ? 0x7F : 0xFF;
   return arguments;
 }
 

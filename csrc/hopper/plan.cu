@@ -15,8 +15,12 @@
 
 namespace slidesparse::hopper {
 
-// The key of a registered plan: device, n, k, length, phase, fp8, columns.
+// The key of a registered plan: its device and layer.
 using PlanKey = std::tuple<int, int, int, int, int, int, int>;
+
+inline PlanKey KeyOf(int device, const SlidesparseLayer& layer) {
+  return {device, layer.n, layer.k, layer.length, layer.phase, layer.fp8, layer.columns};
+}
 
 }  // namespace slidesparse::hopper
 
@@ -102,12 +106,13 @@ const char* slidesparse_hopper_fit(const char* configuration, std::int32_t fp8,
   return error;
 }
 
-const char* slidesparse_hopper_candidates(std::int32_t n, std::int32_t columns, std::int32_t m,
-                                          std::int32_t fp8, std::int32_t blocks, std::int32_t most,
-                                          char* texts, double* us, std::int32_t* count) {
+const char* slidesparse_hopper_candidates(const SlidesparseLayer* layer, std::int32_t m,
+                                          std::int32_t blocks, std::int32_t most, char* texts,
+                                          double* us, std::int32_t* count) {
   *count = 0;
-  if (n < 1 || columns < 1 || m < 1) {
-    return Fail("a product [%d, %d] @ [%d, %d].T has no configurations", m, columns, n, columns);
+  if (layer->n < 1 || layer->columns < 1 || m < 1) {
+    return Fail("a product [%d, %d] @ [%d, %d].T has no configurations", m, layer->columns,
+                layer->n, layer->columns);
   }
   int device, sms;
   cudaError_t error = cudaGetDevice(&device);
@@ -120,11 +125,11 @@ const char* slidesparse_hopper_candidates(std::int32_t n, std::int32_t columns, 
   }
   const auto fits = [=](const Configuration& configuration) {
     Gemm gemm;
-    return FitGemm(configuration, fp8 != 0, blocks != SLIDESPARSE_ALL_2_4, &gemm) ? Fit{}
-                                                                                  : gemm.fit;
+    const bool mixed = blocks != SLIDESPARSE_ALL_2_4;
+    return FitGemm(configuration, layer->fp8 != 0, mixed, &gemm) ? Fit{} : gemm.fit;
   };
   const double dense = static_cast<double>(blocks) / SLIDESPARSE_ALL_DENSE;
-  for (const Candidate& one : FindCandidates(n, columns, m, dense, most, sms, fits)) {
+  for (const Candidate& one : FindCandidates(layer->n, layer->columns, m, dense, most, sms, fits)) {
     std::strncpy(texts + *count * SLIDESPARSE_TEXT_BYTES, ToText(one.configuration).c_str(),
                  SLIDESPARSE_TEXT_BYTES);
     us[(*count)++] = one.us;
@@ -132,19 +137,19 @@ const char* slidesparse_hopper_candidates(std::int32_t n, std::int32_t columns, 
   return nullptr;
 }
 
-const char* slidesparse_hopper_plan(std::int32_t n, std::int32_t k, std::int32_t length,
-                                    std::int32_t phase, std::int32_t fp8, std::int32_t columns,
-                                    std::int32_t count, const std::int32_t* tokens,
-                                    const char* const* texts, SlidesparseHopperPlan** made) {
+const char* slidesparse_hopper_plan(const SlidesparseLayer* layer, std::int32_t count,
+                                    const std::int32_t* tokens, const char* const* texts,
+                                    SlidesparseHopperPlan** made) {
   *made = nullptr;
   auto plan = std::make_unique<Plan>();
-  plan->fp8 = fp8 != 0;
-  plan->quantize.k = k;
-  plan->quantize.length = length;
-  plan->quantize.phase = phase;
-  plan->quantize.columns = columns;
-  if (count > 0 && (n < 1 || columns < 1)) {
-    return Fail("a weight of %d out-features and %d columns: both must be positive", n, columns);
+  plan->fp8 = layer->fp8 != 0;
+  plan->quantize.k = layer->k;
+  plan->quantize.length = layer->length;
+  plan->quantize.phase = layer->phase;
+  plan->quantize.columns = layer->columns;
+  if (count > 0 && (layer->n < 1 || layer->columns < 1)) {
+    return Fail("a weight of %d out-features and %d columns: both must be positive", layer->n,
+                layer->columns);
   }
   if (const char* error = PrepareQuantize(plan->quantize, plan->fp8)) return error;
   for (int i = 0; i < count; ++i) {
@@ -158,7 +163,7 @@ const char* slidesparse_hopper_plan(std::int32_t n, std::int32_t k, std::int32_t
                                             : FitMixed(configuration, plan->fp8, gemm);
       }
       if (error != nullptr) return error;
-      SetWeight(n, columns, gemm);
+      SetWeight(layer->n, layer->columns, gemm);
     }
     plan->tuned.push_back(std::move(tuned));
   }
@@ -167,7 +172,7 @@ const char* slidesparse_hopper_plan(std::int32_t n, std::int32_t k, std::int32_t
     return Fail("%s (%s) for the current device", cudaGetErrorName(error),
                 cudaGetErrorString(error));
   }
-  plan->key = {device, n, k, length, phase, plan->fp8, columns};
+  plan->key = KeyOf(device, *layer);
   *made = plan.release();
   return nullptr;
 }
@@ -179,27 +184,15 @@ void slidesparse_hopper_serve(SlidesparseHopperPlan* plan) {
   served[plan->key] = plan;
 }
 
-SlidesparseHopperPlan* slidesparse_hopper_find(std::int32_t device, std::int32_t n, std::int32_t k,
-                                               std::int32_t length, std::int32_t phase,
-                                               std::int32_t fp8, std::int32_t columns) {
+SlidesparseHopperPlan* slidesparse_hopper_find(std::int32_t device, const SlidesparseLayer* layer) {
   std::shared_lock lock(mutex);
-  const auto found = served.find({device, n, k, length, phase, fp8 != 0, columns});
+  const auto found = served.find(KeyOf(device, *layer));
   return found == served.end() ? nullptr : const_cast<Plan*>(found->second);
 }
 
 void slidesparse_hopper_forget() {
   std::unique_lock lock(mutex);
   served.clear();
-}
-
-const char* slidesparse_hopper_configuration(const SlidesparseHopperPlan* plan, std::int64_t m,
-                                             std::int64_t weight_bytes) {
-  SlidesparseBlocks kind;
-  if (plan->tuned.empty() ||
-      FindKind(plan->tuned.front().gemms[0].arguments, weight_bytes, &kind)) {
-    return "";
-  }
-  return plan->Choose(m, kind)->text.c_str();
 }
 
 std::int64_t slidesparse_hopper_scratch_bytes(const SlidesparseHopperPlan* plan, std::int64_t m) {

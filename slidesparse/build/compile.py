@@ -1,10 +1,10 @@
 """Compile the targets in csrc/ just in time, once per machine, into a cache.  Standard library only.
 
-    $SLIDESPARSE_CACHE/extensions/KEY/_cusparselt.cpython-312-x86_64-linux-gnu.so
+    $SLIDESPARSE_CACHE/extensions/KEY/_hopper.cpython-312-x86_64-linux-gnu.so
 
-KEY is a digest of everything that can change the result: sources, CUDA's and torch's headers, compilers, command
-lines, Python's ABI and the machine.  The bindings (C++) and the Hopper kernels (CUDA, with the runtime linked
-statically) need neither torch nor a GPU to be compiled, and one build of them serves any torch.
+KEY is a digest of everything that can change the result: sources, torch's headers, compilers, command lines, Python's
+ABI and the machine.  The Hopper kernels (CUDA, with the runtime linked statically) need neither torch nor a GPU to be
+compiled, and one build of them serves any torch.
 """
 
 from __future__ import annotations
@@ -49,36 +49,22 @@ class Target:
     name: str  # the file is _NAME.EXT_SUFFIX
     title: str  # the name in messages
     sources: tuple[str, ...]  # glob patterns of all its source files, in csrc/
-    headers: tuple[str, ...] = ()  # CUDA headers that it includes
-    module: bool = False  # whether it is a Python module, by pybind11
-    torch: tuple[int, int] | None = None  # the oldest torch whose stable headers have what it uses
+    torch: bool = False  # whether it is compiled against torch's stable headers
+    python: bool = False  # whether it is a Python extension, by the pybind11 that torch brings
     gpus: tuple[str, ...] = HOPPER  # nvcc's options for the target architectures
 
 
 TARGETS = {
     target.name: target
     for target in (
-        Target(
-            "cusparselt",
-            "cuSPARSELt extension",
-            ("cusparselt.cpp", "library.h"),
-            headers=("cusparseLt.h", "cusparse.h", "cuda_runtime_api.h"),
-            module=True,
-        ),
-        Target(
-            "cublaslt",
-            "cuBLASLt extension",
-            ("cublaslt.cpp", "library.h"),
-            headers=("cublasLt.h", "cuda_runtime_api.h"),
-            module=True,
-        ),
         Target("hopper", "Hopper kernels", ("hopper/units.txt", "hopper/*.cu", "hopper/*.cuh")),
         Target(
             "hopper_operators",
             "operators of the Hopper kernels",
             ("hopper/operators.cpp", "hopper/interface.cuh"),
-            torch=(2, 10),
+            torch=True,
         ),
+        Target("cusparselt", "bindings of cuSPARSELt", ("cusparselt.cpp",), python=True),
     )
 }
 
@@ -92,6 +78,11 @@ class Recipe:
     file: str
     key: str
 
+    @property
+    def place(self) -> Path:
+        """Where the file is in the cache."""
+        return cache_folder() / "extensions" / self.key / self.file
+
 
 def build(target: str | Target) -> Path:
     """Compile a target, or the one of TARGETS with this name, unless the cache holds it.  Raises ToolchainError.
@@ -100,12 +91,12 @@ def build(target: str | Target) -> Path:
     """
     target = TARGETS[target] if isinstance(target, str) else target
     recipe = _recipe(target)
-    place = _recipe_path(recipe)
+    place = recipe.place
     try:
         if not place.is_file():
             make_folder(place.parent)
             _require_trusted(place.parent)
-            with _file_lock(place.with_name(f"{place.name}.lock")):
+            with file_lock(place.with_name(f"{place.name}.lock")):
                 if not place.is_file():
                     _logger.info("compiling the %s, once, into %s", target.title, place)
                     _run_recipe(recipe, place)
@@ -117,7 +108,19 @@ def build(target: str | Target) -> Path:
 
 def target_path(name: str) -> Path:
     """Return the path of target ``name`` in the cache, built or not.  Raises ToolchainError."""
-    return _recipe_path(_recipe(TARGETS[name]))
+    return _recipe(TARGETS[name]).place
+
+
+def sources_folder() -> Path:
+    """Return the folder csrc/ of the package or the clone.  Raises ToolchainError when it is missing."""
+    package = Path(__file__).parent.parent
+    for folder in (package / "csrc", package.parent / "csrc"):
+        if (folder / "hopper").is_dir():
+            return folder
+    raise ToolchainError(f"the folder csrc/ with the sources is not in {package}", "reinstall slidesparse")
+
+
+# ---- the cache
 
 
 def cache_folder() -> Path:
@@ -136,36 +139,6 @@ def cache_folder() -> Path:
         ) from None
 
 
-def sources_folder() -> Path:
-    """Return the folder csrc/ of the package or the clone.  Raises ToolchainError when it is missing."""
-    package = Path(__file__).parent.parent
-    for folder in (package / "csrc", package.parent / "csrc"):
-        if (folder / "library.h").is_file():
-            return folder
-    raise ToolchainError(f"the folder csrc/ with the sources is not in {package}", "reinstall slidesparse")
-
-
-def compile_with(command: Sequence[str], folder: Path | None = None) -> None:
-    """Run a compiler's command line in ``folder``.  Raises ToolchainError with its output when it fails."""
-    try:
-        process = subprocess.run(
-            command,
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=COMPILE_SECONDS,
-            errors="replace",
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise ToolchainError(
-            f"the compiler took more than {COMPILE_SECONDS} s: {' '.join(command)}", REMEDY
-        ) from None
-    if process.returncode:
-        errors = "\n".join(re.split(r"\r?\n", process.stderr.strip())[:20])  # the first error is the cause
-        raise ToolchainError(f"the compiler failed: {' '.join(command)}\n{errors}", REMEDY)
-
-
 def make_folder(path: Path) -> None:
     """Make a folder in the cache, and the cache itself, writable by this user alone under any umask.
 
@@ -181,6 +154,29 @@ def make_folder(path: Path) -> None:
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         raise _unwritable(path, error) from None
+
+
+@contextlib.contextmanager
+def file_lock(path: Path) -> Iterator[None]:
+    """Hold the lock of a folder, or of a file, which is made if it is not there, against other processes."""
+    import fcntl  # POSIX only; imported late so that doctor runs everywhere
+
+    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+    lock = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: two processes may write the same
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def publish(file: Path, place: Path, mode: int) -> None:
+    """Move a finished file to its place in one step, after which a crash cannot leave less than all of it."""
+    with file.open("rb") as content:
+        os.fsync(content.fileno())
+    file.chmod(mode)
+    os.replace(file, place)
 
 
 def _unwritable(folder: Path, error: OSError) -> ToolchainError:
@@ -211,6 +207,9 @@ def _require_trusted(path: Path) -> None:
             )
 
 
+# ---- command lines
+
+
 def _recipe(target: Target) -> Recipe:
     file = f"_{target.name}{sysconfig.get_config_var('EXT_SUFFIX') or '.so'}"
     folder = sources_folder()
@@ -220,15 +219,25 @@ def _recipe(target: Target) -> Recipe:
         if not matched:
             raise ToolchainError(f"{folder / pattern} is not there", "reinstall slidesparse")
         inputs += matched
-    if target.sources[0].endswith("units.txt"):
+    source = folder / target.sources[0]
+    if source.name == "units.txt":
         nvcc = find.find_nvcc().path
         find.nvcc_version(nvcc)
         compilers = [[nvcc], _host_compiler()]
-        compiles, link = _cuda_commands(nvcc, folder / target.sources[0], target.gpus, file)
+        compiles, link = cuda_commands(nvcc, source, target.gpus, file)
     else:
-        compilers = [find.compiler()]
-        compiles, (link, headers) = [], _cpp_command(target, folder / target.sources[0], file)
-        inputs += headers
+        compilers, compiles = [find.compiler()], []
+        link = [*compilers[0], *FLAGS]
+        links = ["-ldl"]
+        if target.torch or target.python:
+            torch = find.torch_folder()
+            inputs.append(torch / "version.py")
+            link += ["-isystem", str(torch / "include")]
+            if target.torch:  # resolved against the torch that is loaded first
+                links += [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"]
+            if target.python:
+                link += ["-isystem", str(find.python_headers())]
+        link += [str(source), "-o", file, *links]
     digest = hashlib.sha256()
     for line in (*compiles, link):
         digest.update("\0".join(line).encode() + b"\n")
@@ -240,32 +249,7 @@ def _recipe(target: Target) -> Recipe:
     return Recipe(tuple(map(tuple, compiles)), tuple(link), file, digest.hexdigest()[:20])
 
 
-def _recipe_path(recipe: Recipe) -> Path:
-    return cache_folder() / "extensions" / recipe.key / recipe.file
-
-
-def _cpp_command(target: Target, source: Path, file: str) -> tuple[list[str], list[Path]]:
-    """Return the command line of a C++ target, and the headers outside csrc/ that are part of the key."""
-    defines, folders, key_files, links = [], [], [], ["-ldl"]
-    if target.module:
-        defines.append(f"-DSLIDESPARSE_MODULE=_{target.name}")
-        folders += find.python_headers()
-        key_files.append(folders[0] / "pybind11" / "detail" / "common.h")  # holds pybind11's version
-    if target.torch:  # resolved against the torch that is loaded first
-        torch = find.torch_folder(target.torch)
-        folders.append(torch / "include")
-        key_files.append(torch / "version.py")
-        links += [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"]
-    if target.headers:
-        cuda = find.cuda_headers(target.headers, target.title)
-        folders += cuda
-        key_files += [folder / header for folder in cuda for header in target.headers]
-    includes = [word for folder in folders for word in ("-isystem", str(folder))]
-    command = [*find.compiler(), *FLAGS, *defines, *includes, str(source), "-o", file, *links]
-    return command, [path for path in key_files if path.is_file()]
-
-
-def _cuda_commands(
+def cuda_commands(
     nvcc: str, units: Path, gpus: Sequence[str], file: str
 ) -> tuple[list[list[str]], list[str]]:
     """Return the command lines that compile the units of a CUDA target, and the one that links them."""
@@ -275,7 +259,7 @@ def _cuda_commands(
     options = [f"-ccbin={word}" if n == 0 else f"-Xcompiler={word}" for n, word in enumerate(host)]
     compiles = [
         [nvcc, *options, *NVCC_FLAGS, *gpus, *macros, "-c", str(source), "-o", f"{index}.o"]
-        for index, (source, macros) in enumerate(_read_units(units))
+        for index, (source, macros) in enumerate(read_units(units))
     ]
     home = Path(nvcc).resolve().parent.parent  # a wheel's libraries are in lib/, where its nvcc does not look
     places = [f"-L{place}" for place in (home / "lib64", home / "lib") if place.is_dir()]
@@ -289,32 +273,26 @@ def _host_compiler() -> list[str]:
     return [chosen] if chosen else find.compiler()
 
 
-def _read_units(listed: Path) -> list[tuple[Path, list[str]]]:
-    """Return the sources that units.txt lists with their options, for every combination of their macros' values.
-
-    Raises ToolchainError for a line that is not ``SOURCE MACRO=VALUE,VALUE ...``.
-    """
+def read_units(listed: Path) -> list[tuple[Path, list[str]]]:
+    """Return the sources that units.txt lists, ``SOURCE MACRO=VALUE,VALUE ...``, with every choice of their macros."""
     units = []
-    for number, line in enumerate(listed.read_text().splitlines(), 1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        macros = [word.partition("=") for word in words[1:]]
-        if not (listed.parent / words[0]).is_file() or any(not values for _, _, values in macros):
-            raise ToolchainError(
-                f"{listed}, line {number}: {line!r} is not a source of this folder and MACRO=VALUE,VALUE",
-                "reinstall slidesparse",
-            )
-        choices = [[f"-D{name}={value}" for value in values.split(",")] for name, _, values in macros]
-        units += [(listed.parent / words[0], list(chosen)) for chosen in product(*choices)]
+    for line in listed.read_text().splitlines():
+        source, *macros = line.partition("#")[0].split() or [""]
+        if source:
+            named = (macro.partition("=") for macro in macros)
+            choices = [[f"-D{name}={value}" for value in values.split(",")] for name, _, values in named]
+            units += [(listed.parent / source, list(chosen)) for chosen in product(*choices)]
     return units
 
 
-def _run_recipe(recipe: Recipe, target: Path) -> None:
+# ---- running them
+
+
+def _run_recipe(recipe: Recipe, place: Path) -> None:
     """Run the command lines in a folder of their own, and publish the file that they make."""
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as scratch:
+    with tempfile.TemporaryDirectory(dir=place.parent, prefix="building-") as scratch:
         folder = Path(scratch)
-        with ThreadPoolExecutor(max(1, min(len(recipe.compiles), _max_jobs()))) as pool:
+        with ThreadPoolExecutor(_max_jobs()) as pool:
             futures = [pool.submit(compile_with, command, folder) for command in recipe.compiles]
             try:
                 for future in futures:
@@ -323,29 +301,33 @@ def _run_recipe(recipe: Recipe, target: Path) -> None:
                 pool.shutdown(cancel_futures=True)
                 raise
         compile_with(recipe.link, folder)
-        library = folder / recipe.file
-        with library.open("rb") as file:
-            os.fsync(file.fileno())
-        library.chmod(0o755)
-        os.replace(library, target)
+        publish(folder / recipe.file, place, 0o755)
+
+
+def compile_with(command: Sequence[str], folder: Path | None = None) -> str:
+    """Run a compiler in ``folder`` and return what it says.  Raises ToolchainError with that when it fails."""
+    try:
+        process = subprocess.run(
+            command,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=COMPILE_SECONDS,
+            errors="replace",
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ToolchainError(
+            f"the compiler took more than {COMPILE_SECONDS} s: {' '.join(command)}", REMEDY
+        ) from None
+    if process.returncode:
+        errors = "\n".join(re.split(r"\r?\n", process.stderr.strip())[:20])  # the first error is the cause
+        raise ToolchainError(f"the compiler failed: {' '.join(command)}\n{errors}", REMEDY)
+    return process.stderr
 
 
 def _max_jobs() -> int:
-    """Return the number of compilers to run at once: $MAX_JOBS, or one for each processor."""
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(ValueError):
-        return min(processors, int(os.environ["MAX_JOBS"])) if "MAX_JOBS" in os.environ else processors
-    return processors
-
-
-@contextlib.contextmanager
-def _file_lock(path: Path) -> Iterator[None]:
-    import fcntl  # POSIX only; imported late so that doctor runs everywhere
-
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks: two processes may compile the same
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
+    """Return the number of compilers to run at once: at most $MAX_JOBS, and one for each processor."""
+    processors = len(os.sched_getaffinity(0))
+    wanted = os.environ.get("MAX_JOBS", "")
+    return min(processors, int(wanted)) if wanted.isdecimal() and int(wanted) else processors

@@ -1,4 +1,4 @@
-"""Find CUDA libraries, headers and compilers on this machine.  Standard library only.
+"""Find CUDA libraries, compilers and the headers of torch and Python on this machine.  Standard library only.
 
 An environment variable takes precedence, then this Python's wheels, then the system.  If nothing is found, a
 ToolchainError lists what was tried.
@@ -6,7 +6,6 @@ ToolchainError lists what was tried.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes.util
 import importlib.metadata
 import importlib.util
@@ -16,7 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,11 +31,10 @@ NVCC_INSTALL = (
     "pip install nvidia-cuda-nvcc nvidia-cuda-cccl (CUDA 13), install the CUDA toolkit 12.2 or later, "
     f"or set {NVCC} to an nvcc"
 )
-INCLUDE = "SLIDESPARSE_CUDA_INCLUDE"
 
 
 class ToolchainError(EnvironmentFault, RuntimeError):
-    """A library, a header or a compiler is missing or broken: what was found and tried, and the remedy."""
+    """A library or a compiler is missing or broken: what was found and tried, and the remedy."""
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(f"{what}; {remedy}")
@@ -45,7 +43,7 @@ class ToolchainError(EnvironmentFault, RuntimeError):
 
 @dataclass(frozen=True)
 class SharedLibrary:
-    """The places where a CUDA library may be, and the versions with the binary interface that csrc/ calls."""
+    """The places where a CUDA library may be, and the versions with the binary interface that we call."""
 
     name: str  # the name in messages
     file: str  # the beginning of its file name
@@ -74,12 +72,6 @@ LIBRARIES = {
         ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12"),
     ),
 }
-HEADER_WHEELS = (
-    *(wheel for library in LIBRARIES.values() for wheel in library.wheels),
-    *("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu13", "nvidia-cuda-runtime-cu12"),
-    *("nvidia-cusparse", "nvidia-cusparse-cu13", "nvidia-cusparse-cu12"),
-    *("nvidia-cuda-crt", "nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-cccl"),
-)
 
 
 @dataclass(frozen=True)
@@ -97,26 +89,22 @@ def find_library(name: str, cuda_major: int | None = None) -> FoundFile:
     Raises ToolchainError.
     """
     library = LIBRARIES[name]
-
-    def places() -> Iterator[FoundFile | str]:
-        yield _from_variable(library.name, library.variable, lambda path: path.is_file(), "a file")
-        for wheel in sorted(library.wheels, key=lambda wheel: not wheel.endswith(f"-cu{cuda_major}")):
-            yield _find_in_wheel(
-                wheel, library.file, lambda path: path.name.startswith(library.file) and path.is_file()
-            )
-        loaded = ctypes.util.find_library(library.soname)
-        yield (
-            FoundFile(loaded, "system", None)
-            if loaded
-            else f"the loader's search path for lib{library.soname}"
-        )
-
-    alternative = f"{library.wheels[-1]} with a CUDA 12 build of torch"
-    return _first_found(library.name, f"pip install {library.wheels[0]} ({alternative})", places())
+    if chosen := _chosen(library.name, library.variable):
+        return chosen
+    for wheel in sorted(library.wheels, key=lambda wheel: not wheel.endswith(f"-cu{cuda_major}")):
+        if found := _find_in_wheel(wheel, f"{library.file}*"):
+            return found
+    if loaded := ctypes.util.find_library(library.soname):
+        return FoundFile(loaded, "system", None)
+    raise ToolchainError(
+        f"{library.name} was not found: tried {library.variable}, the wheels {', '.join(library.wheels)} and the "
+        f"loader's search path for lib{library.soname}",
+        f"pip install {library.wheels[0]} ({library.wheels[-1]} with a CUDA 12 build of torch)",
+    )
 
 
 def require_supported(name: str, version: Sequence[int]) -> None:
-    """Raise ToolchainError unless csrc/ supports ``version``, such as (0, 7, 1), of library ``name``."""
+    """Raise ToolchainError unless we support ``version``, such as (0, 7, 1), of library ``name``."""
     library = LIBRARIES[name]
     if library.newest is None or library.oldest <= tuple(version[:2]) <= library.newest:
         return
@@ -133,38 +121,26 @@ def find_nvcc() -> FoundFile:
 
     The one of $SLIDESPARSE_NVCC is taken whatever its version.
     """
-
-    def places() -> Iterator[FoundFile | str]:
-        yield _from_variable("nvcc", NVCC, _is_executable, "a program")
-        for variable in NVCC_HOMES:
-            home = os.environ.get(variable)
-            path = Path(home or "") / "bin" / "nvcc"
-            tried = f"{path} (from {variable})" if home else f"{variable} (not set)"
-            yield FoundFile(str(path), variable, None) if home and _is_executable(path) else tried
-        on_path = shutil.which("nvcc")
-        yield FoundFile(on_path, "PATH", None) if on_path else "the PATH"
-        yield (
-            FoundFile(NVCC_DEFAULT_PATH, "system", None)
-            if _is_executable(Path(NVCC_DEFAULT_PATH))
-            else NVCC_DEFAULT_PATH
+    if chosen := _chosen("nvcc", NVCC):
+        return chosen
+    places = [(f"{os.environ[home]}/bin/nvcc", home) for home in NVCC_HOMES if os.environ.get(home)]
+    places += [(shutil.which("nvcc") or "", "PATH"), (NVCC_DEFAULT_PATH, "system")]
+    found = [FoundFile(path, source, None) for path, source in places if os.access(path, os.X_OK)]
+    found += filter(None, (_find_in_wheel(wheel, "nvcc") for wheel in NVCC_WHEELS))
+    if not found:
+        raise ToolchainError(
+            f"nvcc was not found: tried {', '.join((NVCC, *NVCC_HOMES))}, the PATH, {NVCC_DEFAULT_PATH} and the wheels "
+            f"{', '.join(NVCC_WHEELS)}",
+            NVCC_INSTALL,
         )
-        for wheel in NVCC_WHEELS:
-            yield _find_in_wheel(wheel, "nvcc", lambda path: path.name == "nvcc" and _is_executable(path))
+    return next((file for file in found if _is_recent(file.path)), found[0])
 
-    def recent() -> Iterator[FoundFile | str]:
-        refused = []
-        for place in places():
-            if isinstance(place, FoundFile) and place.source != NVCC:
-                try:
-                    nvcc_version(place.path)
-                except ToolchainError as error:
-                    refused.append(place)
-                    yield error.what
-                    continue
-            yield place
-        yield from refused
 
-    return _first_found("nvcc", NVCC_INSTALL, recent())
+def _is_recent(nvcc: str) -> bool:
+    try:
+        return bool(nvcc_version(nvcc))
+    except ToolchainError:
+        return False
 
 
 def nvcc_version(path: str) -> str:
@@ -218,101 +194,42 @@ def version_text(*program: str) -> str:
     return process.stdout or process.stderr
 
 
-def python_headers() -> list[Path]:
-    """Return the folders of pybind11's and Python's headers.  Raises ToolchainError."""
-    bindings, python = importlib.util.find_spec("pybind11"), Path(sysconfig.get_paths()["include"])
-    if bindings is None or not bindings.origin:
-        raise ToolchainError("building the extensions needs pybind11", "pip install pybind11")
-    if not (python / "Python.h").is_file():
-        raise ToolchainError(
-            f"building the extensions needs {python}/Python.h",
-            "install Python's headers (apt install python3-dev)",
-        )
-    return [Path(bindings.origin).parent / "include", python]
-
-
-def torch_folder(oldest: tuple[int, int]) -> Path:
-    """Return the folder of the installed torch without importing it.  Raises ToolchainError if it is too old."""
-    spec, needed = importlib.util.find_spec("torch"), ".".join(map(str, oldest))
+def torch_folder() -> Path:
+    """Return the folder of the installed torch without importing it.  Raises ToolchainError."""
+    spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
-        raise ToolchainError("building the operators needs torch", f"install torch {needed} or later first")
-    folder = Path(spec.origin).parent
-    match = re.search(r"^__version__ = '(.+)'", (folder / "version.py").read_text(), re.M)
-    if match is None or numbers(match[1])[:2] < oldest:
-        installed = match[1] if match else "of an unknown version"
+        raise ToolchainError("building the operators needs torch", "install torch first")
+    return Path(spec.origin).parent
+
+
+def python_headers() -> Path:
+    """Return the folder of Python's headers.  Raises ToolchainError."""
+    folder = Path(sysconfig.get_paths()["include"])
+    if not (folder / "Python.h").is_file():
         raise ToolchainError(
-            f"torch {installed} was found; its headers are too old", f"install torch {needed} or later"
+            f"Python's headers are not in {folder}", "install them (apt install python3-dev)"
         )
     return folder
 
 
-def cuda_headers(headers: Collection[str], title: str) -> list[Path]:
-    """Return the folders of CUDA's ``headers``, with which ``title`` is built.  Raises ToolchainError."""
-    places = [Path(part) for part in os.environ.get(INCLUDE, "").split(os.pathsep) if part]
-    for wheel in HEADER_WHEELS:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            distribution = importlib.metadata.distribution(wheel)
-            files = [file for file in distribution.files or () if file.name in (*headers, "host_defines.h")]
-            parents = (Path(str(distribution.locate_file(file))).parent for file in files)
-            places += dict.fromkeys(folder.parent if folder.name == "crt" else folder for folder in parents)
-    nvcc = shutil.which("nvcc")
-    homes = [os.environ.get(variable) for variable in NVCC_HOMES]
-    homes += [str(Path(nvcc).resolve().parent.parent) if nvcc else None, "/usr/local/cuda"]
-    places += [Path(home) / "include" for home in homes if home]
-    folders: dict[Path, None] = {}
-    missing = []
-    for header in headers:
-        folder = next((place for place in places if (place / header).is_file()), None)
-        if folder:
-            folders[folder] = None
-        else:
-            missing.append(header)
-    if missing:
-        where = ", ".join(map(str, places)) or "no folder at all"
-        raise ToolchainError(
-            f"building the {title} needs {', '.join(missing)}, found in none of {where}",
-            "the wheels nvidia-cusparselt-cu13, nvidia-cublas, nvidia-cusparse and nvidia-cuda-runtime carry them, as "
-            f"does the CUDA toolkit; or name the folders in {INCLUDE}",
-        )
-    # These headers include others, which wheels may install in a folder of their own.
-    extra = next((place for place in places if (place / "crt" / "host_defines.h").is_file()), None)
-    return [*folders, *([extra] if extra and extra not in folders else [])]
-
-
-def _first_found(name: str, remedy: str, places: Iterator[FoundFile | str]) -> FoundFile:
-    """Return the first file that was found in ``places``.  Raises ToolchainError, which lists the places tried."""
-    tried = []
-    for place in places:
-        if isinstance(place, FoundFile):
-            return place
-        tried.append(place)
-    raise ToolchainError(f"{name} was not found: tried {', '.join(tried)}", remedy)
-
-
-def _from_variable(name: str, variable: str, accepted: Callable[[Path], bool], kind: str) -> FoundFile | str:
-    """Return the path in an environment variable.  Raises ToolchainError if it is set to another kind of path."""
+def _chosen(name: str, variable: str) -> FoundFile | None:
+    """Return the file that an environment variable names.  Raises ToolchainError if it is not there."""
     path = os.environ.get(variable)
-    if not path:
-        return f"{variable} (not set)"
-    if accepted(Path(path)):
-        return FoundFile(path, variable, None)
-    raise ToolchainError(
-        f"{name} was not found: {variable}={path} is not {kind}",
-        f"set {variable} to the path of one, or unset it",
-    )
+    if path and not Path(path).is_file():
+        raise ToolchainError(
+            f"{name} was not found: {variable}={path} is not a file", f"correct {variable}, or unset it"
+        )
+    return FoundFile(path, variable, None) if path else None
 
 
-def _find_in_wheel(wheel: str, file: str, accepted: Callable[[Path], bool]) -> FoundFile | str:
+def _find_in_wheel(wheel: str, pattern: str) -> FoundFile | None:
+    """Find the first file of an installed wheel that matches ``pattern``."""
     try:
         distribution = importlib.metadata.distribution(wheel)
     except importlib.metadata.PackageNotFoundError:
-        return f"the wheel {wheel} (not installed)"
+        return None
     for entry in distribution.files or ():
         path = Path(str(distribution.locate_file(entry)))
-        if accepted(path):
+        if path.match(pattern) and path.is_file():
             return FoundFile(str(path), wheel, distribution.version)
-    return f"the wheel {wheel} {distribution.version} (no {file} in it)"
-
-
-def _is_executable(path: Path) -> bool:
-    return path.is_file() and os.access(path, os.X_OK)
+    return None

@@ -208,7 +208,7 @@ class Model:
 
     @cached_property
     def other_outputs(self) -> tuple[Any, ...] | None:
-        """What a block returns in a tuple behind its hidden states, such as (None,); None if it returns no tuple."""
+        """The values that a block returns in a tuple behind its hidden states; None if it returns no tuple."""
         first, *others = (_StandIn(block) for block in self.skeleton.blocks)
         first.stops = True
         ids = torch.zeros(1, TRACED_TOKENS, dtype=torch.long)
@@ -216,7 +216,8 @@ class Model:
             self.run_ends(self._placeholders(self.skeleton.model, 0.0), ids, [first, *others])
             args, kwargs = first.call
             block = self.skeleton.blocks[0]
-            out = functional_call(block, self._placeholders(block, 0.0), (first.x, *args), kwargs)
+            with self._explained():
+                out = functional_call(block, self._placeholders(block, 0.0), (first.x, *args), kwargs)
         return out[1:] if isinstance(out, tuple) else None
 
     def _placeholders(self, module: nn.Module, value: float) -> dict[str, Tensor]:
@@ -242,19 +243,25 @@ class Model:
         gradients = torch.is_grad_enabled()
         try:
             # Some models replace their buffers, which must be no tensors of the inference mode
-            with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+            with self._explained(), torch.inference_mode(False), torch.set_grad_enabled(gradients):
                 return functional_call(model, dict(weights), (), inputs, tie_weights=False, strict=False)
         except _Stop:
             return None
-        except torch.OutOfMemoryError:
+        finally:
+            setattr(holder, name, blocks)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raise CalibrationError for what transformers raises when it runs the model."""
+        try:
+            yield
+        except (_Stop, torch.OutOfMemoryError):
             raise
         except Exception as error:  # of any class, by model
             raise CalibrationError(
-                f"transformers cannot run {type(model).__name__} on text ({type(error).__name__}: {error}); prune the "
-                "model without --calib"
+                f"transformers cannot run {type(self.skeleton.model).__name__} on text ({type(error).__name__}: "
+                f"{error}); prune the model without --calib"
             ) from error
-        finally:
-            setattr(holder, name, blocks)
 
     def _require_equal_calls(self) -> None:
         """Raise CalibrationError if what blocks are passed depends on tokens, weights or other blocks."""
@@ -288,6 +295,7 @@ class Model:
                 module = block.get_submodule(name)
                 hook = module.register_forward_pre_hook(lambda _, args, name=name: record(name, args))
                 stack.callback(hook.remove)
+            stack.enter_context(self._explained())
             functional_call(block, self._placeholders(block, 0.0), (x, *args), kwargs)
         order = {name: i for i, name in enumerate(self.skeleton.linears(number))}
         return tuple(tuple(sorted(group, key=order.__getitem__)) for group in groups.values() if group)

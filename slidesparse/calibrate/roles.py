@@ -82,7 +82,7 @@ class Residual:
 
 @dataclass(frozen=True)
 class Roles:
-    """What the layers of a block do."""
+    """The roles of a block's layers."""
 
     pairs: tuple[Pair, ...]
     residual: Residual | None  # None if the block does not commute with rotations

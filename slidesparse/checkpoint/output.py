@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
-import hashlib
 import os
 import secrets
 import shutil
@@ -16,7 +14,8 @@ from pathlib import Path
 import torch
 
 from slidesparse.checkpoint.storage import SUFFIX, CheckpointError
-from slidesparse.errors import EnvironmentFault, SlideSparseError
+from slidesparse.errors import EnvironmentFault
+from slidesparse.files import locked, sync
 
 MAX_WORKERS = 8
 
@@ -44,6 +43,10 @@ def require_free_name(source: Path, out: Path) -> None:
     if out.resolve().is_mount():  # a folder cannot be renamed to it
         raise CheckpointError(
             f"output folder {out} is where a disk or volume is mounted; name a folder in it"
+        )
+    if os.statvfs(parent).f_flag & os.ST_RDONLY:
+        raise EnvironmentFault(
+            f"output folder {out} cannot be created: {parent} is mounted read-only; name a folder elsewhere"
         )
     if not os.access(parent, os.W_OK | os.X_OK):
         raise EnvironmentFault(
@@ -104,10 +107,17 @@ def _partial_name(out: Path) -> str:
 
 
 def remove_stale(out: Path) -> None:
-    """Remove the folders of interrupted conversions to ``out``.  Raises CheckpointError if one is still running."""
+    """Remove the folders of interrupted conversions to ``out``.
+
+    Raises CheckpointError if one is still running, EnvironmentFault for a link or a file by such a name.
+    """
     parent = out.resolve().parent
     for stale in list(parent.iterdir()) if parent.exists() else ():
         if stale.name.startswith(_partial_name(out)):
+            if stale.is_symlink() or not stale.is_dir():
+                raise EnvironmentFault(
+                    f"{stale} is a link or a file, not an interrupted conversion; remove it"
+                )
             with locked(stale, _busy(stale, out)):
                 shutil.rmtree(stale)
 
@@ -131,20 +141,6 @@ def _busy(partial: Path, out: Path) -> CheckpointError:
     return CheckpointError(f"another conversion is writing {out} (in {partial}); wait for it or stop it")
 
 
-@contextmanager
-def locked(folder: Path, busy: SlideSparseError) -> Iterator[None]:
-    """Hold the lock on a folder, which the kernel releases when a process dies; raise ``busy`` if another has it."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise busy from None
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def publish(partial: Path, out: Path) -> None:
     """Sync all files to disk, then rename the folder to its final name."""
     for path in sorted(partial.rglob("*")):
@@ -160,18 +156,3 @@ def publish(partial: Path, out: Path) -> None:
             ) from error
         raise
     sync(out.resolve().parent)
-
-
-def sync(path: Path) -> None:
-    """Sync a file, or a folder's entries, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def chunk_seed(seed: int, name: str, row: int) -> int:
-    """Return the seed of a chunk, from its tensor and first row, so that it does not depend on the order of work."""
-    digest = hashlib.sha256(f"{seed}\0{name}\0{row}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1

@@ -8,7 +8,6 @@ frequencies, are real.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import warnings
@@ -23,10 +22,11 @@ from torch import Tensor, nn
 
 from slidesparse.checkpoint.names import WEIGHT, architecture_of
 from slidesparse.checkpoint.storage import CONFIG, QUANTIZATION, TEXT_CONFIG, Checkpoint, CheckpointError
-from slidesparse.errors import EnvironmentFault
+from slidesparse.errors import EnvironmentFault, shown
 
 TIED = "tie_word_embeddings"  # key of config.json: whether the output head is the embedding
 TRANSFORMERS = "5.0"  # the oldest release whose conversion mapping is read
+MAX_LAYERS = 1024  # blocks and other counts of modules, which take time to make; 126 in Llama 3.1 405B
 
 
 class Skeleton:
@@ -40,7 +40,7 @@ class Skeleton:
         self.checkpoint = checkpoint
         with _quiet():
             self.config = _read_config(checkpoint)
-            self.model: Any = _build(self.config, architecture_of(checkpoint.config))
+            self.model: Any = _build(checkpoint, self.config)
             self._targets = _rename(self.model, checkpoint.tensors)
         self.text_config = self.config.get_text_config()
         self.list_path, self.blocks = self._find_blocks()
@@ -98,16 +98,28 @@ class Skeleton:
             and not any(target.startswith(self.prefix(number)) for target in converted)
         ]
 
-    def require_tensors(self) -> None:
-        """Raise CheckpointError for a layer without a tensor, and for a tensor whose shape config.json contradicts."""
+    def require_tensors(self, widths: Mapping[str, int]) -> None:
+        """Raise CheckpointError for a layer without a tensor, and for a tensor whose shape config.json contradicts.
+
+        Args:
+            widths: K of layers whose weights may be stored with other columns.
+        """
         if missing := self.missing():
+            wrapped = next(
+                (name for name in self.checkpoint.tensors if name.endswith(f".{missing[0]}")), None
+            )
+            if wrapped:
+                raise CheckpointError(
+                    f"tensor names begin with {wrapped.removesuffix(missing[0])!r}; save the model without its wrapper"
+                )
             raise CheckpointError(
                 f"{missing[0]} is missing ({len(missing)} such); the checkpoint is incomplete, or the config another "
                 "model's: fetch it again"
             )
         shapes = {name: tuple(p.shape) for name, p in self.model.state_dict().items()}
         for parameter, name in self.stored.items():
-            stored = self.checkpoint.tensors[name].spec.shape
+            stored, layer = self.checkpoint.tensors[name].spec.shape, name.removesuffix(WEIGHT)
+            stored = (*stored[:-1], widths[layer]) if layer in widths else stored
             if stored != shapes[parameter] and self.checkpoint.require(name).dtype != "U8":
                 raise CheckpointError(
                     f"tensor {name} has shape {list(stored)}, but config.json describes {list(shapes[parameter])}; "
@@ -132,13 +144,20 @@ class Skeleton:
         """The tensor that each parameter is stored as, for parameters that are stored unchanged."""
         return {target: name for name, (target, converted) in self._targets.items() if not converted}
 
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the tensors, with their shapes, that transformers would write for the model."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        tensors = revert_weight_conversion(self.model, self.model.state_dict())
+        return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
     def tensors(self, prefix: str) -> dict[str, str]:
         """Return the tensors that make up the parameters whose names begin with ``prefix``, with their target names."""
         return {name: target for name, (target, _) in self._targets.items() if target.startswith(prefix)}
 
     def converted(self, name: str) -> bool:
         """Return whether transformers computes parameters from a tensor, such as by joining the experts of a layer."""
-        return self._targets[name][1]
+        return name in self._targets and self._targets[name][1]
 
     # What the model is used for
 
@@ -229,13 +248,14 @@ def _read_config(checkpoint: Checkpoint) -> Any:
     transformers = _library()
     # transformers writes infinite numbers in a way of its own, which this function reads
     read, _ = transformers.PreTrainedConfig.get_config_dict(checkpoint.folder, local_files_only=True)
+    _require_few_layers(read, checkpoint.folder)
     values = {key: value for key, value in read.items() if key not in QUANTIZATION}
     if isinstance(text := values.get(TEXT_CONFIG), Mapping):
         values[TEXT_CONFIG] = {key: value for key, value in text.items() if key not in QUANTIZATION}
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         raise CheckpointError(
-            f"{checkpoint.folder / CONFIG}: model_type {json.dumps(kind)} is not known to transformers "
+            f"{checkpoint.folder / CONFIG}: model_type {shown(kind)} is not known to transformers "
             f"{transformers.__version__}; upgrade transformers if a newer release knows it"
         )
     try:
@@ -247,6 +267,17 @@ def _read_config(checkpoint: Checkpoint) -> Any:
         raise _refused(checkpoint.folder, error) from error
 
 
+def _require_few_layers(values: Mapping[str, Any], folder: Path) -> None:
+    """Raise CheckpointError for a count of layers, of any part of the model, that would take forever to make."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            _require_few_layers(value, folder)
+        elif ("layer" in key or "depth" in key) and isinstance(value, int) and value > MAX_LAYERS:
+            raise CheckpointError(
+                f"{folder / CONFIG}: {key} is {value}, at most {MAX_LAYERS} are made; fetch the config again"
+            )
+
+
 def _refused(folder: Path, error: Exception) -> CheckpointError:
     reason = " ".join(str(error).split())[:300]
     return CheckpointError(
@@ -255,9 +286,9 @@ def _refused(folder: Path, error: Exception) -> CheckpointError:
     )
 
 
-def _build(config: Any, architecture: str | None) -> nn.Module:
+def _build(checkpoint: Checkpoint, config: Any) -> nn.Module:
     """Return the model with parameters on the meta device: of the class that config.json names, or the usual one."""
-    transformers = _library()
+    transformers, architecture = _library(), architecture_of(checkpoint.config)
     named = getattr(transformers, architecture or "", None)
     causal = (architecture or "").endswith("ForCausalLM")
     auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
@@ -278,7 +309,7 @@ def _build(config: Any, architecture: str | None) -> nn.Module:
                     if attention == "eager":
                         raise
         except Exception as error:  # of many classes, by model
-            raise _refused(Path(getattr(config, "_name_or_path", "") or "."), error) from error
+            raise _refused(checkpoint.folder, error) from error
     built: nn.Module = model.eval()
     return built
 

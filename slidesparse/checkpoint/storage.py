@@ -4,8 +4,8 @@ A file is an 8-byte little-endian length, a JSON header of that length, and the 
 
     | n | {"name": {"dtype": "BF16", "shape": [N, K], "data_offsets": [begin, end]}, ...} | bytes ... |
 
-Files are read with pread instead of a memory map, so that a truncated file raises an exception instead of a bus error,
-and pages that have been read do not count as memory of this process.
+The safetensors library validates each file when it is opened.  Rows are read with pread instead of its memory map, so
+that a file truncated later raises an exception instead of a bus error.
 
 A weight without its zeros (`slidesparse.bitmask`) is stored as several tensors, and presented as one dense tensor::
 
@@ -19,13 +19,13 @@ import json
 import math
 import os
 import struct
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slidesparse.bitmask import BYTE, decompress
@@ -58,10 +58,10 @@ _QUANTIZED_BY = {
 SIDE_SUFFIXES = (".json", ".jinja", ".txt", ".md", ".model", ".bpe", ".codes", ".tiktoken", ".spm")
 SIDE_NAMES = ("tokenizer.model", "LICENSE", "LICENCE", "COPYING", "NOTICE", "README", "USE_POLICY")
 CHUNK_ELEMENTS = 2**20  # elements converted at a time; 2**19 and 2**21 were measured to be slower
-HEADER_LIMIT = 100 * 2**20  # bytes; as in the safetensors library
 JSON_LIMIT = 64 * 2**20  # bytes of a configuration or an index, which rarely exceed some megabytes
-MAX_DIMENSIONS, MAX_DIMENSION_SIZE = 8, 2**40  # limits for a tensor's shape
-MAX_NAME = 1100  # characters of a tensor's name
+MAX_SIZE = 2**40  # of a tensor's dimensions
+MAX_ROW_BYTES = 2**31  # a row is read at once; joined experts have some 2^28
+MAX_NAME, MAX_FILE_NAME = 1100, 255  # characters of a tensor's name; bytes of a file's
 
 DTYPES = {
     "F64": torch.float64,
@@ -162,18 +162,20 @@ class Checkpoint:
         files = _single_file(folder) if index is None else _indexed_files(folder, index)
         for file in files:
             _require_file(folder, file)
+        places = (index or {}).get("weight_map", {})
         tensors: dict[str, StoredTensor] = {}
-        for file in files:
-            for tensor in read_header(folder / file):
-                name = tensor.spec.name
-                if name in tensors:
-                    raise CheckpointError(
-                        f"tensor {name} is both in {tensors[name].file} and in {file} of {folder}; remove "
-                        "one of them"
-                    )
-                tensors[name] = tensor
-        for name, file in (index or {}).get("weight_map", {}).items():
-            if name not in tensors or tensors[name].file != file:
+        for tensor in (tensor for file in files for tensor in read_header(folder / file)):
+            name, file = tensor.spec.name, tensor.file
+            if places.get(name, file) != file:
+                continue  # a stale copy
+            if name in tensors:
+                raise CheckpointError(
+                    f"tensor {name} is in {tensors[name].file} and in {file} of {folder}, and no index says which "
+                    "counts; remove one of them"
+                )
+            tensors[name] = tensor
+        for name, file in places.items():
+            if name not in tensors:
                 raise CheckpointError(
                     f"{folder / INDEX} places tensor {shown(name)} in {file}, which does not hold it; "
                     "the index belongs to other files: fetch the checkpoint again"
@@ -190,10 +192,9 @@ class Checkpoint:
         own only the name is returned, as ``quant_method``: no such checkpoint can be read.
         """
         configs = (self.config, text_config(self.config))
-        block = next((config[key] for config in configs for key in QUANTIZATION if config.get(key)), None)
-        if block is None:
-            tools = (tool for file, tool in _QUANTIZED_BY.items() if (self.folder / file).is_file())
-            block = next(({"quant_method": tool} for tool in tools), None)
+        blocks = [config[key] for config in configs for key in QUANTIZATION if config.get(key)]
+        tools = [tool for file, tool in _QUANTIZED_BY.items() if (self.folder / file).is_file()]
+        block = next(iter([*blocks, *({"quant_method": tool} for tool in tools)]), None)
         if block is not None and not isinstance(block, dict):
             raise CheckpointError(
                 f"quantization_config of {self.folder / CONFIG} must be an object, found {shown(block)}"
@@ -261,10 +262,10 @@ def _joined(checkpoint: Checkpoint, reader: Reader) -> dict[str, StoredTensor]:
     return {stored.spec.name: stored for stored in merged}
 
 
-def parse_json(text: bytes, label: object, **options: Any) -> dict[str, Any]:
+def parse_json(text: bytes, label: object) -> dict[str, Any]:
     """Parse ``text`` as a JSON object.  Raises CheckpointError, in which ``label`` names it, for anything else."""
     try:
-        value = json.loads(text, **options)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise CheckpointError(f"{label} is not JSON: {reason}; fetch it again") from error
@@ -285,12 +286,7 @@ def _read_object(folder: Path, file: str, description: str) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} ({description}) is {size} bytes, at most {JSON_LIMIT} are read; fetch it again"
         )
-    value = parse_json(path.read_bytes(), f"{path} ({description})")
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise CheckpointError(f"{path} ({description}) contains a lone surrogate: {error.reason}") from error
-    return value
+    return parse_json(path.read_bytes(), f"{path} ({description})")
 
 
 def _require_file(folder: Path, file: str) -> None:
@@ -346,19 +342,11 @@ def _indexed_files(folder: Path, index: Mapping[str, Any]) -> list[str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map {{tensor: file}}; fetch it again")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or not file.endswith(SUFFIX):
+        is_name = isinstance(file, str) and file.isprintable() and not {"/", "\\"} & {*file}
+        if not is_name or not file.endswith(SUFFIX) or len(file.encode()) > MAX_FILE_NAME:
             raise CheckpointError(
-                f"{path} places tensor {shown(name)} in {shown(file)}, which is not a {SUFFIX} file; fetch the index "
-                "of the safetensors files"
-            )
-        if not file.isprintable() or len(file.encode()) > 255:
-            raise CheckpointError(
-                f"{path} places tensor {shown(name)} in {shown(file)}, which names no file; fetch it again"
-            )
-        if file in (".", "..") or PurePosixPath(file).name != file or PureWindowsPath(file).name != file:
-            raise CheckpointError(
-                f"{path} places tensor {shown(name)} in {shown(file)}, outside the folder; only files in it "
-                "are read"
+                f"{path} places tensor {shown(name)} in {shown(file)}, which is not the name of a {SUFFIX} file in its "
+                "folder; fetch the index of the safetensors files"
             )
     files = sorted(set(weight_map.values()))
     missing = [file for file in files if not (folder / file).is_file()]
@@ -371,70 +359,47 @@ def _indexed_files(folder: Path, index: Mapping[str, Any]) -> list[str]:
 
 
 def read_header(path: Path) -> list[StoredTensor]:
-    """Return the tensors of a file in order of position.  Raises CheckpointError for a damaged file."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else None
-        if length is None or length > min(HEADER_LIMIT, size - 8):
-            raise CheckpointError(
-                f"{path} is {size} bytes and does not hold a whole safetensors header: truncated, or not "
-                "safetensors (a Git LFS pointer?); fetch it again"
-            )
-        text = file.read(length)
-    header = parse_json(text, f"the header of {path}", object_pairs_hook=_no_duplicates)
+    """Return the tensors of a file in order of position.
+
+    Raises CheckpointError for a file that is not whole by the safetensors library, or holds what is not read here.
+    """
     try:
-        notes = header.pop("__metadata__", {})
-        if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
-            raise ValueError(f"__metadata__ must be an object of strings, found {shown(notes)}")
-        entries = sorted((_entry(name, entry) for name, entry in header.items()), key=lambda e: e[1:])
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} has a damaged header: {error}; fetch it again") from error
-    position = 0
-    for spec, begin, end in entries:
-        if begin != position or end - begin != spec.nbytes:
-            raise CheckpointError(
-                f"{path} has a damaged header: {spec.name} ({spec.dtype} {list(spec.shape)}, {spec.nbytes} "
-                f"bytes) lies at bytes {begin} to {end}, expected {position} to {position + spec.nbytes}; "
-                "fetch it again"
-            )
-        position = end
-    data = 8 + length
-    if size != data + position:
-        problem = "truncated" if size < data + position else "followed by other data"
+        with (
+            safe_open(path, "numpy"),
+            path.open("rb") as file,
+        ):  # validates names, shapes, positions and the size
+            (length,) = struct.unpack("<Q", file.read(8))
+            header: dict[str, Any] = json.loads(file.read(length))
+    except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{path} is {size} bytes, its header promises {data + position}: it is {problem}; fetch it again"
-        )
-    return [StoredTensor(spec, path.name, data + begin) for spec, begin, _ in entries]
+            f"{path} is no whole safetensors file ({shown(str(error))}): it is damaged, truncated or a Git LFS "
+            "pointer; fetch it again"
+        ) from error
+    header.pop("__metadata__", None)
+    tensors = []
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        spec = TensorSpec(name, entry["dtype"], tuple(entry["shape"]))
+        _require_readable(spec, path)
+        tensors.append(StoredTensor(spec, path.name, 8 + length + entry["data_offsets"][0]))
+    return tensors
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping = dict(pairs)
-    if len(mapping) < len(pairs):
-        (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{shown(twice)} appears twice")
-    return mapping
-
-
-def _entry(name: str, entry: Any) -> tuple[TensorSpec, int, int]:
-    if not name.isprintable() or not 0 < len(name) <= MAX_NAME:
-        raise ValueError(f"tensor {shown(name)} is not named by 1 to {MAX_NAME} printable characters")
-    dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+def _require_readable(spec: TensorSpec, path: Path) -> None:
+    name, dtype, shape = spec
     if dtype not in DTYPES:
         raise CheckpointError(
-            f"tensor {name} has dtype {shown(dtype)}, the dtypes read are {', '.join(DTYPES)}; start from the original "
-            "checkpoint, before it was quantized or saved for another program"
+            f"{path}: tensor {shown(name)} has dtype {dtype}, the dtypes read are {', '.join(DTYPES)}; start from the "
+            "original checkpoint, before it was quantized or saved for another program"
         )
-    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS:
-        raise ValueError(f"{name} has shape {shown(shape)}; it must be a list of at most {MAX_DIMENSIONS}")
-    if not all(type(number) is int and 0 <= number <= MAX_DIMENSION_SIZE for number in (*shape, begin, end)):
-        raise ValueError(
-            f"{name} has shape {shown(shape)} at bytes {shown(begin)} to {shown(end)}; these must be whole numbers "
-            f"from 0 to {MAX_DIMENSION_SIZE}"
+    if not name.isprintable() or not 0 < len(name) <= MAX_NAME or max(shape, default=0) > MAX_SIZE:
+        raise CheckpointError(
+            f"{path}: tensor {shown(name)} of shape {shown(list(shape))} is damaged; fetch it again"
         )
-    return TensorSpec(name, dtype, tuple(shape)), begin, end
+    if spec.row_bytes > MAX_ROW_BYTES:
+        raise CheckpointError(
+            f"{path}: tensor {name} has rows of {spec.row_bytes} bytes, at most {MAX_ROW_BYTES} are read; fetch "
+            "it again"
+        )
 
 
 class Reader:

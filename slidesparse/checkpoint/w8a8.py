@@ -9,7 +9,7 @@ because their layers would run on vLLM's own kernels and gain nothing from the p
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -55,6 +55,8 @@ class Quantization:
     targets: Mapping[str, Scheme | None]  # layer name, ``re:`` regex, or class such as Linear -> scheme
     ignore: tuple[str, ...] = ()
     method: str = COMPRESSED_TENSORS
+    kv_cache: Mapping[str, Any] | None = None  # kv_cache_scheme, in the form of compressed-tensors
+    is_rotated: bool = False  # whether rotations of the weights were folded into them
 
     @property
     def schemes(self) -> set[Scheme]:
@@ -126,18 +128,18 @@ def _require_matrix(checkpoint: Checkpoint, layer: str) -> TensorSpec:
 def require_float(checkpoint: Checkpoint, layer: str) -> TensorSpec:
     """Return the spec of a layer's weight.  Raises CheckpointError if it looks quantized or is no matrix.
 
-    For a checkpoint without quantization_config.
+    For a checkpoint whose config.json quantizes no weights.
     """
     spec = _require_matrix(checkpoint, layer)
     if layer + SCALE in checkpoint.tensors:
         raise CheckpointError(
-            f"{checkpoint.folder} has {layer + SCALE} but no quantization_config in config.json; fetch its "
+            f"{checkpoint.folder} has {layer + SCALE}, but by its config.json no weights are quantized; fetch its "
             "config.json again"
         )
     if spec.dtype not in FLOATS:
         raise CheckpointError(
-            f"tensor {spec.name} is {spec.dtype}; without a quantization_config, weights must be {', '.join(FLOATS)}: "
-            "save the model in one of them, or fetch its config.json again"
+            f"tensor {spec.name} is {spec.dtype}; where config.json quantizes no weights, they must be "
+            f"{', '.join(FLOATS)}: save the model in one of them, or fetch its config.json again"
         )
     return spec
 
@@ -177,7 +179,7 @@ def _require_scale(scale: TensorSpec, scheme: Scheme, shape: tuple[int, ...]) ->
         )
 
 
-def new_block(quant: str, ignore: Sequence[str]) -> dict[str, Any]:
+def new_block(quant: str, ignore: Sequence[str], kv_cache: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return a new ``quantization_config``: per-channel weights and dynamic per-token activations."""
     return {
         "quant_method": COMPRESSED_TENSORS,
@@ -185,18 +187,28 @@ def new_block(quant: str, ignore: Sequence[str]) -> dict[str, Any]:
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], **_arguments(quant)}},
         "ignore": list(ignore),
+        **({"kv_cache_scheme": dict(kv_cache)} if kv_cache else {}),
     }
 
 
 def holds_floats(block: Mapping[str, Any]) -> bool:
-    """Return whether a ``quantization_config`` describes float weights that are merely stored without zeros."""
-    return sparsity_of(block) is not None and not block.get("config_groups")
+    """Return whether a ``quantization_config`` quantizes no weights: it is left over, or for the KV cache alone."""
+    groups = block.get("config_groups") or {}
+    return _method(block) == COMPRESSED_TENSORS and not any(
+        not isinstance(group, dict) or group.get("weights")
+        for group in (groups.values() if isinstance(groups, dict) else groups)
+    )
 
 
-def _arguments(quant: str) -> dict[str, Any]:
+def _method(block: Mapping[str, Any]) -> Any:
+    """Return the quant_method; the oldest blocks, of pruning alone, name none."""
+    return block.get("quant_method") or (COMPRESSED_TENSORS if block.get("sparsity_config") else None)
+
+
+def _arguments(quant: str, strategy: str = "channel") -> dict[str, Any]:
     common = {"num_bits": 8, "type": KINDS[quant][0], "symmetric": True}
     return {
-        "weights": {**common, "strategy": "channel", "dynamic": False},
+        "weights": {**common, "strategy": strategy, "dynamic": False},
         "input_activations": {**common, "strategy": "token", "dynamic": True},
     }
 
@@ -204,35 +216,33 @@ def _arguments(quant: str) -> dict[str, Any]:
 def rewritten_block(
     block: Mapping[str, Any],
     source: Quantization,
-    quant_of: Callable[[Scheme], str],
+    written: Mapping[str, tuple[str, str]],
     unquantized: Iterable[str],
 ) -> dict[str, Any]:
-    """Return the ``quantization_config`` for a source whose layers are requantized as in `new_block`.
+    """Return the ``quantization_config`` for a quantized source.
 
     Args:
         block: the source's, from which ``source`` was parsed.
-        quant_of: returns the output type of the layers of a scheme.
+        written: config group -> type and granularity of weight scales in the output.
         unquantized: names of layers to add to the ignore list.
 
-    Targets, KV cache and ignore list are kept.  Groups without weights are dropped unless they are for attention,
-    because vLLM reads no others.
+    Targets, KV cache and ignore list are kept.  Of the groups without weights, vLLM reads those for attention alone.
     """
-    written = {name: quant_of(scheme) for name, scheme in source.groups.items() if scheme}
-    quants = sorted(set(written.values()))
-    kv_cache = {"kv_cache_scheme": block["kv_cache_scheme"]} if block.get("kv_cache_scheme") else {}
+    quants = sorted({quant for quant, _ in written.values()})
     if source.method == FP8_METHOD:
-        return {**new_block(quants[0], ignore_list(unquantized)), **kv_cache}
+        return new_block(quants[0], ignore_list(unquantized), source.kv_cache)
     groups = {}
     for name, group in block["config_groups"].items():
         if name in written:
-            groups[name] = {**group, **_arguments(written[name])}
+            groups[name] = {**group, **_arguments(*written[name])}
             if len(quants) > 1 or group.get("format"):
-                groups[name]["format"] = f"{KINDS[written[name]][0]}-quantized"
-        elif all(target.endswith("Attention") for target in group["targets"]):
+                groups[name]["format"] = f"{KINDS[written[name][0]][0]}-quantized"
+        elif len(group["targets"]) == 1 and group["targets"][0].endswith("Attention"):
             groups[name] = dict(group)
     form = MIXED if len(quants) > 1 else f"{KINDS[quants[0]][0]}-quantized"
     ignore = [*source.ignore, *sorted(set(unquantized) - set(source.ignore))]
-    return {**block, "format": form, "config_groups": groups, "ignore": ignore}
+    kept = {key: value for key, value in block.items() if key != "transform_config"}
+    return {**kept, "format": form, "config_groups": groups, "ignore": ignore}
 
 
 def parse_block(block: Mapping[str, Any], tensors: Iterable[str] = ()) -> Quantization:
@@ -250,7 +260,7 @@ def parse_block(block: Mapping[str, Any], tensors: Iterable[str] = ()) -> Quanti
 
 
 def _parsed(block: Mapping[str, Any], tensors: Iterable[str]) -> Quantization:
-    method = block.get("quant_method")
+    method = _method(block)
     if method == FP8_METHOD:
         return _fp8(block, tensors)
     if method not in (COMPRESSED_TENSORS, QUANT_METHOD):
@@ -265,18 +275,53 @@ def _parsed(block: Mapping[str, Any], tensors: Iterable[str]) -> Quantization:
         raise _refusal(
             f"weights stored as {shown(stored)}", f"plain ones and {', '.join(SPARSE_FORMATS)} are"
         )
-    if block.get("transform_config"):
-        raise _refusal("a transform_config (rotations of the activations)", "checkpoints without one are")
-    configs = block.get("config_groups")
-    if not isinstance(configs, dict) or not configs:
-        raise _refusal(f"config_groups {shown(configs)}", "an object with a group for Linear is")
+    is_rotated = bool(block.get("transform_config"))
+    if is_rotated and not _is_folded(block["transform_config"]):
+        raise _refusal(
+            "a transform_config of rotations while serving", "rotations folded into the weights are"
+        )
+    configs = block.get("config_groups") or {}
+    if not isinstance(configs, dict):
+        raise _refusal(f"config_groups {shown(configs)}", "an object of groups is")
     groups = {name: _group(shown(name), group, block.get("format")) for name, group in configs.items()}
-    if not any(groups.values()):
-        raise _refusal(f"no weights in {', '.join(groups)}", "a group with 8-bit weights is")
     targets = {
         target: groups[name] for name, group in configs.items() for target in _targets(shown(name), group)
     }
-    return Quantization(groups, targets, _ignore(block, "ignore"))
+    return Quantization(
+        groups, targets, _ignore(block, "ignore"), kv_cache=_kv_cache(block), is_rotated=is_rotated
+    )
+
+
+def _is_folded(transforms: Any) -> bool:
+    """Return whether all transforms of a ``transform_config`` apply to weights, as SpinQuant's R1 and R2."""
+    try:
+        schemes = transforms["config_groups"].values()
+        places = {place["location"] for scheme in schemes for place in scheme["apply"]}
+        return places <= {"weight_input", "weight_output"}
+    except (TypeError, KeyError, AttributeError):
+        return False
+
+
+def _kv_cache(block: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the scheme of the KV cache; AutoFP8 names its only one "static".
+
+    Raises CheckpointError for one that vLLM (0.28) refuses.
+    """
+    scheme = block.get("kv_cache_scheme")
+    if not scheme:
+        return None
+    if scheme == "static" and block.get("quant_method") == FP8_METHOD:
+        return {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    keys = ("num_bits", "type", "symmetric", "strategy")
+    found = {key: scheme.get(key) for key in keys} if isinstance(scheme, dict) else scheme
+    common = {"num_bits": 8, "type": "float", "symmetric": True}
+    if found not in [{**common, "strategy": strategy} for strategy in ("tensor", "attn_head")]:
+        raise CheckpointError(
+            f"the source's kv_cache_scheme {shown(found)} is not served by vLLM, which takes symmetric 8-bit floats "
+            "per tensor or attn_head; remove it from config.json to serve the KV cache unquantized"
+        )
+    assert isinstance(scheme, dict)
+    return scheme
 
 
 def _fp8(block: Mapping[str, Any], tensors: Iterable[str]) -> Quantization:
@@ -293,7 +338,7 @@ def _fp8(block: Mapping[str, Any], tensors: Iterable[str]) -> Quantization:
     else:
         scheme = Scheme("fp8", "block", "per group", _block_size(size, "weight_block_size"), _SCALE_INV)
     ignore = _ignore(block, "ignored_layers") or _ignore(block, "modules_to_not_convert")
-    return Quantization({FP8_METHOD: scheme}, {"Linear": scheme}, ignore, FP8_METHOD)
+    return Quantization({FP8_METHOD: scheme}, {"Linear": scheme}, ignore, FP8_METHOD, _kv_cache(block))
 
 
 def _ignore(block: Mapping[str, Any], key: str) -> tuple[str, ...]:
@@ -301,6 +346,16 @@ def _ignore(block: Mapping[str, Any], key: str) -> tuple[str, ...]:
     if not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
         raise _refusal(f"an {key} list that is not a list of names", "a list of names is")
     return tuple(ignore)
+
+
+# KV cache scales by names of other tools: one for keys and values, or below the projection whose output they scale
+_KV_SCALE = re.compile(r"\A(.*\.)(?:kv_scale|([qkv])_proj\.output_scale|(?:qk)?[qkv]_proj\.([qkv])_scale)\Z")
+
+
+def kv_scale_names(tensor: str) -> tuple[str, ...]:
+    """Return the names by which vLLM loads a scale of the KV cache by one of these names; none for other tensors."""
+    match = _KV_SCALE.match(tensor)
+    return tuple(f"{match[1]}{part}_scale" for part in match[2] or match[3] or "kv") if match else ()
 
 
 def _targets(name: str, group: Mapping[str, Any]) -> list[str]:
@@ -314,14 +369,14 @@ def _group(name: str, group: Any, form: Any) -> Scheme | None:
     """Parse a config group with the defaults of compressed-tensors; ``form`` is the checkpoint's format."""
     if not isinstance(group, dict):
         raise _refusal(f"{name} that is not an object", "weights and input_activations are")
-    if group.get("weights") is None:
+    if not group.get("weights"):
         return None
     weights, inputs = group["weights"], group.get("input_activations") or {}
     if not isinstance(weights, dict) or not isinstance(inputs, dict):
         raise _refusal(f"weights or input_activations that are no objects in {name}", "objects are")
     bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
     quant = next((quant for quant, (type_, _) in KINDS.items() if (type_, 8) == (kind, bits)), None)
-    if not weights or quant is None:
+    if quant is None:
         raise _refusal(
             f"{shown(bits)}-bit {shown(kind)} weights in {name}", "8-bit int and float weights are"
         )
@@ -345,7 +400,7 @@ def _group(name: str, group: Any, form: Any) -> Scheme | None:
     return Scheme(quant, strategy, _activations(name, inputs, size is not None), size)
 
 
-def _strategy(arguments: Mapping[str, Any]) -> str:
+def _strategy(arguments: Mapping[str, Any]) -> Any:
     return arguments.get("strategy") or ("group" if arguments.get("group_size") else "tensor")
 
 
@@ -355,7 +410,7 @@ def _activations(name: str, inputs: Mapping[str, Any], by_block: bool) -> str:
     if dynamic is False and strategy == "tensor":
         return "static"
     names = {"token": "per token", "tensor": "dynamic", **({"group": "per group"} if by_block else {})}
-    if dynamic is not True or strategy not in names:
+    if dynamic is not True or not isinstance(strategy, str) or strategy not in names:
         raise _refusal(
             f"activations not quantized per token in {name}", "static or dynamic per-token ones are"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -159,6 +160,7 @@ def convert(
     from slidesparse.checkpoint.hub import local_folder
     from slidesparse.convert.options import ConvertOptions, parse_layer_pattern
     from slidesparse.convert.stream import convert as run
+    from slidesparse.serving import Skeletons, is_available
 
     calibration = {
         "samples": samples,
@@ -178,8 +180,13 @@ def convert(
         budget=budget,
         calibration=_calibration(calib, calibration),
     )
-    with byte_progress(lines=True) as progress:
-        result = run(local_folder(source), target, options, dry_run=dry_run, progress=progress)
+    with (
+        Skeletons() if is_available() else nullcontext() as skeletons,
+        byte_progress(lines=True) as progress,
+    ):
+        result = run(
+            local_folder(source), target, options, dry_run=dry_run, progress=progress, skeletons=skeletons
+        )
     _warn(result)
     _summarize(result, dry_run)
 
@@ -220,6 +227,10 @@ def _warn(report: Report) -> None:
         warn(TERNARY if report.ternary else WITHOUT_CALIBRATION)
     if report.note:
         warn(report.note, "note")
+    if report.unserved:
+        warn(
+            f"the vLLM that is installed here does not serve this model, converted or not: {report.unserved}"
+        )
     if report.budget and not report.budget.within_budget:
         warn(
             f"{report.budget.budget.goal} is exceeded: {report.budget.summary}; this checkpoint came closest of "

@@ -13,10 +13,8 @@ from slidesparse.cli.console import Json, application, out, warn
 from slidesparse.errors import SlideSparseError
 
 if TYPE_CHECKING:
-    from slidesparse.evaluate.embedding import Embedding
     from slidesparse.evaluate.engine import Engine
-    from slidesparse.evaluate.intervals import Interval
-    from slidesparse.evaluate.perplexity import Perplexity
+    from slidesparse.evaluate.perplexity import Interval, Perplexity
 
 
 Folder = Annotated[Path, typer.Argument(help="The checkpoint to evaluate.", metavar="DIR")]
@@ -68,54 +66,17 @@ def perplexity(
     as_json: Json = False,
 ) -> None:
     """Measure the perplexity of a language model; with --against, also top-1 agreement and KL divergence."""
-    from slidesparse.evaluate.perplexity import measure, require_language_model
-    from slidesparse.evaluate.texts import window_of, windows
+    from slidesparse.evaluate.perplexity import measure
+    from slidesparse.evaluate.texts import config_of, window_of, windows
 
     for folder in filter(None, (model, against)):
-        require_language_model(folder)
+        config_of(folder)  # raises an error unless it is a checkpoint
     if seqlen is None:
         seqlen = window_of(model, *([against] if against else []))
     ids = windows(data, model, seqlen, samples)
     result = measure(model, ids, against, top, _engine(option, log))
     _warn(result)
     print(json.dumps(result.to_json(), indent=2)) if as_json else _show_perplexity(result)
-
-
-@app.command()
-def embedding(
-    model: Folder,
-    data: Annotated[
-        str,
-        typer.Option(
-            help='FILE.jsonl with lines {"text": ...}, or {"query": ..., "text": ...} for retrieval.',
-            metavar="FILE",
-        ),
-    ],
-    against: Against = None,
-    samples: Samples = None,
-    longest: Annotated[
-        int | None,
-        typer.Option(
-            help="Maximum tokens per text; longer texts are truncated. Default 256, or the model's maximum if that is "
-            "less.",
-            metavar="N",
-        ),
-    ] = None,
-    option: Options = None,
-    log: Log = None,
-    as_json: Json = False,
-) -> None:
-    """Measure embeddings: cosine to those of --against, and for query-text pairs also retrieval."""
-    from slidesparse.evaluate.embedding import measure
-    from slidesparse.evaluate.texts import config_of, longest_text_of, texts_or_pairs
-
-    for folder in filter(None, (model, against)):
-        config_of(folder)  # raises an error unless it is a checkpoint
-    if longest is None:
-        longest = longest_text_of(model, *([against] if against else []))
-    result = measure(model, texts_or_pairs(data, model, samples, longest), against, _engine(option, log))
-    _warn(result)
-    print(json.dumps(result.to_json(), indent=2)) if as_json else _show_embedding(result)
 
 
 def _engine(options: list[str] | None, log: Path | None) -> Engine:
@@ -133,7 +94,7 @@ def _engine(options: list[str] | None, log: Path | None) -> Engine:
     return Engine(arguments, log)
 
 
-def _warn(result: Perplexity | Embedding) -> None:
+def _warn(result: Perplexity) -> None:
     """Warn if a converted checkpoint was not served by the plugin."""
     from slidesparse.checkpoint.metadata import KEY
     from slidesparse.evaluate.texts import config_of
@@ -146,10 +107,9 @@ def _warn(result: Perplexity | Embedding) -> None:
             )
 
 
-def _show(name: str, interval: Interval | None, digits: int = 4, unit: str = "") -> None:
-    if interval is not None:
-        low, high = (f"{value:.{digits}f}{unit}" for value in (interval.low, interval.high))
-        out.print(escape(f"{name:22} {interval.value:.{digits}f}{unit}  (95%: {low} to {high})"))
+def _show(name: str, interval: Interval, digits: int = 4, unit: str = "") -> None:
+    low, high = (f"{value:.{digits}f}{unit}" for value in (interval.ci_low, interval.ci_high))
+    out.print(escape(f"{name:22} {interval.value:.{digits}f}{unit}  (95%: {low} to {high})"))
 
 
 def _show_perplexity(result: Perplexity) -> None:
@@ -163,16 +123,3 @@ def _show_perplexity(result: Perplexity) -> None:
     _show("increase", result.comparison.delta_pct, 3, "%")
     _show("top-1 agreement", result.comparison.top1)
     _show("KL divergence" if result.comparison.exact else "KL divergence >=", result.comparison.kl, 5)
-
-
-def _show_embedding(result: Embedding) -> None:
-    out.print(escape(f"{'model':22} {result.model}: {result.served_by or 'stock vLLM'}"))
-    if result.against:
-        out.print(escape(f"{'against':22} {result.against}: {result.against_served_by or 'stock vLLM'}"))
-    out.print(f"{'data':22} {result.texts} texts")
-    _show("mean cosine", result.cosine_mean)
-    _show("cosine, 1st percentile", result.cosine_p1)
-    _show("top-10 overlap", result.top10)
-    _show("MRR", result.mrr)
-    _show("against: MRR", result.mrr_against)
-    _show("MRR loss", result.mrr_loss)

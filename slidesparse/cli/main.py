@@ -87,15 +87,6 @@ def _show_layers(report: CheckpointReport) -> None:
         out.print(f"{count} weights of routed experts in {dtype}, which are not pruned")
     if report.unread:
         out.print(f"weights in another tool's format, which are not read: {report.unread}")
-    if report.fits:
-        out.print(
-            f"{report.fits[0].zeros:.1%} of the ternary weights are zero. What each pattern would prune:"
-        )
-    for fit in report.fits:
-        out.print(
-            f"  {fit.pattern:6} {fit.share_over:6.2%} of the blocks have too many non-zeros, "
-            f"{fit.share_gone:6.2%} of the non-zeros would be pruned"
-        )
     total = sum(layer.bytes for layer in report.layers)
     out.print(f"{len(report.layers)} layers, {total / 1e6:.1f} MB, {report.violations} violations")
 
@@ -113,32 +104,10 @@ def _cells(layer: LayerReport) -> tuple[str, ...]:
     )
 
 
-def verify(
-    first: Annotated[str, typer.Argument(help="Any checkpoint folder, or ORG/NAME on the Hub.", metavar="A")],
-    second: Annotated[str, typer.Argument(help="The checkpoint to compare it with.", metavar="B")],
-    as_json: Json = False,
-) -> None:
-    """Check that two checkpoints hold the same weights bit for bit, in any layout or sharding; exit 1 if not."""
-    from slidesparse.checkpoint.hub import local_folder
-    from slidesparse.checkpoint.inspection import verify as run
-
-    comparison = run(local_folder(first), local_folder(second))
-    if as_json:
-        print(json.dumps(comparison.to_json(), indent=2))
-    elif comparison.difference:
-        out.print(escape(f"different: {comparison.difference}"))
-    else:
-        out.print(
-            escape(f"equal: {comparison.tensors} tensors, {comparison.slided} of them in the slided layout")
-        )
-    raise typer.Exit(0 if comparison.equal else FAILED)
-
-
 app.command("doctor")(doctor.doctor)  # in the order of --help
 app.command("convert")(convert.convert)
 app.command("tune")(tune.tune)
 app.command("inspect")(inspect)
-app.command("verify")(verify)
 app.command("build")(build.build_targets)
 app.command("synth")(synth.synth)
 app.add_typer(evaluate.app, name="eval")

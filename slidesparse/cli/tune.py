@@ -19,11 +19,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from slidesparse.cli.console import Json, err
 
 if TYPE_CHECKING:
-    from slidesparse.tune.jobs import Job, KernelJob
     from slidesparse.tune.machine import Gpu
     from slidesparse.tune.session import Session
     from slidesparse.tune.shapes import Layer
 
+MAX_SHOWN = 5  # refusals of libraries
 Shapes = Annotated[str | None, typer.Option(help="Weight shapes instead of a model, as NxK,NxK.")]
 Tokens = Annotated[
     str | None, typer.Option("--m", help="Numbers of tokens, comma-separated; default 64 to 16384.")
@@ -32,8 +32,6 @@ Limit = Annotated[
     float | None,
     typer.Option("--time-limit", help="Stop after this many seconds; repeat the command to continue."),
 ]
-
-TRITON = "triton"  # in --library, beside backends: the kernels of `slidesparse.kernels`
 
 
 def tune(
@@ -61,8 +59,7 @@ def tune(
     library: Annotated[
         str | None,
         typer.Option(
-            help="Backends to tune, comma-separated; triton stands for the Triton kernels that quantize and scale. "
-            "Default: those that serve sparse layers on this GPU."
+            help="Backends to tune, comma-separated; default: the one that serves sparse layers on this GPU."
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Tune again what is already in the tables.")] = False,
@@ -74,7 +71,7 @@ def tune(
     from slidesparse import gemm
     from slidesparse.gemm.tuned import tables_folder
     from slidesparse.tune import machine
-    from slidesparse.tune.jobs import gemm_jobs, kernel_jobs
+    from slidesparse.tune.jobs import gemm_jobs
     from slidesparse.tune.jobs import tune as run
     from slidesparse.tune.shapes import FEW_TOKENS, MIXED_PATTERNS, PATTERNS, parse_choice, parse_patterns
 
@@ -84,27 +81,19 @@ def tune(
         machine.SERVED_DTYPES,
     )
     dtypes = parse_choice("--dtype", dtype, machine.SERVED_DTYPES) if dtype else own_dtypes
-    names = parse_choice("--library", library, (*machine.tunable_names(), TRITON)) if library else None
+    names = parse_choice("--library", library, machine.tunable_names()) if library else None
     patterns = parse_patterns(pattern, mixed=True) if pattern else own_patterns
     tokens = parse_token_counts(m)
     gpu = machine.require_gpu()
-    if not names:
-        chosen = gemm.choose(gemm.SPARSE, gpu.device)[0]
-        names = (chosen,) if gemm.get(chosen).fuses else (chosen, TRITON)
-    backends = [name for name in names if name != TRITON]
-    if m is None and any(gemm.get(name).fuses for name in backends):
+    names = names or (gemm.choose(gemm.SPARSE, gpu.device)[0],)
+    if m is None and any(gemm.get(name).fuses for name in names):
         tokens = (*FEW_TOKENS, *tokens)
-    todo: list[Job | KernelJob] = []
-    todo += gemm_jobs(machine.require_libraries(gpu, backends), layers, dtypes, patterns, tokens)
-    todo += kernel_jobs(layers, dtypes, patterns, tokens) if TRITON in names else ()
+    todo = gemm_jobs(machine.require_libraries(gpu, names), layers, dtypes, patterns, tokens)
     with open_session(gpu, began, time_limit) as (session, bar):
         start_progress(bar, sum(len(job.tokens) for job in todo))
-        summary = run(session, todo, force)
+        finished, counts = run(session, todo, force)
         cells = cell_counts(bar)
-    counts = {name: getattr(summary, name) for name in ("tuned", "known", "algorithms", "refused", "wrong")}
-    print_result(
-        summary.finished, summary.skipped, {**counts, "tables": str(tables_folder()), **cells}, as_json
-    )
+    print_result(finished, session.skipped, {**counts, "tables": str(tables_folder()), **cells}, as_json)
 
 
 def _converted_types(models: str | None) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
@@ -172,10 +161,10 @@ def parse_models(names: str | None, shapes: str | None) -> list[tuple[str, tuple
 
 
 def print_result(finished: bool, skipped: Sequence[str], result: dict[str, Any], as_json: bool) -> None:
-    from slidesparse.tune.session import summarize_skipped
-
-    for line in summarize_skipped(skipped):
+    for line in skipped[:MAX_SHOWN]:
         err.print(escape(f"note: {line}"))
+    if len(skipped) > MAX_SHOWN:
+        err.print(f"note: and {len(skipped) - MAX_SHOWN} more")
     if not finished:
         err.print("the time limit was reached; repeat the command to continue")
     if as_json:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +34,7 @@ from slidesparse.checkpoint.storage import (
 from slidesparse.checkpoint.w8a8 import KINDS
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.source import Converted, Quantized, Source, source_of
+from slidesparse.errors import CalibrationError
 from slidesparse.pattern import Pattern
 
 # Reasons for leaving a two-dimensional weight unchanged
@@ -42,11 +43,21 @@ BY_IGNORE, BY_SOURCE, NOT_LINEAR = (
     "not quantized in the source",
     "not a linear layer of a transformer block",
 )
+UNSERVED = "vLLM does not quantize it"
+SPLIT = "stored as one matrix of several layers"
 JOINED = "routed experts in one tensor, which vLLM serves unquantized"
 # Reasons for quantizing a linear layer without pruning it
 BY_LAYER, BY_BUDGET = "--layer", "by the budget"
 ROUTED = "routed experts, which vLLM serves dense"
 QUANTIZED = "quantized in the source, but not a linear layer of a transformer block"
+
+
+@dataclass(frozen=True)
+class Served:
+    """The linear layers of a model in vLLM, as far as they are known."""
+
+    unquantized: frozenset[str] = frozenset()  # layers, by the checkpoint's names, that it never quantizes
+    names: Mapping[str, Sequence[str]] = field(default_factory=dict)  # layer -> vLLM's names of it
 
 
 @dataclass(frozen=True)
@@ -129,7 +140,7 @@ class ConversionPlan:
 
 
 def _json(value: object) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(value, indent=2) + "\n").encode()
 
 
 class Planner:
@@ -142,20 +153,16 @@ class Planner:
     """
 
     def __init__(self, checkpoint: Checkpoint, options: ConvertOptions, source: Source | None = None) -> None:
-        self.checkpoint, self.options = checkpoint, options
+        self.checkpoint, self.options, self.served = checkpoint, options, Served()
         self.routed = naming.experts(checkpoint.tensors)
         self.source = source or source_of(checkpoint, options.quant, bool(self.routed))
         if isinstance(self.source, Converted):
             _require_layout_alone(self.source.metadata, options)
         elif options.calibration:
             self.source.require_calibration()
-
-    @cached_property
-    def skeleton(self) -> Skeleton:
-        """The modules of the model, whose shapes the checkpoint's tensors must have."""
-        skeleton = Skeleton(self.checkpoint)
-        skeleton.require_tensors()
-        return skeleton
+        self.skeleton = Skeleton(checkpoint)
+        pruned = self.source.metadata.layers if self.source.metadata else {}
+        self.skeleton.require_tensors({name: entry.in_features for name, entry in pruned.items()})
 
     @cached_property
     def model(self) -> Model:
@@ -187,8 +194,7 @@ class Planner:
         widths = {name: source.in_features(name) for name in patterns}
         if not source.metadata:
             for layer in self._other_matrices({*patterns, *source.heads}):
-                is_float = isinstance(source, Quantized) and source.quantization.ignores(layer)
-                kept.setdefault(layer, BY_SOURCE if is_float else NOT_LINEAR)
+                kept.setdefault(layer, self._why_kept(layer))
         entries = {name: LayerEntry(pattern, widths[name]) for name, pattern in patterns.items() if pattern}
         metadata = Metadata(
             self._commonest(entries) if by_budget else options.pattern,
@@ -244,6 +250,7 @@ class Planner:
         groups = [*self._groups(candidates), *expert_groups] if self.options.ignore else []
         ignored = naming.matched(layers, groups, self.options.ignore, BY_IGNORE)
         kept = {name: BY_IGNORE for name in layers if name in ignored}
+        kept |= {name: UNSERVED for name in layers if name in self.served.unquantized}
         if isinstance(self.source, Quantized) and self.source.requantizes:
             self._require_none_ignored(self.source, kept)
         kept = {name: BY_SOURCE for name in layers if self.source.is_float(name)} | kept
@@ -256,8 +263,13 @@ class Planner:
         return chosen, kept
 
     def _groups(self, layers: Collection[str]) -> list[tuple[str, ...]]:
-        """Return the groups of ``layers`` that vLLM may fuse."""
-        fused = (group for number in range(self.model.blocks) for group in self.model.fused(number))
+        """Return the groups of ``layers`` that vLLM may fuse; none of a model that transformers cannot run."""
+        try:
+            fused = [group for number in range(self.model.blocks) for group in self.model.fused(number)]
+        except CalibrationError:
+            if self.options.calibration:
+                raise
+            return []  # vLLM itself refuses a part of a fused layer
         groups = (tuple(name for name in group if name in layers) for group in fused)
         return [group for group in groups if len(group) > 1]
 
@@ -301,6 +313,12 @@ class Planner:
             if is_matrix and layer not in excluded and name not in tables:
                 yield layer
 
+    def _why_kept(self, layer: str) -> str:
+        """Return the reason for leaving a matrix unchanged that is no linear layer of a block."""
+        if isinstance(self.source, Quantized) and self.source.quantization.ignores(layer):
+            return BY_SOURCE
+        return SPLIT if self.skeleton.converted(layer + WEIGHT) else NOT_LINEAR
+
     # The output
 
     def _output(
@@ -318,7 +336,7 @@ class Planner:
         if layer in self.source.heads and layer != name:
             return Output(spec, stored.file, (spec._replace(dtype=self._float_dtype()),), layer=None)
         if layer == name or layer not in patterns:
-            return Output(spec, stored.file, (spec,))
+            return Output(spec, stored.file, tuple(spec._replace(name=n) for n in self.source.names(name)))
         entry, rows = entries.get(layer), spec.shape[0]
         columns = entry.columns(self.options.layout) if entry else self.source.in_features(layer)
         specs = [TensorSpec(name, KINDS[self.source.quant(layer)][1], (rows, columns))]
@@ -340,7 +358,8 @@ class Planner:
                 continue
             experts = naming.joined_experts(name) if reason == JOINED else None
             names += [naming.inside(experts)] if experts else naming.serving_names(name)
-        return names
+            names += self.served.names.get(name, ())
+        return list(dict.fromkeys(names))
 
     def _config(self, block: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
         config = {key: value for key, value in self.checkpoint.config.items() if key not in QUANTIZATION}

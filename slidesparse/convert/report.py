@@ -55,6 +55,7 @@ class Report:
     ternary: bool = False  # whether the source is a BitNet model
     newly_pruned: bool = True  # whether weights were pruned, which did not obey their patterns yet
     left_out: tuple[str, ...] = ()  # files of the source that were not copied
+    unserved: str = ""  # why the vLLM that is installed does not serve the model
 
     @property
     def pruned(self) -> tuple[str, ...]:

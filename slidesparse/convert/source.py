@@ -1,4 +1,4 @@
-"""What a checkpoint to convert holds: floats, quantized weights, or weights that were pruned before.
+"""The source of a conversion, as an object: floats, quantized weights, or weights that were pruned before.
 
 A source answers for each linear layer what is written for it, and makes it, rows at a time.  To read another format,
 write a `Source`, and return it from `source_of`.
@@ -16,15 +16,15 @@ from torch import Tensor
 from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.converted import require_shape, restore
 from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, Metadata
-from slidesparse.checkpoint.names import HEAD, SCALE, WEIGHT, ZERO_POINT, layer_names
+from slidesparse.checkpoint.names import BIAS, HEAD, SCALE, WEIGHT, ZERO_POINT, layer_names
 from slidesparse.checkpoint.storage import DTYPES, FLOATS, Checkpoint, CheckpointError, Reader
 from slidesparse.checkpoint.w8a8 import (
     FP8_METHOD,
     KINDS,
     Quantization,
     Scheme,
-    holds_floats,
     ignore_list,
+    kv_scale_names,
     new_block,
     parse_block,
     require_float,
@@ -34,9 +34,8 @@ from slidesparse.checkpoint.w8a8 import (
 from slidesparse.errors import CalibrationError
 from slidesparse.quantize import dequantize_blocks, dequantize_rows, quantize_rows
 
+UNQUANTIZED = Quantization({}, {})
 Prune = Callable[[Tensor], Tensor]  # rows [n, K] -> the same rows, pruned, in their dtype
-
-KV_SCALES = (".output_scale", ".k_scale", ".v_scale")  # suffixes of a layer's name for a quantized KV cache
 
 
 class Source(ABC):
@@ -49,8 +48,10 @@ class Source(ABC):
     metadata: Metadata | None = None  # of a source that was pruned before
     heads: Mapping[str, Scheme] = {}  # lm_heads that are quantized and must be written as floats
 
-    def __init__(self, checkpoint: Checkpoint, quant: str | None) -> None:
-        self.checkpoint = checkpoint
+    def __init__(
+        self, checkpoint: Checkpoint, quant: str | None, quantization: Quantization = UNQUANTIZED
+    ) -> None:
+        self.checkpoint, self.quantization = checkpoint, quantization
         self._quant = quant or "int8"
 
     @abstractmethod
@@ -77,13 +78,40 @@ class Source(ABC):
         """Return whether a quantized source keeps a layer in floats."""
         return False
 
+    def names(self, tensor: str) -> tuple[str, ...]:
+        """Return the names by which a tensor that is not converted is written."""
+        return kv_scale_names(tensor) or (tensor,)
+
     def dropped(self, layers: Collection[str]) -> dict[str, str]:
-        """Return the tensors that are not written, each with what is done instead."""
-        return {}
+        """Return the tensors of ``layers`` that the output's format lacks, each with what is said of it, or "".
+
+        A layer has a weight, a bias and a scale, and possibly scales of the KV cache.
+        """
+        known = (WEIGHT, BIAS)
+        dropped = {}
+        for name in self.checkpoint.tensors:
+            parts = name.split(".")
+            prefixes = (".".join(parts[:count]) for count in range(1, len(parts)))
+            layer = next((prefix for prefix in prefixes if prefix in layers), None)
+            suffix = name.removeprefix(layer or "")
+            if layer and suffix not in known and not kv_scale_names(name) and not self.keeps(layer, suffix):
+                dropped[name] = self.reason(suffix)
+        return dropped
+
+    def keeps(self, layer: str, suffix: str) -> bool:
+        """Return whether a further tensor of a layer is copied."""
+        return False
+
+    def reason(self, suffix: str) -> str:
+        """Return what is said of the dropped tensors of a suffix, or ""."""
+        return f"{suffix} tensors removed, which W8A8 lacks"
 
     def changes(self, layers: Collection[str]) -> Iterator[str]:
         """Describe the changes to the source's quantization."""
-        yield from ()
+        if self.quantization.is_rotated:
+            yield "transform_config removed, as its rotations are folded into the weights"
+        reasons = Counter(reason for reason in self.dropped(layers).values() if reason)
+        yield from (f"{count} {words}" for words, count in reasons.items())
 
     def require_calibration(self) -> None:
         """Raise CalibrationError unless the weights can be calibrated."""
@@ -105,7 +133,7 @@ class Floats(Source):
         return quantize_rows(values, DTYPES[KINDS[self._quant][1]], "cuda")
 
     def config(self, layers: Collection[str], ignored: Collection[str]) -> dict[str, Any]:
-        return new_block(self._quant, ignore_list(ignored))
+        return new_block(self._quant, ignore_list(ignored), self.quantization.kv_cache)
 
 
 class Quantized(Source):
@@ -115,11 +143,15 @@ class Quantized(Source):
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, quant: str | None, block: Mapping[str, Any], has_experts: bool
+        self,
+        checkpoint: Checkpoint,
+        quant: str | None,
+        quantization: Quantization,
+        block: Mapping[str, Any],
+        has_experts: bool,
     ) -> None:
-        super().__init__(checkpoint, quant)
+        super().__init__(checkpoint, quant, quantization)
         self._block, self._asked = dict(block), quant
-        self.quantization: Quantization = parse_block(block, checkpoint.tensors)
         self.requantizes = self.quantization.rewritten(has_experts)
         for scheme in self.quantization.schemes:
             if not scheme.block and quant not in (None, scheme.quant):
@@ -193,40 +225,33 @@ class Quantized(Source):
             and self.checkpoint.require(name + WEIGHT).dtype not in FLOATS
         ]
 
+    def keeps(self, layer: str, suffix: str) -> bool:
+        return suffix == self._required(layer).scale and self.copies_scale(layer)
+
+    def reason(self, suffix: str) -> str:
+        """See `Source.dropped`; `changes` says enough of scales and zero points that requantization replaces."""
+        is_replaced = "scale" in suffix or "zero_point" in suffix
+        return "" if self.requantizes and is_replaced else super().reason(suffix)
+
     def dropped(self, layers: Collection[str]) -> dict[str, str]:
-        dropped = {}
-        for name in self.checkpoint.tensors:
-            layer, _, suffix = name.rpartition(".")
-            suffix = f".{suffix}"
-            if name.endswith(ZERO_POINT):
-                dropped[name] = "zero points removed, as the weights are symmetric"
-            elif layer in self.heads and name != layer + WEIGHT:
-                dropped[name] = ""  # said of the head
-            elif layer in layers and suffix == self._required(layer).scale and self.copies_scale(layer):
-                continue
-            elif layer in layers and suffix not in (
-                WEIGHT,
-                ".bias",
-                *(KV_SCALES if self._has_kv_scales else ()),
-            ):
-                known = (
-                    suffix in (SCALE, self._required(layer).scale)
-                    or "scale" in suffix
-                    or "zero_point" in suffix
-                )
-                dropped[name] = (
-                    "" if known and self.requantizes else f"{suffix} tensors removed, which W8A8 lacks"
-                )
-        return dropped
+        zero_points = (name for name in self.checkpoint.tensors if name.endswith(ZERO_POINT))
+        of_heads = (
+            name
+            for name in self.checkpoint.tensors
+            for head in self.heads
+            if name.startswith(f"{head}.weight_")
+        )
+        said = "zero points removed, as the weights are symmetric"
+        return {
+            **super().dropped(layers),
+            **dict.fromkeys(of_heads, ""),  # said of the head
+            **dict.fromkeys(zero_points, said),
+        }
 
     @property
     def replaces_ignore(self) -> bool:
         """Whether the output's ignore list is written anew, not the source's with additions."""
         return self.quantization.method == FP8_METHOD
-
-    @property
-    def _has_kv_scales(self) -> bool:
-        return bool(self._block.get("kv_cache_scheme"))
 
     def changes(self, layers: Collection[str]) -> Iterator[str]:
         counts: Counter[str] = Counter()
@@ -235,15 +260,16 @@ class Quantized(Source):
         yield from (f"{count} layers: {words}" for words, count in counts.items())
         for name in self.heads:
             yield f"{name} dequantized, as vLLM loads a quantized one only if a target names it"
-        reasons = Counter(reason for reason in self.dropped(layers).values() if reason)
-        yield from (f"{count} {words}" for words, count in reasons.items())
+        yield from super().changes(layers)
 
     def config(self, layers: Collection[str], ignored: Collection[str]) -> dict[str, Any]:
-        if not self.requantizes:
-            heads = {"ignore": [*self.quantization.ignore, *self.heads]} if self.heads else {}
-            return {**self._block, **heads}
-        unquantized = [*ignored, *self.heads]
-        return rewritten_block(self._block, self.quantization, self._quant_of, unquantized)
+        written = {
+            name: (self._quant_of(scheme), "channel" if self.requantizes else scheme.strategy)
+            for name, scheme in self.quantization.groups.items()
+            if scheme
+        }
+        unquantized = [*(ignored if self.requantizes else ()), *self.heads]
+        return rewritten_block(self._block, self.quantization, written, unquantized)
 
     def require_calibration(self) -> None:
         if not is_bitnet(self.checkpoint.config):
@@ -275,10 +301,9 @@ class Converted(Source):
     """A checkpoint that was pruned before, of which only the layout changes."""
 
     def __init__(self, checkpoint: Checkpoint, block: Mapping[str, Any], metadata: Metadata) -> None:
-        super().__init__(checkpoint, None)
+        super().__init__(checkpoint, None, parse_block(block, checkpoint.tensors))
         self._block, self._converted = dict(block), metadata
         self.metadata = metadata
-        self.quantization = parse_block(block, checkpoint.tensors)
 
     def quant(self, layer: str) -> str:
         scheme = self.quantization.scheme(layer, self.checkpoint.require(layer + WEIGHT).dtype)
@@ -299,6 +324,9 @@ class Converted(Source):
     def config(self, layers: Collection[str], ignored: Collection[str]) -> dict[str, Any]:
         return dict(self._block)
 
+    def keeps(self, layer: str, suffix: str) -> bool:
+        return suffix == SCALE
+
 
 def source_of(checkpoint: Checkpoint, quant: str | None, has_experts: bool) -> Source:
     """Return the source of a checkpoint.
@@ -316,11 +344,14 @@ def source_of(checkpoint: Checkpoint, quant: str | None, has_experts: bool) -> S
             f"the source says quant_method {QUANT_METHOD!r} but has no quantization_config.{KEY}, which "
             "holds its pattern and layout; start from the original checkpoint"
         )
-    if block is None or holds_floats(block):
+    if block is None:
         return Floats(checkpoint, quant)
     if metadata is not None and not _is_unpruned(metadata):
         return Converted(checkpoint, block, metadata)
-    return Quantized(checkpoint, quant, block, has_experts)
+    quantization = parse_block(block, checkpoint.tensors)
+    if not quantization.schemes:
+        return Floats(checkpoint, quant, quantization)
+    return Quantized(checkpoint, quant, quantization, block, has_experts)
 
 
 def _is_unpruned(metadata: Metadata) -> bool:

@@ -67,11 +67,13 @@ from slidesparse.convert.choose import Outcome, estimate, loss_cache, prune_with
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.plan import ConversionPlan, Output, Planner
 from slidesparse.convert.report import Facts, Report, layer_rows, read_back
+from slidesparse.convert.served import ask
 from slidesparse.convert.source import Quantized
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import MixedPattern, SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8
+from slidesparse.serving import Skeletons
 from slidesparse.slide import slide
 
 ROTATED = "the residual stream and the values of each attention head, folded into the weights"
@@ -98,6 +100,7 @@ def convert(
     *,
     dry_run: bool = False,
     progress: Progress = no_progress,
+    skeletons: Skeletons | None = None,
 ) -> Report:
     """Prune the linear layers of ``source`` and write the W8A8 checkpoint ``out``.
 
@@ -108,6 +111,7 @@ def convert(
         out: the folder to create; absent or empty.
         dry_run: plan and check everything that needs no weights; write nothing.
         progress: called with the phase, bytes done and total bytes.
+        skeletons: vLLM, where it is installed; it is asked what it would make of the output.
 
     The output is deterministic; with calibration, on the same machine.  Raises SlideSparseError (CheckpointError,
     MetadataError, PatternError or CalibrationError) before anything is written when the source or the options cannot be
@@ -127,6 +131,7 @@ def convert(
         require_resumable(out, _asked(options, options.calibration), options.calibration.resume)
     checkpoint, _ = open_checkpoint(source)
     planner, rotation = _planner(checkpoint, options)
+    unserved = ask(planner, skeletons) if skeletons else ""
     plan = planner.plan()
     task = _task(planner, plan) if options.calibration else None
     distillation = require_memory(task) if task and task.texts else ""
@@ -174,6 +179,7 @@ def convert(
         ternary=is_bitnet(checkpoint.config),
         newly_pruned=not plan.source.metadata and not result.sparse,
         left_out=tuple(map(str, left_out)),
+        unserved=unserved,
     )
 
 
@@ -186,10 +192,12 @@ def _planner(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Planner, 
     nothing = options.pattern.density == 1 and not options.budget
     if calibration is None or calibration.rotate == "off" or (nothing and calibration.rotate == "auto"):
         return planner, ""
-    if not isinstance(planner.source, Quantized):
+    if planner.source.quantization.kv_cache:
+        why_not = "the scales of its quantized KV cache hold for its own values"
+    elif not isinstance(planner.source, Quantized):
         untied = Planner(untie_head(checkpoint), options)
         with untied.checkpoint.reader() as reader:
-            why_not = rotation_obstacle(untied.model, reader) or _sparse(untied, reader)
+            why_not = rotation_obstacle(untied.model, reader) or _sparse(untied, reader) or ""
         if not why_not:
             return untied, ROTATED
     else:
@@ -283,8 +291,9 @@ def _write_calibrated(
         dense = _transformed(task, reader, work, rotate, progress)
         reader = dense.reader
         if rotate and not dense.rotated:  # a tied lm_head stays tied
-            planner = Planner(open_checkpoint(plan.checkpoint.folder)[0], options)
-            plan = planner.plan()
+            tied = Planner(open_checkpoint(plan.checkpoint.folder)[0], options)
+            tied.served = planner.served
+            planner, plan = tied, tied.plan()
         if options.budget:
             outcome = estimate(task, reader, work, options.budget, dense.rotated, progress)
 
@@ -525,13 +534,13 @@ def _write_chunk(
 ) -> None:
     layer, pattern, name = output.layer, output.pattern, output.source.name
     if layer is None:
-        if output.specs:
-            head = name.removesuffix(WEIGHT)
+        head = name.removesuffix(WEIGHT)
+        for spec in output.specs:
             if isinstance(plan.source, Quantized) and head in plan.source.heads:
                 values = plan.source.float_rows(reader, head, rows)
             else:
                 values = reader.rows(name, rows)  # float32 if it was rotated
-            writer.write(name, rows.start, values.to(DTYPES[output.specs[0].dtype]))
+            writer.write(spec.name, rows.start, values.to(DTYPES[spec.dtype]))
         return
     if codes and pattern:
         weight = codes.rows(layer + WEIGHT, rows)

@@ -1,4 +1,4 @@
-"""Run vLLM for one checkpoint in a separate process, and read its results."""
+"""Run vLLM for one checkpoint in a separate process, and read its results and its log."""
 
 from __future__ import annotations
 
@@ -18,21 +18,25 @@ from typing import Any
 import numpy as np
 
 from slidesparse.errors import INSTALL, EnvironmentFault, SlideSparseError
-from slidesparse.flags import DISABLE
+from slidesparse.resolve import SUMMARY
 
 WORKER = "slidesparse.evaluate.worker"
-SERVED_LINE = re.compile(r"SlideSparse (\S+ \([^)]*\): \d+ layers .*)")
 ERROR_LINE = re.compile(r"\b\w+(?:Error|Exception): .*")
 CONTINUED_ERROR = re.compile(r"ValidationError: \d+ ")  # from pydantic; the next line has the reason
-# Make the log contain the plugin's line, whatever the user configured
+# The log must contain the plugin's line, whatever the user configured
 LOGGING = {"VLLM_CONFIGURE_LOGGING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
 LOGGING_CONFIG = "VLLM_LOGGING_CONFIG_PATH"
 MAX_LINES, MAX_CHARACTERS = 5, 500  # lines of the log in an error message, and characters of each
 
 
+def summaries(log: str) -> list[dict[str, Any]]:
+    """Return what the plugin wrote of each model that it served: `slidesparse.vllm_patch.summary.Facts`."""
+    return [json.loads(line.partition(SUMMARY)[2]) for line in log.splitlines() if SUMMARY in line]
+
+
 @dataclass(frozen=True)
 class Scored:
-    """The arrays computed by an engine, and the plugin's line in its log, or "" if the plugin did not serve."""
+    """The arrays computed by an engine, and the plugin's words on the served layers, "" if it did not serve."""
 
     arrays: Mapping[str, np.ndarray]
     served_by: str
@@ -45,34 +49,29 @@ class Engine:
     options: Mapping[str, Any] = field(default_factory=dict)  # arguments of vllm.LLM
     log: Path | None = None  # file to append the engine's output to; None discards it
 
-    def score(
-        self, model: Path, task: str, ids: Sequence[Sequence[int]], top: int = 0, stock: bool = False
-    ) -> Scored:
-        """Run ``task`` of `slidesparse.evaluate.worker` on samples of token ``ids``.
+    def score(self, model: Path, ids: Sequence[Sequence[int]], top: int) -> Scored:
+        """Compute the arrays of `slidesparse.evaluate.worker` for samples of token ``ids``.
 
         Args:
             top: number of most likely tokens per position, or -1 for all.
-            stock: disable the plugin.
 
         Raises SlideSparseError with the cause from the engine's log, EnvironmentFault without vLLM.
         """
         if importlib.util.find_spec("vllm") is None:
             raise EnvironmentFault(f"evaluation serves the model, but vLLM is not installed: {INSTALL}")
-        longest = max(len(sample) for sample in ids)
-        if task == "perplexity":
-            longest += 1  # vLLM generates one token
+        longest = max(len(sample) for sample in ids) + 1  # vLLM generates one token
         options = {"enforce_eager": True, "max_model_len": longest, **self.options}
-        request = {"model": str(model), "task": task, "ids": ids, "top": top, "options": options}
+        request = {"model": str(model), "ids": ids, "top": top, "options": options}
         with tempfile.TemporaryDirectory() as folder:
             out, log = Path(folder) / "out.npz", self.log or Path(folder) / "log"
             with log.open("ab") as sink:
-                sink.write(f"# {task} of {model}\n".encode())
+                sink.write(f"# {model}\n".encode())
                 sink.flush()
                 start = sink.tell()
                 process = subprocess.run(
                     [sys.executable, "-m", WORKER, str(out)],
                     input=json.dumps(request).encode(),
-                    env=_environment(stock),
+                    env=_environment(),
                     stdout=sink,
                     stderr=sink,
                     check=False,
@@ -82,8 +81,8 @@ class Engine:
                 raise SlideSparseError(f"vLLM could not evaluate {model}:\n{find_errors(text)}")
             with np.load(out) as archive:
                 arrays = {name: archive[name] for name in archive.files}
-        served_line = SERVED_LINE.search(text)
-        return Scored(arrays, served_line[1] if served_line else "")
+        served = summaries(text)
+        return Scored(arrays, served[-1]["words"] if served else "")
 
 
 def vllm_command() -> str:
@@ -95,14 +94,14 @@ def vllm_command() -> str:
     return command
 
 
-def _environment(stock: bool) -> dict[str, str]:
+def _environment() -> dict[str, str]:
     """Return the environment of the worker: offline, and on CPUs not bound to cores, which others may use."""
     defaults = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    forced = {"HF_HUB_OFFLINE": "1"} | LOGGING | ({DISABLE: "1"} if stock else {})
+    forced = {"HF_HUB_OFFLINE": "1", **LOGGING}
     return {name: v for name, v in {**defaults, **os.environ, **forced}.items() if name != LOGGING_CONFIG}
 
 

@@ -2,23 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from slidesparse.checkpoint.names import CAUSAL, MULTIMODAL, other_use
 from slidesparse.checkpoint.tokens import require_ids
 from slidesparse.errors import SlideSparseError
 from slidesparse.evaluate.engine import Engine, Scored
-from slidesparse.evaluate.intervals import Array, Interval, bootstrap, ratio
-from slidesparse.evaluate.texts import config_of, vocabulary_of
+from slidesparse.evaluate.texts import config_number
 from slidesparse.evaluate.worker import MAX_LOGPROBS_AT_ONCE
 
 TOP = 20  # most likely tokens to compare, vLLM's default limit; -1 for all
 MAX_LOGPROBS = 2 * 10**8  # log-probabilities of all windows, of 8 bytes each
+ROUNDS, COVERAGE = 2000, 0.95  # of the bootstrap
+DRAWS = 2**24  # indices drawn at a time
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate and its bootstrap confidence interval at level COVERAGE."""
+
+    value: float
+    ci_low: float
+    ci_high: float
+
+
+def bootstrap(statistic: Callable[..., Array], *columns: Array) -> Interval:
+    """Return the percentile interval of ``statistic``, a function of arrays [..., samples] that returns [...].
+
+    Each of the ``columns`` has shape [samples].  A draw takes the same samples from all of them, so their values stay
+    paired.
+    """
+    count = len(columns[0])
+    generator = np.random.default_rng(0)
+    resampled, step = [], max(1, DRAWS // max(1, count))
+    for start in range(0, ROUNDS, step):
+        drawn = generator.integers(0, count, (min(step, ROUNDS - start), count))
+        resampled.append(statistic(*(column[drawn] for column in columns)))
+    low, high = np.quantile(np.concatenate(resampled), [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
+    return Interval(float(statistic(*columns)), float(low), float(high))
+
+
+def ratio(above: Array, below: Array) -> Array:
+    """Return the sum of ``above`` over the sum of ``below``, over the last dimension."""
+    return np.asarray(above.sum(-1, dtype=np.float64) / below.sum(-1, dtype=np.float64))
 
 
 @dataclass(frozen=True)
@@ -47,33 +79,18 @@ class Perplexity:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
-        fields: dict[str, Any] = {
-            "model": self.model,
-            "windows": self.windows,
-            "tokens": self.tokens,
-            "perplexity": self.perplexity.to_json(),
-            "served_by": self.served_by,
+        fields = asdict(self)
+        compared = fields.pop("comparison")
+        if compared is None:
+            del fields["against"], fields["against_served_by"]
+            return fields
+        kl = "kl" if compared["exact"] else "kl_at_least"
+        return fields | {
+            "against_perplexity": compared["perplexity"],
+            "delta_pct": compared["delta_pct"],
+            "top1_agreement": compared["top1"],
+            kl: compared["kl"],
         }
-        if self.comparison:
-            fields |= {
-                "against": self.against,
-                "against_perplexity": self.comparison.perplexity.to_json(),
-                "delta_pct": self.comparison.delta_pct.to_json(),
-                "top1_agreement": self.comparison.top1.to_json(),
-                "kl" if self.comparison.exact else "kl_at_least": self.comparison.kl.to_json(),
-                "against_served_by": self.against_served_by,
-            }
-        return fields
-
-
-def require_language_model(folder: Path) -> None:
-    """Raise SlideSparseError for a folder that is no checkpoint, and for a model that does not predict tokens."""
-    use = other_use(folder, config_of(folder))
-    if use:
-        raise SlideSparseError(
-            f"{folder}: perplexity is for language models (...{CAUSAL} or ...{MULTIMODAL}), but {use}; if it embeds "
-            "texts, run slidesparse eval embedding"
-        )
 
 
 def measure(
@@ -88,33 +105,29 @@ def measure(
     Perplexity is exp of the mean negative log-probability of all tokens but the first of each window; intervals
     resample windows.  Raises SlideSparseError for unusable options or ids, and if an engine fails.
     """
-    if top == 0 or top < -1:
-        raise SlideSparseError(
-            f"--top {top} is not a number of tokens; use 1 or more, or -1 for the whole vocabulary"
-        )
     for folder in (model, *([against] if against else [])):
-        vocabulary = vocabulary_of(folder)
+        vocabulary = config_number(folder, "vocab_size")
         if vocabulary:
             require_ids(ids, vocabulary, "--data", folder)
-            if top > vocabulary:
-                raise SlideSparseError(
-                    f"--top {top} is more than the {vocabulary} tokens in the vocabulary of {folder}; use -1 for all"
-                )
-        _require_memory(ids, top if top > 0 else vocabulary or 1, top)
+        _require_top(ids, top, vocabulary)
     engine = engine or Engine()
-    scored = engine.score(model, "perplexity", ids, top)
-    reference = engine.score(against, "perplexity", ids, top) if against else None
+    scored = engine.score(model, ids, top)
+    reference = engine.score(against, ids, top) if against else None
     return summarize(str(model), str(against) if against else None, ids, scored, reference)
 
 
-def _require_memory(ids: Sequence[Sequence[int]], per_token: int, top: int) -> None:
-    """Raise SlideSparseError if ``per_token`` log-probabilities a token, those for ``top``, do not fit into memory."""
+def _require_top(ids: Sequence[Sequence[int]], top: int, vocabulary: int | None) -> None:
+    """Raise SlideSparseError unless ``top`` log-probabilities a token exist and fit into memory."""
+    if top == 0 or top < -1 or (vocabulary and top > vocabulary):
+        limit = f" to {vocabulary}" if vocabulary else ""
+        raise SlideSparseError(f"--top {top}: use 1{limit}, or -1 for the whole vocabulary")
+    per_token = top if top > 0 else vocabulary or 1
     longest, tokens = max(len(sample) for sample in ids), sum(len(sample) for sample in ids)
-    if per_token * longest > MAX_LOGPROBS_AT_ONCE or per_token * tokens > MAX_LOGPROBS:
-        max_top = min(MAX_LOGPROBS_AT_ONCE // longest, MAX_LOGPROBS // tokens)
+    most = min(MAX_LOGPROBS_AT_ONCE // longest, MAX_LOGPROBS // tokens)
+    if per_token > most:
         raise SlideSparseError(
-            f"--top {top} asks for {per_token} log-probabilities of each of {tokens} tokens in windows of {longest}, "
-            f"more than memory holds; use --top {max_top} or less, or fewer tokens: --samples and --seqlen"
+            f"--top {top} asks for {per_token} log-probabilities of each of {tokens} tokens, more than memory holds; "
+            f"use --top {most} or less, or fewer tokens: --samples and --seqlen"
         )
 
 

@@ -1,11 +1,8 @@
 """A program that scores token ids with one vLLM engine, started by `slidesparse.evaluate.engine`.
 
-It reads a JSON object {"model", "task", "ids", "top", "options"} from stdin, and writes arrays to the ``.npz`` file
-named by its argument:
-
-    perplexity   logprobs [tokens] of all tokens but the first of each sample; top_ids and top_logprobs [tokens, top],
-                 the most likely first
-    embedding    embeddings [samples, hidden] from the model's pooler
+It reads a JSON object {"model", "ids", "top", "options"} from stdin, and writes arrays to the ``.npz`` file named by
+its argument: logprobs [tokens] of all tokens but the first of each sample; top_ids and top_logprobs [tokens, top], the
+most likely first.
 """
 
 from __future__ import annotations
@@ -16,18 +13,8 @@ from typing import Any
 
 import numpy as np
 
-Request = dict[str, Any]
 CHUNK_SAMPLES = 64  # samples at a time; fewer if they have more log-probabilities than MAX_LOGPROBS_AT_ONCE
 MAX_LOGPROBS_AT_ONCE = 10**7  # vLLM returns each log-probability as a Python object of about 200 bytes
-
-
-def perplexity(request: Request) -> dict[str, np.ndarray]:
-    """Compute the log-probabilities of the samples."""
-    from vllm import LLM
-
-    top = request["top"]
-    llm = LLM(request["model"], max_logprobs=top, skip_tokenizer_init=True, **request["options"])
-    return request_logprobs(llm, request["ids"], top)
 
 
 def request_logprobs(llm: Any, all_samples: list[list[int]], top: int) -> dict[str, np.ndarray]:
@@ -56,21 +43,14 @@ def request_logprobs(llm: Any, all_samples: list[list[int]], top: int) -> dict[s
     }
 
 
-def embedding(request: Request) -> dict[str, np.ndarray]:
-    """Compute the embeddings of the samples."""
-    from vllm import LLM
-
-    llm = LLM(request["model"], runner="pooling", **request["options"])
-    prompts = [{"prompt_token_ids": sample} for sample in request["ids"]]
-    outputs = llm.embed(prompts, use_tqdm=False)
-    return {"embeddings": np.asarray([output.outputs.embedding for output in outputs], np.float32)}
-
-
 def main() -> None:
     """Process the request on stdin."""
+    from vllm import LLM
+
     request = json.load(sys.stdin)
-    task = {"perplexity": perplexity, "embedding": embedding}[request["task"]]
-    arrays: dict[str, Any] = task(request)
+    model, top = request["model"], request["top"]
+    llm = LLM(model, max_logprobs=top, skip_tokenizer_init=True, **request["options"])
+    arrays: dict[str, Any] = request_logprobs(llm, request["ids"], top)
     np.savez(sys.argv[1], **arrays)
 
 

@@ -56,6 +56,16 @@ def require(name: str, device: torch.device) -> Backend:
     return backend
 
 
+def require_output(name: str, dtype: torch.dtype) -> None:
+    """Raise BackendError when backend ``name`` cannot write outputs of the model's ``dtype``."""
+    outputs = get(name).outputs
+    if dtype not in outputs:
+        raise BackendError(
+            f"backend {name} writes {', '.join(map(str, outputs))}, this model computes in {dtype}; "
+            "serve it with --dtype bfloat16 or float16"
+        )
+
+
 def choose(path: str, device: torch.device, capability: tuple[int, int] | None = None) -> tuple[str, str]:
     """Return the preferred backend for ``path`` on ``device``, and the reason, as text for the log.
 

@@ -1,19 +1,20 @@
-"""The types that describe a GEMM for tuning and benchmarks: problem, memory layout, algorithm, plan.
+"""The types that describe a layer and a GEMM: layer, problem, tensors, plan.
 
-A `Problem` is one GEMM with its types and epilogue.  An algorithm is one way in which a backend computes it, identified
-by a short string that the backend understands.  A `Plan` is both, ready to run.
+A `Layer` is what operators are called with.  A `Problem` is one GEMM with its types and epilogue.  An algorithm is one
+way in which a backend computes it, a short string that the backend understands.  A `Plan` is both, ready to run.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from slidesparse.errors import EnvironmentFault
+from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout, SlidePattern, round_up
+from slidesparse.quantize import FP8, INT8
 
 # Names of element types, as tables and error messages spell them.
 DTYPES = {
@@ -28,10 +29,44 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 OPERANDS = ("int8", "fp8", "fp16", "bf16")
 # The blocks of a sparse library's weight (`slidesparse.blocks`); "mixed" is 2:4 and dense ones, half of each for tuning
 BLOCKS = ALL_2_4, MIXED, ALL_DENSE = ("2:4", "mixed", "dense")
+TWO_FOUR = SlidePattern(HARDWARE_LENGTH)  # 2:4: the identity, because its windows do not overlap
+MIN_ROWS = 16
 
 
 class LibraryError(EnvironmentFault, RuntimeError):
     """A GEMM library refused a call, or is missing; the message holds the library's error, the shapes and the types."""
+
+
+class Layer(NamedTuple):
+    """A linear layer x [M, k] -> y [M, n] as integers: what operators take, and SlidesparseLayer of csrc/hopper/."""
+
+    n: int  # out-features; 0 for a plan that only quantizes
+    k: int  # in-features
+    length: int  # columns of a block of the pattern; 4 at phase 0, for 2:4 and dense weights, lifts nothing
+    phase: (
+        int  # zero columns before the first: those of its block that belong to another tensor-parallel shard
+    )
+    fp8: int  # 1 if weight and quantized activations are E4M3, 0 if they are INT8
+    columns: int  # width of the quantized activations: K', and zeros up to a multiple that the backend wants
+
+    @classmethod
+    def of(
+        cls, n: int, k: int, pattern: SlidePattern | None, phase: int, dtype: torch.dtype, alignment: int
+    ) -> Layer:
+        """Return the layer of a weight [n, k] of ``dtype``; ``pattern`` None is a dense weight, which is not slid."""
+        layout = pattern.layout(k, phase) if pattern else TWO_FOUR.layout(k)
+        columns = round_up(layout.slided, alignment)
+        return cls(n, k, layout.length, layout.phase, int(dtype == FP8), columns)
+
+    @property
+    def layout(self) -> SlideLayout:
+        """The windows that activations are lifted into."""
+        return SlideLayout(self.k, self.phase, self.length)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weight and of quantized activations."""
+        return FP8 if self.fp8 else INT8
 
 
 @dataclass(frozen=True)
@@ -58,37 +93,15 @@ class Problem:
         return f"{self.dtype} [{self.m}, {self.k}] @ [{self.n}, {self.k}].T{blocks}{epilogue} -> {self.out}"
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The dimension of each matrix that is contiguous in memory."""
+class Tensors(NamedTuple):
+    """The tensors of out = (activations @ weight.T) * scale_w * scale_x + bias."""
 
-    weight_k: bool = True  # K of the weight, stored [n, k]; else N, stored [k, n]
-    activations_k: bool = True  # K of the activations, stored [m, k]; else M, stored [k, m]
-    output_n: bool = True  # N of the output, stored [m, n]; else M, stored [n, m]
-
-    @property
-    def contiguous(self) -> tuple[str, str, str]:
-        """The contiguous dimensions of weight, activations and output, such as ("K", "M", "N")."""
-        return "NK"[self.weight_k], "MK"[self.activations_k], "MN"[self.output_n]
-
-    def __str__(self) -> str:
-        weight, activations, output = self.contiguous
-        return f"weight {weight}-contiguous, activations {activations}-contiguous, output {output}-contiguous"
-
-
-TN = Layout()  # the layout of serving, in BLAS terms: the weight transposed, the activations not
-LAYOUTS = tuple(Layout(*flags) for flags in product((True, False), repeat=3))
-
-
-def require_operand(dtype: torch.dtype) -> str:
-    """Return the name of an operand's dtype.  Raises LibraryError for one that no backend multiplies."""
-    for name in OPERANDS:
-        if DTYPES.get(name) == dtype:
-            return name
-    raise LibraryError(
-        f"weights and activations of {dtype} cannot be multiplied, only {', '.join(OPERANDS)} can (FP4 needs block "
-        "scales, which no kernel of this version writes): quantize to int8 or fp8"
-    )
+    activations: Tensor  # [M, K'], INT8 or FP8 when a layer runs
+    weight: Tensor  # as the backend packed it
+    out: Tensor  # [M, N]
+    scale_w: Tensor | None = None  # [N] or [N, 1] float32
+    scale_x: Tensor | None = None  # [M] or [M, 1] float32
+    bias: Tensor | None = None  # [N]
 
 
 class Plan(Protocol):
@@ -97,18 +110,32 @@ class Plan(Protocol):
     algorithm: str
     workspace: int  # bytes of workspace that it needs
 
-    def run(
-        self,
-        activations: Tensor,
-        weight: Tensor,
-        out: Tensor,
-        scale_w: Tensor | None = None,
-        scale_x: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> None:
+    def run(self, tensors: Tensors) -> None:
         """Launch on torch's current stream; never synchronizes, allocates nothing but the stream's workspace once.
 
-        activations [m, k], weight from `Tunable.operand`, out [m, n], in the plan's layout; scale_w [n],
-        scale_x [m] float32 and bias [n] of out's dtype if the problem has them.  Shapes must be those of the problem;
-        they are not checked.
+        Scales and bias are given if the problem has them, the bias of out's dtype.  Shapes must be those of the
+        problem; they are not checked.
         """
+
+
+def require_operand(dtype: torch.dtype) -> str:
+    """Return the name of an operand's dtype.  Raises LibraryError for one that no backend multiplies."""
+    for name in OPERANDS:
+        if DTYPES.get(name) == dtype:
+            return name
+    raise LibraryError(
+        f"weights and activations of {dtype} cannot be multiplied, only {', '.join(OPERANDS)} can: quantize to int8 "
+        "or fp8"
+    )
+
+
+def bucket(m: int) -> int:
+    """Round the number of tokens up to the number of rows that products are planned for; 0 stays 0.
+
+    A plan of a library is for one M, but a step may have any number of tokens.  There are 16 buckets from each power of
+    two to the next, so that at most 1/16 of the rows are padding (below 256 tokens: up to 15 rows, which a tensor-core
+    tile computes anyway).
+    """
+    if m <= MIN_ROWS:
+        return MIN_ROWS if m else 0
+    return round_up(m, max(MIN_ROWS, 1 << ((m - 1).bit_length() - 5)))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slidesparse import profiling, reference
-from slidesparse.gemm.backend import LayerSpec, TwoStep
+from slidesparse import reference
+from slidesparse.gemm.backend import TwoStep
+from slidesparse.gemm.problem import Tensors
+from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import arithmetic_of
 from slidesparse.slide import slide
 
@@ -26,24 +28,17 @@ class Reference(TwoStep):
         """See `Backend.unusable`: it runs wherever torch does."""
         return None
 
-    def pack(self, spec: LayerSpec, weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
         """See `Backend.pack`: [N, K'], slid into 2:4 windows, or a dense weight with zero columns up to whole fours."""
-        if spec.pattern is not None:
-            return slide(weight, spec.pattern, spec.phase)
-        missing = spec.columns(self.alignment) - spec.in_features
+        if pattern is not None:
+            return slide(weight, pattern, phase)
+        missing = -weight.shape[1] % self.alignment
         return torch.nn.functional.pad(weight.view(torch.int8), (0, missing)).view(weight.dtype)
 
-    def scaled_matmul(
-        self,
-        q: Tensor,
-        scale_x: Tensor,
-        packed: Tensor,
-        scale_w: Tensor,
-        bias: Tensor | None,
-        out_dtype: torch.dtype,
-    ) -> Tensor:
-        """See `Backend.scaled_matmul`."""
-        with profiling.stage("product", q):
-            acc = reference.matmul(q, packed)
-        with profiling.stage("scale", q):
-            return reference.dequant_bias(acc, scale_x, scale_w, bias, out_dtype, arithmetic_of(q))
+    def scaled_matmul(self, tensors: Tensors) -> None:
+        """See `TwoStep.scaled_matmul`."""
+        q, packed, out, scale_w, scale_x, bias = tensors
+        assert scale_w is not None
+        assert scale_x is not None
+        acc = reference.matmul(q, packed)
+        out.copy_(reference.dequant_bias(acc, scale_x, scale_w, bias, out.dtype, arithmetic_of(q)))

@@ -12,20 +12,18 @@ fastest and what an algorithm's name means.  A file ships with the package, or i
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import math
-import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from slidesparse.build.compile import cache_folder, make_folder
+from slidesparse.build.compile import cache_folder, file_lock, make_folder, publish
 from slidesparse.errors import EnvironmentFault
 from slidesparse.gemm.problem import ALL_2_4, Problem
 
@@ -47,22 +45,11 @@ class TableError(EnvironmentFault, RuntimeError):
     """A table of tuned algorithms cannot be used; the message names the file and the remedy."""
 
 
-class Versioned(Protocol):
-    """A library or kernel that has tables of tuned algorithms."""
-
-    @property
-    def name(self) -> str:
-        """The library's name, such as "cusparselt"."""
-
-    def version(self) -> str:
-        """Return its version, such as "0.8.0"."""
-
-
 @dataclass(frozen=True)
 class Subject:
     """The GPU, library and version of a table."""
 
-    library: str  # "cusparselt", "cublaslt", "hopper", or a Triton kernel, see `slidesparse.gemm.launches`
+    library: str  # "cusparselt", "cublaslt" or "hopper"
     version: str  # version of the library, such as "0.8.0"
     gpu: str  # full name of the GPU, such as "NVIDIA H200"
     capability: tuple[int, int]  # compute capability
@@ -201,6 +188,11 @@ def _serving_m(measured: Iterable[int], m: int, more_tokens: bool = False) -> in
     return largest if near or more_tokens else None
 
 
+def tuned_tokens(subject: Subject, problem: Problem) -> list[int]:
+    """Return the numbers of tokens that the problem's shape was tuned for."""
+    return list(_merged_table(subject, tables_folder()).get(Shape.of_problem(problem), ()))
+
+
 def find_entry(subject: Subject, problem: Problem) -> Tuned | None:
     """Return the table entry for exactly this problem, including its M, or None."""
     return _merged_table(subject, tables_folder()).get(Shape.of_problem(problem), {}).get(problem.m)
@@ -235,15 +227,16 @@ def save(subject: Subject, results: Iterable[tuple[Problem, Tuned]]) -> Path:
     """
     path = tables_folder() / subject.file_name
     make_folder(path.parent)
-    lock = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with (
+        file_lock(path.parent),
+        tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as scratch,
+    ):
         entries = _read_table(path, subject)
         for problem, best in results:
             entries.setdefault(Shape.of_problem(problem), {})[problem.m] = best
-        _write_atomically(path, _to_text(subject, entries))
-    finally:
-        os.close(lock)
+        file = Path(scratch) / path.name
+        file.write_text(_to_text(subject, entries), encoding="utf-8")
+        publish(file, path, 0o644)
     _merged_table.cache_clear()
     return path
 
@@ -271,20 +264,6 @@ def _entry_from_json(entry: Any) -> Tuned:
         return Tuned(str(algorithm), float(us))
     others = tuple((str(algorithm), float(us)) for algorithm, us in entry.get("others", {}).items())
     return Tuned(str(entry["algorithm"]), float(entry["us"]), others, int(entry.get("tried", 0)))
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp makes it readable by its owner only
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 @cache

@@ -1,27 +1,22 @@
-"""Search for the fastest algorithm of each GEMM and Triton kernel that serving runs, and save it in the tuned tables.
+"""Search for the fastest algorithm of each GEMM that serving runs, and save it in the tuned tables.
 
 Problems in the tables are skipped, so repeating the command continues an interrupted run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from slidesparse.gemm.backend import TWO_FOUR, Tunable
-from slidesparse.gemm.launches import Kernel, launch_problem
-from slidesparse.gemm.problem import ALL_2_4, ALL_DENSE, DTYPES, MIXED, LibraryError, Problem
+from slidesparse.gemm.backend import Tunable
+from slidesparse.gemm.problem import ALL_2_4, ALL_DENSE, MIXED, LibraryError, Problem
 from slidesparse.gemm.tuned import find_entry
-from slidesparse.kernels import quantizer_kind
-from slidesparse.pattern import HARDWARE_LENGTH, SlidePattern, parse_pattern, round_up
-from slidesparse.tune.launches import search_launches
-from slidesparse.tune.search import SearchResult
+from slidesparse.pattern import SlidePattern, parse_pattern, round_up
 from slidesparse.tune.session import Session, served_outputs
 from slidesparse.tune.shapes import Layer, slided_columns
-
-Search = Callable[[Problem], SearchResult]  # records what it found; raises LibraryError
 
 
 @dataclass(frozen=True)
@@ -32,44 +27,10 @@ class Job:
     problem: Problem
     tokens: tuple[int, ...]
 
-    def prepare(self, session: Session) -> Search:
-        """Pack weights for all token counts."""
-        smallest = replace(self.problem, m=min(self.tokens))
-        weights = session.inputs.packed(self.library, smallest, session.inputs.copies(smallest))
-        return lambda problem: session.search(self.library, problem, weights)
 
-
-@dataclass(frozen=True)
-class KernelJob:
-    """A Triton kernel to tune at several token counts; its problem is that of `slidesparse.gemm.launches`."""
-
-    library: Kernel
-    problem: Problem
-    tokens: tuple[int, ...]
-    length: int = HARDWARE_LENGTH  # block length of the pattern that quant_slide lifts
-
-    def prepare(self, session: Session) -> Search:
-        """See `Job.prepare`; there is nothing to prepare."""
-
-        def run(problem: Problem) -> SearchResult:
-            result = search_launches(self.library.name, problem, self.length, session.inputs, session.clock)
-            session.winners.add(self.library, problem, result)
-            return result
-
-        return run
-
-
-@dataclass
-class Summary:
-    """The counts of a run of tuning."""
-
-    tuned: int = 0  # problems searched and saved
-    known: int = 0  # problems that were in the tables before
-    algorithms: int = 0  # algorithms tried
-    refused: int = 0  # of those, refused by the library
-    wrong: int = 0  # of those, results that differ from the library's own choice
-    skipped: tuple[str, ...] = ()  # problems without a usable algorithm, and why
-    finished: bool = False  # False if the time limit was reached
+# What a run counts: problems that were searched, and that the tables had before; algorithms that were tried, of those
+# the ones that the library refused, and the ones whose results differ from those of the library's own choice.
+COUNTS = ("tuned", "known", "algorithms", "refused", "wrong")
 
 
 def gemm_jobs(
@@ -105,63 +66,37 @@ def _packed_columns(library: Tunable, layer: Layer, patterns: Sequence[str]) -> 
     return list(dict.fromkeys(columns))
 
 
-def kernel_jobs(
-    layers: Sequence[Layer], dtypes: Sequence[str], patterns: Sequence[str], tokens: Sequence[int]
-) -> list[KernelJob]:
-    """List the Triton kernels that serving runs for these layers, each problem once, with activations in BF16."""
-    jobs: dict[tuple[str, Problem], KernelJob] = {}
+def tune(session: Session, todo: Sequence[Job], force: bool = False) -> tuple[bool, dict[str, int]]:
+    """Tune the problems that are not in the tables, or all with ``force``; whether there was time for all, and COUNTS.
 
-    def add(kind: str, source: str, target: str, n: int, k: int, length: int = HARDWARE_LENGTH) -> None:
-        problem = launch_problem(DTYPES[source], DTYPES[target], n, k, tokens[0])
-        jobs.setdefault((kind, problem), KernelJob(Kernel(kind), problem, tuple(tokens), length))
-
-    for layer in layers:
-        for dtype in dtypes:
-            slid = [pattern for pattern in map(parse_pattern, patterns) if isinstance(pattern, SlidePattern)]
-            for pattern in (TWO_FOUR, *slid):  # dense weights are served like 2:4 ones
-                layout = pattern.layout(layer.k)
-                add(quantizer_kind(layout.length, 0), "bf16", dtype, layout.slided, layer.k, layout.length)
-            for sums in ("bf16", "int32") if dtype == "int8" else ("bf16",):
-                add("dequant_bias", sums, "bf16", layer.n, layer.n)
-    return list(jobs.values())
+    What a library refuses is appended to the session's ``skipped``.
+    """
+    counts = dict.fromkeys(COUNTS, 0)
+    return all(_tune_job(session, job, force, counts) for job in todo), counts
 
 
-def tune(session: Session, todo: Sequence[Job | KernelJob], force: bool = False) -> Summary:
-    """Tune the problems that are not in the tables, or all with ``force``, until the deadline."""
-    count = Summary()
-    try:
-        count.finished = all(_tune_job(session, job, force, count) for job in todo)
-    finally:
-        session.winners.flush()
-    count.skipped = tuple(session.skipped)
-    return count
-
-
-def _tune_job(session: Session, job: Job | KernelJob, force: bool, count: Summary) -> bool:
+def _tune_job(session: Session, job: Job, force: bool, counts: dict[str, int]) -> bool:
     """Tune one job; return False if the deadline passed."""
-    subject = session.gpu.subject(job.library)
-    search: Search | None = None
+    subject, inputs = session.gpu.subject(job.library), session.inputs
+    weights: list[Tensor] = []
     for problem in (replace(job.problem, m=m) for m in job.tokens):
         if not force and find_entry(subject, problem):
-            count.known += 1
+            counts["known"] += 1
         elif session.deadline.passed:
             return False
         else:
-            search = search or job.prepare(session)
-            _search_problem(session, job.library.name, problem, search, count)
+            try:
+                if not weights:
+                    smallest = replace(job.problem, m=min(job.tokens))
+                    weights = inputs.packed(job.library, smallest, inputs.copies(smallest))
+                result = session.search(job.library, problem, weights)
+                for name, count in zip(
+                    COUNTS, (1, 0, result.tried, result.refused, result.wrong), strict=True
+                ):
+                    counts[name] += count
+            except LibraryError as error:
+                session.skipped.append(f"{job.library.name}: {error}")
         session.advance(f"{job.library.name} {problem.dtype} {problem.n}x{problem.k} M={problem.m}")
-    if search:
+    if weights:
         torch.cuda.empty_cache()  # so that other sizes fit
     return True
-
-
-def _search_problem(session: Session, name: str, problem: Problem, search: Search, count: Summary) -> None:
-    try:
-        result = search(problem)
-    except LibraryError as error:
-        session.skipped.append(f"{name}: {error}")
-        return
-    count.tuned += 1
-    count.algorithms += result.tried
-    count.refused += result.refused
-    count.wrong += result.wrong

@@ -11,7 +11,7 @@ import torch
 from slidesparse import gemm
 from slidesparse.errors import INSTALL_CUDA, EnvironmentFault
 from slidesparse.gemm.backend import Tunable
-from slidesparse.gemm.tuned import Subject, Versioned
+from slidesparse.gemm.tuned import Subject
 
 SERVED_DTYPES = ("int8", "fp8")  # the operand types that serving runs
 
@@ -30,7 +30,7 @@ class Gpu:
     l2_bytes: int
     uuid: str = ""
 
-    def subject(self, library: Versioned) -> Subject:
+    def subject(self, library: Tunable) -> Subject:
         """The subject of the table of tuned algorithms for ``library`` on this GPU."""
         return Subject(library.name, library.version(), self.name, self.capability)
 
@@ -64,25 +64,12 @@ def tunable_names() -> tuple[str, ...]:
 
 
 def require_libraries(gpu: Gpu, names: Sequence[str]) -> list[Tunable]:
-    """Return the backends of these names.  Raises MissingError with the reason when one cannot run on ``gpu``."""
-    libraries = []
-    for name in names:
-        library = cast("Tunable", gemm.get(name))
-        reason = library.unusable(gpu.device)
-        if reason:
-            raise MissingError(f"{name} cannot run on {gpu.name}: {reason}")
-        libraries.append(library)
-    return libraries
+    """Return the backends of these names.  Raises BackendError with the reason when one cannot run on ``gpu``."""
+    return [cast("Tunable", gemm.require(name, gpu.device)) for name in names]
 
 
 def usable_libraries(gpu: Gpu) -> tuple[list[Tunable], list[str]]:
     """Return the tunable backends that run on ``gpu``, and why the others do not."""
-    usable, reasons = [], []
-    for name in tunable_names():
-        library = cast("Tunable", gemm.get(name))
-        reason = library.unusable(gpu.device)
-        if reason is None:
-            usable.append(library)
-        else:
-            reasons.append(f"{name} is skipped: {reason}")
-    return usable, reasons
+    reasons = {name: gemm.get(name).unusable(gpu.device) for name in tunable_names()}
+    usable = [cast("Tunable", gemm.get(name)) for name, reason in reasons.items() if reason is None]
+    return usable, [f"{name} is skipped: {reason}" for name, reason in reasons.items() if reason]

@@ -43,13 +43,22 @@ class Timing:
         return cls(tenths[1], tenths[4], tenths[7], graphed)
 
 
-class Replay(Protocol):
-    """Launches that are ready to be timed."""
+class Replay:
+    """Launches that are ready to be timed: a CUDA graph of them, or a call that enqueues them."""
 
-    graphed: bool
+    def __init__(self, run: Callable[[], object], launches: int, graphed: bool) -> None:
+        self.run, self.launches, self.graphed = run, launches, graphed
+        run()  # the first replay uploads the graph
 
     def samples(self, count: int) -> list[float]:
         """Return ``count`` times of one launch, in microseconds."""
+        events = [_events() for _ in range(count)]
+        for start, end in events:
+            start.record()
+            self.run()
+            end.record()
+        events[-1][1].synchronize()
+        return [float(start.elapsed_time(end)) * 1e3 / self.launches for start, end in events]
 
 
 class Clock(Protocol):
@@ -106,25 +115,19 @@ class CudaClock:
     def prepare(self, launch: Launch, copies: int, about_us: float, target_us: float) -> Replay:
         """See `Clock.prepare`.  Falls back to eager launches, and says so, when capture fails."""
         count = launches_for(copies, about_us, target_us)
-        graph = torch.cuda.CUDAGraph()
         results: deque[object] = deque(maxlen=copies)  # not overwritten while in the cache either
+
+        def enqueue() -> None:
+            for i in range(count):
+                results.append(launch(i % copies))
+
+        graph = torch.cuda.CUDAGraph()
         try:
             with _captured(graph):
-                for i in range(count):
-                    results.append(launch(i % copies))
-        except RuntimeError as error:
-            return self._eager(launch, copies, count, error)
-        return _CudaReplay(graph.replay, count, graphed=True)
-
-    def _eager(self, launch: Launch, copies: int, count: int, error: RuntimeError) -> Replay:
-        def run() -> None:
-            for i in range(count):
-                launch(i % copies)
-
-        try:
-            return _CudaReplay(run, count, graphed=False)
-        except RuntimeError as second:  # the launch itself failed, not the capture
-            raise second from error
+                enqueue()
+        except RuntimeError:
+            return Replay(enqueue, count, graphed=False)  # raises if the launch itself fails
+        return Replay(graph.replay, count, graphed=True)
 
 
 @contextmanager
@@ -141,21 +144,6 @@ def _captured(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         with suppress(RuntimeError):  # otherwise the allocator is still capturing, and fails later
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
         raise
-
-
-class _CudaReplay:
-    def __init__(self, run: Callable[[], None], launches: int, graphed: bool) -> None:
-        self._run, self._launches, self.graphed = run, launches, graphed
-        run()  # the first replay uploads the graph
-
-    def samples(self, count: int) -> list[float]:
-        events = [_events() for _ in range(count)]
-        for start, end in events:
-            start.record()
-            self._run()
-            end.record()
-        events[-1][1].synchronize()
-        return [float(start.elapsed_time(end)) * 1e3 / self._launches for start, end in events]
 
 
 def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:

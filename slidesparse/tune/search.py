@@ -1,26 +1,23 @@
 """Search for a library's fastest algorithm: run all once, time the fast ones, then time the best precisely.
 
-An algorithm that is refused is skipped, and one with a wrong result is dropped; both are counted.  The split-K variants
-of an algorithm (`Tunable.unsplit`), of which there may be a dozen, are tried only if it is fast without split-K.
+An algorithm that is refused is skipped, and one with a wrong result is dropped; both are counted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from slidesparse.gemm.backend import Tunable
-from slidesparse.gemm.problem import TN, Layout, LibraryError, Plan, Problem
+from slidesparse.gemm.problem import LibraryError, Problem
 from slidesparse.tune.inputs import Operands
 from slidesparse.tune.measure import EXACT_US, QUICK_US, SAMPLES, Clock, Launch, Replay, Timing
 
 FINALISTS = 6  # that are timed precisely; quick estimates of equally fast algorithms differ by some percent
 KEPT = 3  # finalists in the result
-SPLIT_K_CANDIDATES = 4  # algorithms whose split-K variants are tried, the fastest ones
 FINAL_SAMPLES = 5  # samples of each finalist; the winner gets the rest of SAMPLES
 MAX_SLOWDOWN = 2.0  # algorithms slower than this many times the best so far are not timed further
 NOISE_US = 30.0  # timing noise of one eager launch
@@ -41,105 +38,64 @@ class SearchResult:
     wrong: int
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """An algorithm that runs, and its estimated microseconds."""
-
-    algorithm: str
-    launch: Launch
-    us: float
-
-
 def search(
-    library: Tunable,
-    problem: Problem,
-    operands: Operands,
-    clock: Clock,
-    device: torch.device,
-    layout: Layout = TN,
+    library: Tunable, problem: Problem, operands: Operands, clock: Clock, device: torch.device
 ) -> SearchResult:
-    """Time every algorithm that ``library`` has for ``problem`` with matrices in ``layout``.
+    """Time every algorithm that ``library`` has for ``problem``.
 
     Raises LibraryError when the library refuses the problem, or none of its algorithms runs and gives the result of
     the first one, the library's own choice if that runs.
     """
-    names = list(dict.fromkeys(library.algorithms(problem, device, layout)))
-    expected = _expected_output(library, problem, operands, device, names, layout)
-    candidates: list[Candidate] = []
-
-    def consider(name: str) -> None:
-        best = min((candidate.us for candidate in candidates), default=math.inf)
+    names = list(dict.fromkeys(library.algorithms(problem, device)))
+    expected = _expected_output(library, problem, operands, device, names)
+    timed: dict[str, tuple[float, Launch]] = {}
+    for name in names:
+        best = min((us for us, _ in timed.values()), default=math.inf)
         try:
-            launch = operands.launch(library.plan(problem, device, name, layout))
-            us = estimate_us(clock, launch, operands.copies, best)
+            launch = operands.launch(library.plan(problem, device, name))
+            timed[name] = _estimate_us(clock, launch, operands.copies, best), launch
         except LibraryError:
-            return
-        candidates.append(Candidate(name, launch, us))
-
-    unsplit = {name: library.unsplit(name) for name in names}
-    unsplit_names = [name for name in names if unsplit[name] is None]
-    for name in unsplit_names:
-        consider(name)
-    ranked = sorted(candidates, key=lambda candidate: candidate.us)
-    fast = {candidate.algorithm for candidate in ranked[:SPLIT_K_CANDIDATES]}
-    variants = [name for name in names if unsplit[name] is not None and (not fast or unsplit[name] in fast)]
-    for name in variants:
-        consider(name)
-    names = unsplit_names + variants
-    finalists, wrong = select_correct(
-        candidates,
-        lambda candidate: outputs_agree(_launch_output(operands, candidate.launch), expected, problem),
-    )
+            continue
+    finalists: list[tuple[str, Replay, list[float]]] = []
+    wrong = 0
+    for name, (us, launch) in sorted(timed.items(), key=lambda item: item[1][0]):
+        if not outputs_agree(_launch_output(operands, launch), expected, problem):
+            wrong += 1
+            continue
+        replay = clock.prepare(launch, operands.copies, us, EXACT_US)
+        finalists.append((name, replay, replay.samples(FINAL_SAMPLES)))
+        if len(finalists) == FINALISTS:
+            break
     if not finalists:
         raise LibraryError(
             f"{library.name}: none of the {len(names)} algorithms for {problem} can be used: "
-            f"{len(names) - len(candidates)} cannot run here and {wrong} give wrong results"
+            f"{len(names) - len(timed)} cannot run here and {wrong} give wrong results"
         )
-    return time_finalists(clock, finalists, operands.copies, len(names), len(names) - len(candidates), wrong)
+    (winner, replay, samples), *others = sorted(finalists, key=lambda finalist: Timing.of(finalist[2]).p50)
+    timing = Timing.of(samples + replay.samples(SAMPLES - FINAL_SAMPLES), replay.graphed)
+    slower = tuple((name, Timing.of(times).p50) for name, _, times in others[: KEPT - 1])
+    return SearchResult(winner, timing, slower, len(names), len(names) - len(timed), wrong)
 
 
 def _expected_output(
-    library: Tunable,
-    problem: Problem,
-    operands: Operands,
-    device: torch.device,
-    names: list[str],
-    layout: Layout,
+    library: Tunable, problem: Problem, operands: Operands, device: torch.device, names: list[str]
 ) -> Tensor:
     """Return the output of the library's own choice, or of the first algorithm that runs."""
-    refusal: LibraryError | None = None
+    refusals: list[LibraryError] = []
     for name in (None, *names):
         try:
-            plan: Plan = library.plan(problem, device, name, layout)
-            return _launch_output(operands, operands.launch(plan)).clone()
+            return _launch_output(operands, operands.launch(library.plan(problem, device, name))).clone()
         except LibraryError as error:
-            refusal = refusal or error
-    assert refusal is not None
-    raise refusal
+            refusals.append(error)
+    raise refusals[0]
 
 
-def estimate_us(clock: Clock, launch: Launch, copies: int, best: float) -> float:
+def _estimate_us(clock: Clock, launch: Launch, copies: int, best: float) -> float:
     """Estimate the microseconds of a launch; less exactly if it is much slower than ``best``."""
     us = min(clock.time_once(launch), clock.time_once(launch))  # the first one also loads the kernel
     if us > min(LONG_US, MAX_SLOWDOWN * best + NOISE_US):
         return us
     return min(clock.prepare(launch, copies, us, QUICK_US).samples(2))
-
-
-def select_correct(
-    candidates: list[Candidate], is_correct: Callable[[Candidate], bool]
-) -> tuple[list[Candidate], int]:
-    """Return the FINALISTS fastest candidates with the right result, and how many faster ones were wrong."""
-    correct: list[Candidate] = []
-    wrong = 0
-    for candidate in sorted(candidates, key=lambda candidate: candidate.us):
-        if is_correct(candidate):
-            correct.append(candidate)
-        else:
-            wrong += 1
-        if len(correct) == FINALISTS:
-            break
-    return correct, wrong
 
 
 def _launch_output(operands: Operands, launch: Launch) -> Tensor:
@@ -148,20 +104,6 @@ def _launch_output(operands: Operands, launch: Launch) -> Tensor:
     out.fill_(math.nan if out.dtype.is_floating_point else torch.iinfo(out.dtype).min)
     launch(0)
     return out
-
-
-def time_finalists(
-    clock: Clock, finalists: list[Candidate], copies: int, tried: int, refused: int, wrong: int
-) -> SearchResult:
-    """Time the finalists, and the fastest of them with more samples."""
-    replays: list[tuple[Candidate, Replay, list[float]]] = []
-    for candidate in finalists:
-        replay = clock.prepare(candidate.launch, copies, candidate.us, EXACT_US)
-        replays.append((candidate, replay, replay.samples(FINAL_SAMPLES)))
-    (winner, replay, samples), *others = sorted(replays, key=lambda entry: Timing.of(entry[2]).p50)
-    samples = samples + replay.samples(SAMPLES - FINAL_SAMPLES)
-    slower = tuple((candidate.algorithm, Timing.of(times).p50) for candidate, _, times in others[: KEPT - 1])
-    return SearchResult(winner.algorithm, Timing.of(samples, replay.graphed), slower, tried, refused, wrong)
 
 
 def outputs_agree(out: Tensor, expected: Tensor, problem: Problem) -> bool:

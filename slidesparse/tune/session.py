@@ -2,69 +2,40 @@
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from slidesparse.gemm.backend import Tunable
 from slidesparse.gemm.problem import Problem
-from slidesparse.gemm.tuned import Subject, Tuned, Versioned, save
+from slidesparse.gemm.tuned import Tuned, save
 from slidesparse.tune.inputs import Inputs
 from slidesparse.tune.machine import SERVED_DTYPES, Gpu
 from slidesparse.tune.measure import Clock, Deadline
 from slidesparse.tune.search import SearchResult, search
 
-SAVE_SECONDS = 5.0  # interval between saves, which take milliseconds; a killed process loses later winners
-MAX_SHOWN = 5  # refusals shown in a summary
-
 Advance = Callable[[str], None]  # called with a label when a cell is done or was already there
-
-
-class Winners:
-    """Collects the fastest algorithms and saves them into the tuned tables every few seconds."""
-
-    def __init__(self, gpu: Gpu) -> None:
-        self._gpu, self._saved = gpu, time.monotonic()
-        self._pending: dict[Subject, list[tuple[Problem, Tuned]]] = defaultdict(list)
-
-    def add(self, library: Versioned, problem: Problem, result: SearchResult) -> None:
-        """Record the best of one problem."""
-        best = Tuned(result.algorithm, result.timing.p50, result.others, result.tried)
-        self._pending[self._gpu.subject(library)].append((problem, best))
-        if time.monotonic() - self._saved >= SAVE_SECONDS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Save the winners recorded since the last save."""
-        for subject, results in self._pending.items():
-            save(subject, results)
-        self._pending.clear()
-        self._saved = time.monotonic()
 
 
 @dataclass
 class Session:
-    """The state of one measuring command.  ``skipped`` collects the libraries' refusals as text."""
+    """The state of one measuring command."""
 
     gpu: Gpu
     clock: Clock
     inputs: Inputs
     deadline: Deadline
     advance: Advance = lambda label: None
-    skipped: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.winners = Winners(self.gpu)
+    skipped: list[str] = field(default_factory=list)  # the libraries' refusals as text
 
     def search(self, library: Tunable, problem: Problem, weights: list[Tensor]) -> SearchResult:
         """Search for the fastest algorithm, and save it if serving runs the problem.  Raises LibraryError."""
         operands = self.inputs.operands(problem, weights)
         result = search(library, problem, operands, self.clock, self.gpu.device)
         if (problem.out, problem.scale) in served_outputs(library, problem.dtype):
-            self.winners.add(library, problem, result)
+            best = Tuned(result.algorithm, result.timing.p50, result.others, result.tried)
+            save(self.gpu.subject(library), [(problem, best)])  # milliseconds
         return result
 
 
@@ -84,9 +55,3 @@ def served_outputs(library: Tunable, dtype: str) -> list[tuple[str, str]]:
     if library.sparse and exact in outputs and (exact, "none") not in problems:
         problems.append((exact, "none"))
     return problems
-
-
-def summarize_skipped(skipped: Sequence[str]) -> list[str]:
-    """Return the first MAX_SHOWN of the refusals, and how many more there were."""
-    note = [f"and {len(skipped) - MAX_SHOWN} more"] if len(skipped) > MAX_SHOWN else []
-    return [*skipped[:MAX_SHOWN], *note]

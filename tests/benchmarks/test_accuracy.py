@@ -1,99 +1,148 @@
-"""The programs of the accuracy protocols on tiny models, and their tables and plots."""
+"""The accuracy benchmark: cells and their baselines, resumption, windows, and the sandbox of HumanEval."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import csv
+import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-import torch
+from models import QWEN, converted, write_float
 
-from benchmarks.accuracy import corpus, float_prune, plot
-from benchmarks.accuracy import language_model as lm
-from slidesparse.calibrate.inputs import Hessian
+from benchmarks.accuracy import cells as runner
+from benchmarks.accuracy.cells import Cell, CellError, Texts, compare, find_baseline, read_cells, run, zeros
+from benchmarks.accuracy.humaneval import pass_at_1, passes
+from benchmarks.accuracy.texts import WINDOW, Engine, python_reference, windows
 
-ROOT = Path(__file__).resolve().parents[2]
+# with their columns but the model's, and the line of the baseline
+CELLS: dict[str, tuple[tuple[str, ...], int | None]] = {
+    "smollm2": (("bf16", "dense", "-", "-"), None),
+    "smollm2 --sparsity dense --calib own": (("int8", "dense", "calibrated", "0"), 0),
+    "smollm2 --sparsity dense": (("int8", "dense", "-", "0"), 0),
+    "smollm2 --sparsity 2_8 --calib own --rotate off --seed 1": (
+        ("int8", "6:8", "sparsegpt rotate off", "1"),
+        1,
+    ),
+    "smollm2 --sparsity 6:8": (("int8", "6:8", "magnitude", "0"), 2),
+    "smollm2 --max-loss 3% --calib own --distill a/b.npy": (
+        ("int8", "max-loss 3%", "sparsegpt distill b.npy", "0"),
+        1,
+    ),
+}
 
 
-def test_programs_can_be_imported() -> None:
-    """One process imports all programs, as a process for each would take a minute."""
-    listed = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "accuracy"], capture_output=True, text=True, cwd=ROOT, check=True
+@pytest.fixture
+def cells(tmp_path: Path) -> list[Cell]:
+    (tmp_path / "cells").write_text("\n\n# a comment\n".join([*CELLS, *CELLS]))
+    return read_cells(tmp_path / "cells")
+
+
+def test_cells_name_their_columns_and_baselines(cells: list[Cell]) -> None:
+    for cell, (columns, base) in zip(cells, CELLS.values(), strict=True):
+        assert tuple(cell.columns.values())[1:] == columns
+        assert find_baseline(cell, cells) == (None if base is None else cells[base])
+    closer = Cell.parse("smollm2 --sparsity dense --calib own --rotate off")
+    assert find_baseline(cells[3], [*cells, closer]) == closer
+    assert find_baseline(cells[5], [*cells, closer]) == cells[1]
+    assert len({cell.tag for cell in cells}) == 6
+    with pytest.raises(CellError, match="llama"):
+        Cell.parse("llama --sparsity 6:8")
+
+
+def test_finished_cells_are_not_measured_again(
+    cells: list[Cell], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two cells at a time on each of two GPUs; a failure leaves the others, and is tried again."""
+    calls, failing = list[tuple[str, str | None]](), ["magnitude"]
+
+    def measure(cell: Cell, texts: Texts, engine: Engine, folder: Path) -> dict[str, Any]:
+        calls.append((cell.columns["method"], engine.gpu))
+        if cell.columns["method"] in failing:
+            raise RuntimeError("out of memory")
+        loss = np.log(1.1) * (2 if cell.columns["pattern"] != "dense" else bool(cell.options))
+        return {
+            "zeros": 25.0,
+            "minutes": 1.0,
+            "nll": {"own": [3.0 + loss, 2.0 + loss]},
+            "humaneval": [True, False],
+        }
+
+    monkeypatch.setattr(runner, "measure", measure)
+
+    def again() -> list[str]:
+        calls.clear()
+        return run(
+            cells, Texts(tmp_path, None, None), ("0", "1"), 2, tmp_path / "table.csv", lambda line: None
+        )
+
+    (failure,) = again()
+    assert "out of memory" in failure
+    assert (len(calls), {gpu for _, gpu in calls}) == (6, {"0", "1"})
+    failing.clear()
+    assert again() == []
+    assert [method for method, _ in calls] == ["magnitude"]
+    assert (again(), calls) == ([], [])
+    with (tmp_path / "table.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    own = [row["delta_pct"] for row in rows if row["text"] == "own"]
+    assert own == ["", *["10.00"] * 5]  # of INT8 over BF16, and of the pruned ones over INT8
+    assert {row["humaneval"] for row in rows if row["text"] == "humaneval"} == {"50.0"}
+    assert rows[0]["perplexity"] == f"{np.exp(2.5):.3f}"
+    (found,) = compare(cells[4], cells[2], tmp_path / "results").values()
+    assert found == pytest.approx((10.0,) * 3)  # every window loses as much
+
+
+def test_share_of_zeros_is_that_of_the_patterns(tmp_path: Path) -> None:
+    assert zeros(converted(write_float(QWEN, tmp_path / "source"), tmp_path / "out", "6:8")) == pytest.approx(
+        0.25
     )
-    names = [line.split()[0] for line in listed.stdout.splitlines()]
-    assert names == ["bitnet", "corpus", "float_prune", "parity", "plot", "protocol_a", "protocol_b", "train"]
+
+
+def test_windows_do_not_overlap_and_have_one_length() -> None:
+    def words(text: str) -> dict[str, list[int]]:
+        return {"input_ids": [int(word) for word in text.split()]}
+
+    text = " ".join(map(str, range(3 * WINDOW - 1)))
+    assert [(ids[0], ids[-1]) for ids in windows(words, text, 5)] == [(0, 1023), (1024, 2047)]
+    assert len(windows(words, text, 1)) == 1 < 300_000 < len(python_reference())
+
+
+@pytest.mark.parametrize(
+    ("answer", "passed"),
+    [
+        ("Sure!\n```python\ndef half(x):\n    return math.floor(x / 2)\n```\nIt halves.", True),
+        ("def half(x):\n    return x / 2", True),  # no block
+        ("```python\ndef half(x):\n    return x / 2", True),  # cut off
+        ("```python\ndef half(x):\n    return x\n```", False),
+        ("I cannot.", False),
+    ],
+)
+def test_answers_are_tested(answer: str, passed: bool) -> None:
+    problem = {"prompt": 'import math\n\ndef half(x):\n    """Halve x."""\n', "entry_point": "half"}
+    problem["test"] = "def check(candidate):\n    assert candidate(4) == 2\n"
+    assert pass_at_1([problem], [answer]) == [passed]
+
+
+@pytest.mark.parametrize(
+    ("source", "fits"),
+    [
+        ("x = bytearray(1 << 29)", True),
+        ("x = bytearray(1 << 31)", False),  # memory
+        ("open('file', 'wb').write(bytes(1 << 22))", False),  # size of a file
+        ("import os; assert os.listdir() == [] == sorted(set(os.environ) - {'PATH', 'LC_CTYPE'})", True),
+    ],
+)
+def test_sandbox_limits_programs(source: str, fits: bool) -> None:
+    assert passes(source) == fits
+
+
+def test_sandbox_ends_programs_and_what_they_start(tmp_path: Path) -> None:
+    child = f"import time; time.sleep(2); open({str(tmp_path / 'mark')!r}, 'w')"
     program = (
-        "import importlib, sys\n"
-        "for name in sys.argv[1:]:\n"
-        "    assert callable(importlib.import_module(f'benchmarks.accuracy.{name}').main)"
+        f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
     )
-    subprocess.run([sys.executable, "-c", program, *names], cwd=ROOT, check=True)
-    command = [sys.executable, "-m", "benchmarks", "accuracy", "plot", "--help"]
-    assert b"cosine" in subprocess.run(command, capture_output=True, cwd=ROOT, check=True).stdout
-
-
-@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
-def test_unstructured_pruning_reaches_its_share(method: str) -> None:
-    rules = float_prune.RULES
-    torch.manual_seed(0)
-    w, hessian = torch.randn(16, 256), Hessian(256)
-    hessian.add(torch.randn(8000, 256) @ torch.randn(256, 256))  # correlated inputs
-    pruned = rules[method](w, hessian, 0.25)
-    assert float((pruned == 0).float().mean()) == 0.25
-    lost = ((pruned - w) @ hessian.matrix * (pruned - w)).sum()
-    if method == "sparsegpt":
-        by_wanda = rules["wanda"](w, hessian, 0.25) - w
-        assert lost < (by_wanda @ hessian.matrix * by_wanda).sum()
-    else:
-        assert torch.equal(pruned[pruned != 0], w[pruned != 0])
-
-
-def test_model_equals_llama_of_transformers(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    shape = lm.Shape(vocabulary=100, hidden=32, intermediate=48, layers=2, heads=4, window=32)
-    weights = lm.initial(shape, "cpu")
-    for name, tensor in weights.items():
-        tensor.data.normal_(1.0 if "norm" in name else 0.0, 0.3)
-    lm.save(tmp_path, shape, weights)
-    shape, weights = lm.load(tmp_path, "cpu")
-    model = lm.Model(shape, weights, torch.float32, compiled=False)
-    ids = torch.randint(100, (2, 30))
-    reference = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    with torch.no_grad():
-        logits, expected = lm.logits_of(model.hidden(ids), *model.ends), reference(ids).logits
-    # both in float32: sums of about 100 products in another order
-    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-
-def test_held_out_documents_that_overlap_training_are_dropped() -> None:
-    lines = [f"a line of a document that is long enough to count {number}\n" for number in range(20)]
-    training, twin, separate = "".join(lines[:10]), "".join(lines[5:15]), "".join(lines[15:])
-    counts = corpus.Counter()
-    splits = corpus.split([(1, training), (0, twin), (corpus.HELD_OUT_INTERVAL, separate)], counts)
-    assert splits == ([training], [separate])
-    assert sum(counts.values()) == 1
-
-
-def test_plots_are_deterministic(tmp_path: Path) -> None:
-    folder = ROOT / "docs" / "accuracy"
-    out, drawn = tmp_path / "out.svg", []
-    for _ in range(2):
-        plot.losses(folder / "protocol_a.csv", out)
-        drawn.append(out.read_bytes())
-    assert drawn[0] == drawn[1]
-
-
-def test_layer_plot_has_errors_as_served(tmp_path: Path) -> None:
-    """The plotted error is that after fine-tuning, or that after quantization without fine-tuning."""
-    drawn = []
-    for tuned in (None, 0.2, 0.3):
-        row = {"name": "q_proj", "error_quantized": 0.2, "error_finetuned": tuned}
-        report = {"pattern": "6:8", "method": "sparsegpt", "quant": "int8"}
-        report["layers"] = [row, {**row, "name": "o_proj", "error_finetuned": 0.1}]
-        (tmp_path / "report.json").write_text(json.dumps(report))
-        plot.layers([tmp_path / "report.json"], tmp_path / "out.svg")
-        drawn.append((tmp_path / "out.svg").read_text())
-    assert drawn[0] == drawn[1] != drawn[2]
-    assert "6:8 sparsegpt int8" in drawn[0]
+    assert not passes(program, 1)
+    time.sleep(2)
+    assert not (tmp_path / "mark").exists()

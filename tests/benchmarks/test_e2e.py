@@ -1,167 +1,178 @@
-"""The plan of an end-to-end benchmark: checkpoints, command lines, environments, and validation of results."""
+"""The end-to-end benchmark: its plan, engines that take turns (a program stands in for vLLM), and the real one."""
 
 from __future__ import annotations
 
-import time
+import csv
+import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from models import write_config
-from packaging.version import Version
+from fake_engine import Fake
+from models import QWEN, write_config
+from typer.testing import CliRunner
 
-from benchmarks import e2e_runs
-from benchmarks.e2e import Workload, command, environment, runs
-from benchmarks.e2e_models import E2eError, Model, find_model
-from benchmarks.e2e_resident import cache_tokens
-from benchmarks.e2e_runs import Figures, RunError, check_log, check_room, read_figures
-
-
-def model_of(folder: Path, **systems: bool) -> Model:
-    return find_model(folder, None, None, **{"dense": True, "sparse": True, **systems})
+from benchmarks.cli import app
+from benchmarks.e2e.plan import FLAGS, E2eError, Run, Workload, environment, find_model, runs
+from benchmarks.e2e.run import RunError, check_log, read_figures
+from slidesparse.cli.main import app as product
+from slidesparse.resolve import SUMMARY
 
 
-def one_run(tmp_path: Path, stage: str = "prefill", system: str = "stock", m: int = 128) -> Any:
-    model = model_of(write_config(tmp_path / "m", "6:8"))
-    return runs(model, (stage,), {stage: (m,)}, (system,), 1, Workload(prompt_len=8))[0]
+def one_run(folder: Path, stage: str = "prefill", system: str = "stock", m: int = 128) -> Run:
+    model = find_model(write_config(folder / "m", "6:8"))
+    return runs(model, (stage,), {stage: (m,)}, (system,), None, 1, Workload(prompt=8))[0]
 
 
 def test_each_system_has_its_flags_and_no_others() -> None:
-    sparse = {"USE_CUSPARSELT": "1"}
-    listed = {"VLLM_PLUGINS": "other,slidesparse", "HOME": "/h"}
-    assert environment("stock", listed) == {"VLLM_PLUGINS": "other", "HOME": "/h"}
+    users = dict.fromkeys(FLAGS, "set by the user") | {"VLLM_PLUGINS": "other,slidesparse"}
+    assert environment("stock", users) == environment("bf16", users) == {"VLLM_PLUGINS": "other"}
     assert "slidesparse" not in environment("stock", {})["VLLM_PLUGINS"].split(",")
-    assert environment("sparse", {"VLLM_PLUGINS": "other"}) == {"VLLM_PLUGINS": "other,slidesparse", **sparse}
-    assert environment("cublaslt", {}) == {"USE_CUBLASLT": "1"}
-    users = {
-        "SLIDESPARSE_BACKEND": "hopper",
-        "SLIDESPARSE_FUSE": "1",
-        "SPARSITY": "2_8",
-        "DISABLE_SLIDESPARSE": "1",
-    }
+    sparse = {"VLLM_PLUGINS": "other,slidesparse", "USE_CUSPARSELT": "1"}
     assert environment("sparse", users) == sparse
-    assert environment("cusparselt", users) == {**sparse, "SLIDESPARSE_BACKEND": "cusparselt"}
     assert environment("unfused", users) == {**sparse, "SLIDESPARSE_FUSE": "0"}
 
 
 def test_steps_have_m_tokens(tmp_path: Path) -> None:
     """Prefill is bounded by the token budget, decode by the number of sequences."""
     work = Workload()
-    small, large = work.size("prefill", 512), work.size("prefill", 65536)
+    small, large, decode = work.size("prefill", 512), work.size("prefill", 65536), work.size("decode", 512)
     assert (small.prompt, small.prompts, small.batched, small.output) == (512, 128, 512, 1)
-    assert (large.prompt, large.prompts, large.batched, large.output) == (1024, 128 * 64, 65536, 1)
-    assert small.sequences >= 2
+    assert (large.prompt, large.prompts, large.batched) == (1024, 128 * 64, 65536)
     assert large.sequences >= 2 * 64
-    decode = work.size("decode", 512)
     assert (decode.sequences, decode.prompts, decode.output, decode.batched) == (512, 512, 256, 512 * 16)
-    long = Workload(decode_prompt_len=8192).size("decode", 32)
-    assert (long.sequences, long.prompts, long.prompt, long.batched) == (32, 32, 8192, 16384)
-    for m in (1, 64, 1024, 65536):
-        assert work.size("prefill", m).sequences <= m  # vLLM refuses more sequences than tokens
+    assert Workload(context=8192).size("decode", 32).batched == 16384
+    assert all(work.size("prefill", m).sequences <= m for m in (1, 64, 1024))  # else vLLM refuses
     with pytest.raises(E2eError, match="1536"):
         work.size("prefill", 1536)
-    model = model_of(write_config(tmp_path / "m", "6:8"))
     with pytest.raises(E2eError, match=r"513.*512"):  # more tokens than the model has positions
-        runs(model, ("prefill",), {"prefill": (512,)}, ("stock",), 1, work)
+        runs(
+            find_model(write_config(tmp_path / "m", "6:8")),
+            ("prefill",),
+            {"prefill": (512,)},
+            ("stock",),
+            None,
+            1,
+            work,
+        )
 
 
-@pytest.mark.parametrize(("version", "random", "warm"), [("0.13.0", False, False), ("0.25.1", True, True)])
-def test_options_missing_in_a_vllm_release_are_omitted(
-    tmp_path: Path, version: str, random: bool, warm: bool
-) -> None:
-    run = one_run(tmp_path)
-    arguments = command("vllm", Version(version), run, Workload(), tmp_path / "x.json")
-    assert ("--random-input-len" in arguments, "--num-warmups" in arguments) == (random, warm)
-    assert arguments[arguments.index("--input-len") + 1] == "8"
-    assert arguments[arguments.index("--max-num-batched-tokens") + 1] == "128"
-    assert arguments[arguments.index("--max-model-len") + 1] == str((8 + 1) * 5 // 4 + 32)
-    assert "--no-enable-prefix-caching" in arguments
-
-
-def test_find_model_reads_names_and_patterns_of_folders(tmp_path: Path) -> None:
-    """Dense systems run the unpruned checkpoint; a model's name is that of its folder without the pattern."""
-    for pattern in ("dense", "6:8", "2:4"):
-        write_config(tmp_path / "qwen" / pattern, None if pattern == "dense" else pattern)
-    model = model_of(tmp_path / "qwen")
-    assert (model.name, model.dtype, list(model.sparse)) == ("qwen", "int8", ["2:4", "6:8"])
-    assert model.dense.folder.name == "dense"
-    assert find_model(tmp_path / "qwen", "q", None, dense=True, sparse=True).name == "q"
-    single = model_of(write_config(tmp_path / "llama" / "2_6", "4:6"))
-    assert (single.name, single.dense.folder.name) == ("llama", "2_6")
-    assert model_of(write_config(tmp_path / "llama-2_6", "4:6")).name == "llama"
+def test_folders_become_systems_and_patterns(tmp_path: Path) -> None:
+    """Dense systems run the unpruned checkpoint; folders that are not W8A8 are systems of their name."""
+    for pattern in ("dense", "6:8", "2:4", "bf16"):
+        write_config(tmp_path / "qwen" / pattern, None if pattern in ("dense", "bf16") else pattern)
+    config = tmp_path / "qwen" / "bf16" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": None}))
+    model = find_model(tmp_path / "qwen")
+    assert (model.name, model.dtype, model.dense.folder.name) == ("qwen", "int8", "dense")
+    planned = runs(model, ("decode",), {"decode": (1,)}, ("stock", "bf16", "sparse"), None, 2, Workload())
+    forward = [("stock", "dense"), ("bf16", "bf16"), ("sparse", "2:4"), ("sparse", "6:8")]
+    assert [(run.system, run.variant.folder.name) for run in planned] == [*forward, *forward[::-1]]
+    for wrong in ("fp4", "cusparselt"):
+        with pytest.raises(E2eError, match="fp4|no checkpoint of 4:6"):
+            runs(model, ("decode",), {"decode": (1,)}, (wrong,), ("4:6",), 1, Workload())
+    assert find_model(write_config(tmp_path / "llama-2_6", "4:6")).name == "llama"
+    write_config(tmp_path / "bad" / "2_8", "4:6")
+    with pytest.raises(E2eError, match=r"named 2_8, but was pruned to 4:6"):
+        find_model(tmp_path / "bad")
 
 
 def test_figures_of_another_run_are_refused(tmp_path: Path) -> None:
     run = one_run(tmp_path)  # 128 steps of 16 prompts of 8 tokens, at most 128 tokens each
     valid = {"elapsed_time": 2.0, "num_requests": 2048, "total_num_tokens": 2048 * 9}
-    assert read_figures(run, valid) == Figures(2048 * 9 / 2, "", "")
+    rate, nothing = 2048 * 9 / 2, {"watts": None, "steps": []}
+    unknown = {"step_ms": None, "tokens_per_s": rate, "tokens_per_joule": None}
+    assert read_figures(run, valid, nothing) == unknown
+    # medians are of steps of M tokens after another one: 0.25, 0.5 and 0.125
     steps = [(128, 0.9), (128, 0.25), (128, 0.5), (128, 0.125), (64, 0.0625), (128, 0.75)]
-    assert read_figures(run, valid, {"joules": 64.0, "steps": steps}) == Figures(
-        2048 * 9 / 2, 2048 * 9 / 64, 250
+    figures = {"step_ms": 250.0, "tokens_per_s": rate, "tokens_per_joule": rate / 64}
+    assert read_figures(run, valid, {"watts": 64.0, "steps": steps}) == figures
+    changes = (
+        {"num_requests": 2047},
+        {"elapsed_time": 0.0},
+        {"elapsed_time": "soon"},
+        {"total_num_tokens": 2048},
     )
-    assert read_figures(run, valid, {"joules": None, "steps": steps[4:]}) == Figures(2048 * 9 / 2, "", "")
-    for change in ({"num_requests": 2047}, {"elapsed_time": 0.0}, {"elapsed_time": "soon"}):
+    for change in changes:  # the last one: its prompts were too short
         with pytest.raises(RunError):
-            read_figures(run, valid | change)
-    with pytest.raises(RunError, match="not 8"):
-        read_figures(run, valid | {"total_num_tokens": 2048})
+            read_figures(run, valid | change, nothing)
     decode = one_run(tmp_path / "decode", "decode", m=64)  # only output tokens: 256 per sequence
-    assert read_figures(decode, valid | {"num_requests": 64}).tokens_per_s == 64 * 256 / 2
+    assert read_figures(decode, valid | {"num_requests": 64}, nothing)["tokens_per_s"] == 64 * 256 / 2
 
 
 def test_log_identifies_the_system(tmp_path: Path) -> None:
-    sparse = (
-        "SlideSparse 6:8 (2 of every 8 pruned): 8 layers sparse, 1 dense (1 lm_head); dense layout; backend x"
+    def line(path: str, pattern: str, layers: int = 8) -> str:
+        facts = {"path": path, "pattern": pattern, "layers": {pattern: layers}, "words": "w"}
+        return f"INFO {SUMMARY}{json.dumps(facts)}\nmore"
+
+    right = {"stock": "", "cublaslt": line("dense", "6:8"), "dense": line("sparse", "dense")}
+    right["sparse"] = line("sparse", "6:8")
+    for system, own in right.items():
+        run = one_run(tmp_path / system, system=system)
+        assert check_log(run, own) == ("" if system == "stock" else "w")
+        for text in {*right.values(), line("sparse", "6:8", 0), line("sparse", "4:6")} - {own}:
+            with pytest.raises(RunError):
+                check_log(run, text)
+
+
+# --- engines
+
+
+def test_every_engine_starts_once_and_measures_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Fake(tmp_path, monkeypatch)
+    result = fake.run()
+    assert result.exit_code == 0, result.output
+    starts = fake.messages(first=True)
+    assert len(starts) == 3
+    for words in starts:
+        # memory for 128 sequences of 24 tokens in blocks of 16, plus 10%; decode prefills 128 prompts of 16 at once
+        cache = int(1.1 * 128 * 32) * 2 * QWEN.layers * QWEN.kv_heads * QWEN.head_dim * 2
+        assert words[words.index("--kv-cache-memory-bytes") + 1] == str(cache)
+        assert words[words.index("--max-num-batched-tokens") + 1] == "2048"
+    limits = [message[0] for message in fake.messages(first=False)]
+    assert limits == [64] * 3 + [128] * 3 + [0] * 6 + [64] * 3 + [128] * 3 + [0] * 6
+    for row in fake.rows:
+        assert float(row["step_ms"]) == (250 if row["system"] == "sparse" else 500)
+        assert float(row["tokens_per_s"]) == pytest.approx(4 * float(row["tokens_per_joule"]), rel=1e-3)
+        assert row["context"] == ("16" if row["stage"] == "decode" else row["M"])
+    assert json.loads((fake.out / "e2e.json").read_text())["tiny 2:4 sparse"] == "2:4"
+    lines = (fake.out / "e2e.csv").read_text().splitlines(keepends=True)
+    (fake.out / "e2e.csv").write_text("".join(lines[:-2]) + lines[-2][:20])  # killed while writing a row
+    assert fake.run().exit_code == 0
+    assert [row["round"] for row in fake.rows] == ["1"] * 12 + ["2"] * 12
+    assert len(fake.messages(first=False)) == 2
+    refused = fake.run("--prefill-steps", "7")  # results of another workload
+    assert (refused.exit_code, "workload" in refused.output) == (2, True)
+
+
+def test_engine_that_does_not_start_fails_only_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = Fake(tmp_path, monkeypatch, broken="sparse").run()
+    report = json.loads(result.stdout)
+    assert (result.exit_code, report["cells"], report["planned"], len(report["failed"])) == (1, 8, 24, 16)
+    assert "out of memory" in report["failed"][0]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_e2e_with_real_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill in steps of 32 tokens and decode of 4 sequences, by the plugin."""
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    for name, value in (settings | {"OMP_NUM_THREADS": "1"}).items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN.config()))
+    made = CliRunner().invoke(
+        product, ["synth", str(tmp_path), str(tmp_path / "tiny-2_8"), "--sparsity", "6:8"]
     )
-    dense = "SlideSparse dense: 8 layers on the cuBLASLt path (dense), 1 dense (1 lm_head); dense layout; backend x"
-    names = iter("abcdefgh")
-    by = {s: one_run(tmp_path / next(names), system=s) for s in ("stock", "cublaslt", "sparse")}
-    assert check_log(by["sparse"], f"INFO {sparse}\nmore").startswith(
-        "6:8 (2 of every 8 pruned): 8 layers sparse"
-    )
-    assert "cuBLASLt" in check_log(by["cublaslt"], dense)
-    assert check_log(by["stock"], "SlideSparse flags are set") == ""
-    for system, text in (
-        ("sparse", dense),
-        ("cublaslt", sparse),
-        ("stock", sparse),
-        ("sparse", ""),
-    ):
-        with pytest.raises(RunError):
-            check_log(by[system], text)
-    for text in (sparse.replace("8 layers", "0 layers"), sparse.replace("6:8", "4:6")):
-        with pytest.raises(RunError, match="6:8"):
-            check_log(by["sparse"], text)
-    mixed = sparse.replace("6:8 (2 of every 8 pruned", "2:4@50% (2 of every 4 pruned in 50% of the blocks")
-    with pytest.raises(RunError, match=r"served 2:4@50% .* not .* 6:8"):
-        check_log(by["sparse"], mixed)
-
-
-def test_the_cache_of_an_engine_holds_its_largest_run(tmp_path: Path) -> None:
-    """Few short sequences still get some blocks of a CPU, of 128 tokens, without which vLLM waits forever."""
-    small, large = one_run(tmp_path / "a", "decode", m=2), one_run(tmp_path / "b", "decode", m=64)
-    assert cache_tokens([small]) == 4096
-    assert cache_tokens([small, large]) == int(1.1 * 64 * (16 + 256))
-
-
-def test_a_cache_too_small_for_m_is_refused(tmp_path: Path) -> None:
-    run = one_run(tmp_path, "decode", m=64)  # 64 sequences of 16 + 256 tokens
-    check_room(run, "GPU KV cache size: 17,408 tokens")
-    with pytest.raises(RunError, match="17407.*17408"):
-        check_room(run, "GPU KV cache size: 17,407 tokens")
-
-
-@pytest.mark.parametrize("seconds", [30.0, 0.3])
-def test_no_process_outlives_a_run(tmp_path: Path, seconds: float) -> None:
-    """An engine process left by vLLM would keep GPU memory, whether the run ended or was killed."""
-    log = tmp_path / "log"
-    wait = "" if seconds > 1 else "; wait"
-    status = e2e_runs.execute(
-        ["sh", "-c", f"sleep 300 & echo $!{wait}"], {"PATH": "/usr/bin:/bin"}, log, seconds
-    )
-    assert status == (0 if seconds > 1 else None)
-    stat_file = Path(f"/proc/{log.read_text().strip()}/stat")
-    deadline = time.monotonic() + 5
-    while stat_file.exists() and stat_file.read_text().rsplit(")", 1)[1].split()[0] != "Z":
-        assert time.monotonic() < deadline, "the child still runs"
-        time.sleep(0.02)
+    assert made.exit_code == 0, made.output
+    options = ["--model", str(tmp_path / "tiny-2_8"), "--out", str(tmp_path), "--m", "32", "--decode-m", "4"]
+    options += ["--prompt", "16", "--prefill-steps", "4", "--decode-steps", "8", "--systems", "sparse"]
+    result = CliRunner().invoke(app, ["e2e", *options, "--rounds", "1", "--vllm-args", "--enforce-eager"])
+    assert result.exit_code == 0, result.output
+    with (tmp_path / "e2e.csv").open(newline="") as file:
+        prefill, decode = csv.DictReader(file)
+    assert (prefill["model"], prefill["pattern"], decode["stage"]) == ("tiny", "6:8", "decode")
+    assert float(prefill["step_ms"]) > 0 < float(decode["step_ms"])
+    figures = json.loads(next((tmp_path / "logs").glob("*prefill*.json")).read_text())
+    assert figures["total_num_tokens"] == 4 * 2 * (16 + 1)  # two prompts per step
+    assert "8 layers sparse" in json.loads((tmp_path / "e2e.json").read_text())["tiny 6:8 sparse"]

@@ -18,6 +18,8 @@ from calibration import DEVICES, calibrated, open_model, save, write_ids
 from checkpoints import bert, edit_json, snapshot, tensors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slidesparse.calibrate.models import open_model
+from slidesparse.methods.sparsegpt import damping_for, factor, sparsegpt
 
 from slidesparse.calibrate import losses
 from slidesparse.calibrate.losses import layer_losses, whole_loss
@@ -30,7 +32,7 @@ from slidesparse.convert import choose, stream
 from slidesparse.convert.budget import PATTERNS, AllocationProblem, Budget, Candidate, Choice
 from slidesparse.convert.choose import Attempt, next_limit
 from slidesparse.convert.report import Report
-from slidesparse.convert.times import LayerTimes, TimesError, default_gpu, fit
+from slidesparse.convert.times import LayerTimes, TimesError, default_gpu
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 from slidesparse.pattern import SlidePattern
 
@@ -146,48 +148,25 @@ def test_invalid_budgets_are_refused(values: dict[str, Any], message: str) -> No
 # Times
 
 
-def test_measured_times_are_returned_unchanged() -> None:
+def test_times_follow_the_fits_and_lie_between_measured_tokens() -> None:
     times = LayerTimes.of("h200")
     shape, pattern = (4608, 3584), SlidePattern(8)
-    measured = times.measured["int8", "6:8"]
-    assert times.us("int8", pattern, shape, 16) == measured[16][shape]
-    between = times.us("int8", pattern, shape, 23)
-    low, high = sorted((measured[16][shape], measured[32][shape]))
-    assert low < between < high
-    most_tokens = max(measured)
-    assert times.us("int8", pattern, shape, 2 * most_tokens) == pytest.approx(
-        2 * measured[most_tokens][shape]
-    )
-    assert times.us("int8", None, shape, 16) == times.measured["int8", "dense"][16][shape]
-    assert times.stock_us("int8", shape, 16) == times.measured["int8", "stock"][16][shape]
-
-
-def test_time_estimates_of_other_shapes_err_below_20_percent() -> None:
-    """Each shape is estimated from the others. The bound is on the mean over shapes, as single shapes err by up
-    to twice as much.
-    """
-    measured = LayerTimes.of("h200").measured
-    for key, of_tokens in measured.items():
-        for tokens, times in of_tokens.items():
-            errors = []
-            for shape, us in times.items():
-                a, b = fit([(n * k, t) for (n, k), t in times.items() if (n, k) != shape])
-                errors.append(abs((a + b * shape[0] * shape[1]) / us - 1))
-            assert sum(errors) / len(errors) < 0.2, (key, tokens)
-
-
-def test_fit_has_no_negative_coefficients() -> None:
-    assert fit([(1.0, 2.0), (2.0, 3.0)]) == pytest.approx((1.0, 1.0))
-    assert fit([(1.0, 1.0), (2.0, 4.0)])[0] == 0.0
-    assert fit([(1.0, 4.0), (2.0, 1.0)])[1] == 0.0
-    assert fit([(2.0, 4.0)]) == (0.0, 2.0)
+    a, b = times.fits["int8", "6:8"][16]
+    assert times.us("int8", pattern, shape, 16) == pytest.approx(a + b * shape[0] * shape[1])
+    low, high = (times.us("int8", pattern, shape, tokens) for tokens in (16, 32))
+    assert low < times.us("int8", pattern, shape, 23) < high
+    most_tokens = max(times.fits["int8", "6:8"])
+    last = times.us("int8", pattern, shape, most_tokens)
+    assert times.us("int8", pattern, shape, 2 * most_tokens) == pytest.approx(2 * last)
+    assert times.us("int8", None, shape, 16) != times.stock_us("int8", shape, 16)
+    with pytest.raises(TimesError, match="14:16"):
+        times.us("int8", SlidePattern(16), shape, 16)
 
 
 @pytest.mark.parametrize("gpu", ["", "a100", "nvidia"])
 def test_gpu_without_times_is_refused(gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("nvidia-h200.csv", "nvidia-h100.csv"):
-        (tmp_path / name).write_text("dtype,n,k,pattern,tokens,us\n")
-    monkeypatch.setattr("slidesparse.convert.times.FOLDER", tmp_path)
+    (tmp_path / "times.csv").write_text("gpu\nnvidia-h200\nnvidia-h100\n")
+    monkeypatch.setattr("slidesparse.convert.times.FILE", tmp_path / "times.csv")
     for refused in (lambda: LayerTimes.of(gpu), lambda: Budget(max_loss=0.1, gpu=gpu)):
         with pytest.raises(TimesError, match="nvidia-h200"):
             refused()

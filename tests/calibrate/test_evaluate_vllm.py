@@ -1,23 +1,16 @@
-"""Quality metrics through real vLLM, against the transformer blocks of calibration."""
+"""Quality metrics through real vLLM, against transformers."""
 
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from pathlib import Path
 
-import minilm
 import numpy as np
 import pytest
 import torch
-from checkpoints import convert
 from engines import Engines, Request
 from models import LLAMA, converted, write_float
 
-from slidesparse import demo
-from slidesparse.calibrate.models import open_model, rms_norm
-from slidesparse.checkpoint.storage import Checkpoint
-from slidesparse.checkpoint.tokens import tokenizer_of
 from slidesparse.evaluate import perplexity
 from slidesparse.evaluate.engine import Engine, Scored
 
@@ -26,28 +19,16 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 @torch.inference_mode()
 def exact_logprobs(folder: Path, ids: list[list[int]]) -> np.ndarray:
-    """Return log-probabilities [tokens] of all but the first token, by our own layers in float32."""
-    model, result = open_model(Checkpoint.open(folder)), []
-    with model.checkpoint.reader() as reader:
-        samples = [torch.tensor(sample) for sample in ids]
-        embed = model.embedder(reader, samples, torch.device("cpu"))
-        blocks = [model.load(reader, number, torch.device("cpu")) for number in range(model.blocks)]
-        norm, head = (reader.whole(name).float() for name in ("model.norm.weight", "lm_head.weight"))
-        for sample in samples:
-            x = embed(sample[None])
-            for block in blocks:
-                x = block.output(x)
-            logprobs = (rms_norm(x, norm, model.sizes[0].eps)[0] @ head.t()).log_softmax(-1)
-            result += [
-                float(logprobs[i, next_token]) for i, (_, next_token) in enumerate(pairwise(sample.tolist()))
-            ]
-    return np.asarray(result)
+    """Return log-probabilities [tokens] of all but the first token, by transformers in float32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    logprobs = model(torch.tensor(ids)).logits[:, :-1].log_softmax(-1)
+    return logprobs.gather(2, torch.tensor(ids)[:, 1:, None]).flatten().numpy()
 
 
-def test_perplexity_by_vllm_equals_own_layers(engines: Engines, tmp_path: Path) -> None:
-    """The source's perplexity equals that of our own layers. The plugin serves the pruned model, and the KL is over
-    all tokens.
-    """
+def test_perplexity_by_vllm_is_that_of_transformers(engines: Engines, tmp_path: Path) -> None:
+    """The plugin serves the pruned model, and the KL is over all tokens."""
     source = write_float(LLAMA, tmp_path / "source")
     pruned = converted(source, tmp_path / "pruned", "6:8")
     ids = np.random.default_rng(0).integers(0, LLAMA.vocabulary, (3, 20)).tolist()
@@ -74,15 +55,15 @@ def test_perplexity_by_vllm_equals_own_layers(engines: Engines, tmp_path: Path) 
     assert comparison.top1.value < 1
 
 
-def test_embeddings_by_the_engine_equal_reference(tmp_path: Path) -> None:
-    """The process that ``slidesparse eval`` starts serves MiniLM in the slided layout."""
-    source = demo.original()
-    for layout in ("dense", "slided"):
-        convert(source, tmp_path / layout, layout=layout)
-    encode = tokenizer_of(source)
+def test_engine_process_scores_and_says_what_served(tmp_path: Path) -> None:
+    """The process that ``slidesparse eval`` starts, with the slided layout."""
+    source = write_float(LLAMA, tmp_path / "source")
+    slided = converted(source, tmp_path / "slided", "6:8", "slided")
     engine = Engine({"dtype": "float32", "gpu_memory_utilization": 0.2})
-    ids = [encode(sentence) for sentence in demo.SENTENCES]
-    scored = engine.score(tmp_path / "slided", "embedding", ids)
-    assert scored.served_by.startswith("6:8 (2 of every 8 pruned): 24 layers sparse, 0 dense; slided layout")
-    expected = minilm.embeddings(source, tmp_path / "dense", demo.SENTENCES)
-    minilm.assert_served(scored.arrays["embeddings"], expected)
+    scored = engine.score(slided, [[1, 2, 3, 4], [5, 6]], top=2)
+    assert scored.served_by.startswith(
+        "6:8 (2 of every 8 pruned): 8 layers sparse, 1 dense (1 lm_head); slided layout"
+    )
+    assert {name: array.shape for name, array in scored.arrays.items()} == {
+        "logprobs": (4,), "top_ids": (4, 2), "top_logprobs": (4, 2)
+    }  # fmt: skip

@@ -25,11 +25,8 @@ def test_damaged_checkpoints_are_refused_or_read_right() -> None:
     assert defects == []
     for outcome in ("ok", "violations", "error"):
         assert counts[f"inspect: {outcome}"] > 2
-    for outcome in ("equal", "different", "error"):
-        assert counts[f"verify: {outcome}"] > 2
-    for outcome in ("yes", "error"):
-        assert counts[f"doctor: {outcome}"] > 2
     assert counts["convert: ok"] > 20
+    assert counts["convert: error"] > 20
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,74 +16,82 @@ from checkpoints import (
     LLAMA,
     MODEL,
     Q,
+    assert_same_tensors,
+    block_of,
     config_of,
     convert,
+    edit_block,
     edit_json,
+    llama,
     refused,
+    rewrite,
     tensors_of,
     w8a8,
     write,
 )
-from commands import Done
 from models import float_tensors, quantization_config
 from moe import MODELS
 from strategies import assert_same_bits
 from tool_sources import compressed, fp8
 from torch import Tensor
 
-from slidesparse.checkpoint.inspection import inspect, verify
+from slidesparse.calibrate.task import Calibration
 from slidesparse.checkpoint.w8a8 import parse_block
+from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8, NAMES, quantize_rows
+from slidesparse.slide import slide
 
 SIX_EIGHT = SlidePattern.parse("6:8")
 LINEARS = sorted(LLAMA.linears())
-ACTIVATIONS = (".input_scale", ".input_zero_point")
 O0 = "model.layers.0.self_attn.o_proj"
+CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+
+def scale_of(tensors: dict[str, Tensor], layer: str) -> Tensor:
+    return tensors.get(f"{layer}.weight_scale", tensors.get(f"{layer}.weight_scale_inv"))
 
 
 def check_codes(before: dict[str, Tensor], after: dict[str, Tensor], layer: str, pruned: bool = True) -> None:
     """Check that codes are pruned, and that the scale of each row is the source's."""
-    codes, scale = (before[f"{layer}.{name}"] for name in ("weight", "weight_scale"))
+    codes, scale = before[f"{layer}.weight"], scale_of(before, layer)
     assert_same_bits(after[f"{layer}.weight"], prune(codes, SIX_EIGHT) if pruned else codes)
-    if scale.numel() == 1:
-        assert_same_bits(after[f"{layer}.weight_scale"], scale.float().reshape(1, 1).repeat(len(codes), 1))
-    else:
-        assert_same_bits(after[f"{layer}.weight_scale"], scale)
+    scales = scale.float().reshape(1, 1).repeat(len(codes), 1) if scale.numel() == 1 else scale
+    assert_same_bits(after[f"{layer}.weight_scale"], scales)
+
+
+def by_block(codes: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """Return codes times the scales of their blocks, in float32."""
+    n, k = codes.shape
+    return (
+        codes.float() * scale.float().repeat_interleave(block[0], 0)[:n].repeat_interleave(block[1], 1)[:, :k]
+    )
 
 
 def check_blocks(
     before: dict[str, Tensor],
     after: dict[str, Tensor],
     layer: str,
-    scale: Tensor,
     block: tuple[int, int],
     quant: str = "fp8",
     pruned: bool = True,
 ) -> None:
     """Check that weights are codes times scales of their blocks, pruned and quantized per channel."""
-    codes = before[f"{layer}.weight"]
-    n, k = codes.shape
-    scales_of_weights = scale.float().repeat_interleave(block[0], 0)[:n].repeat_interleave(block[1], 1)[:, :k]
-    floats = codes.float() * scales_of_weights
+    floats = by_block(before[f"{layer}.weight"], scale_of(before, layer), block)
     weight, scales = quantize_rows(prune(floats, SIX_EIGHT) if pruned else floats, NAMES[quant])
     assert_same_bits(after[f"{layer}.weight"], weight)
     assert_same_bits(after[f"{layer}.weight_scale"], scales)
 
 
-def check_block(folder: Path, quant: str, ignore: set[str]) -> None:
-    """Check that the quantization_config equals that of a converted float source."""
-    block = config_of(folder)["quantization_config"]
-    group = quantization_config(quant)["config_groups"]["group_0"]  # type: ignore[index]
-    assert [dict(entry) for entry in block["config_groups"].values()] == [
-        {**entry, **group, "targets": entry["targets"]} for entry in block["config_groups"].values()
-    ]
-    assert block["quant_method"] == "compressed-tensors"
-    assert block["format"] == quantization_config(quant)["format"]
-    assert set(block["ignore"]) == ignore
-    parsed = parse_block(block)
-    assert all(scheme.native for scheme in parsed.schemes)
+def vllm_config(block: dict[str, Any]) -> Any:
+    """Return vLLM's reading of a quantization_config, which refuses KV caches when the attention is made."""
+    from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
+
+    config = compressed_tensors.CompressedTensorsConfig.from_config(copy.deepcopy(block))
+    compressed_tensors.CompressedTensorsKVCacheMethod(config)
+    config.packed_modules_mapping = {}
+    return config
 
 
 def scheme(preset: str, targets: list[str], **weights: Any) -> Any:
@@ -94,22 +103,45 @@ def scheme(preset: str, targets: list[str], **weights: Any) -> Any:
     return preset_scheme
 
 
-def static_int8(targets: list[str]) -> Any:
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+# W8A8 of compressed-tensors
 
-    inputs = QuantizationArgs(num_bits=8, symmetric=False, dynamic=False, strategy="tensor")
-    weights = QuantizationArgs(num_bits=8, strategy="channel")
-    return QuantizationScheme(targets=targets, weights=weights, input_activations=inputs)
+
+@pytest.mark.parametrize("quant", ["int8", "fp8"])
+@pytest.mark.parametrize(("strategy", "layout"), [("channel", "slided"), ("tensor", "dense")])
+def test_codes_scales_and_ignore_list_are_kept(
+    tmp_path: Path, quant: str, strategy: str, layout: str
+) -> None:
+    """Of unpruned and ignored layers too.  AutoRound writes negative scales, the plugin a stamp in memory."""
+    source = w8a8(tmp_path / "source", quant, strategy)
+    rewrite(source, **{f"{Q}.weight_scale": -tensors_of(source)[f"{Q}.weight_scale"]})
+    old = block_of(source)
+    edit_block(source, slidesparse_serving={"pattern": "4:6"})
+    options = {"layer": ["o_proj=dense"], "ignore": ["0.self_attn.[qkv]_proj"]}
+    report = convert(source, tmp_path / "out", layout=layout, **options)
+    assert report.quant == quant
+    assert {name.split(".")[-1] for name in report.skipped} == {"o_proj"}
+    assert {report.kept[name] for name in (DOWN, "lm_head")} == {"not quantized in the source"}
+    assert [report.kept[name] for name in LINEARS if "0.self_attn" in name and "o_proj" not in name] == [
+        "--ignore"
+    ] * 3
+    expected = tensors_of(source)
+    for name in report.pruned:
+        codes = prune(expected[f"{name}.weight"], SIX_EIGHT)
+        expected[f"{name}.weight"] = slide(codes, SIX_EIGHT) if layout == "slided" else codes
+    assert_same_tensors(tensors_of(tmp_path / "out"), expected)
+    new = block_of(tmp_path / "out")
+    assert set(new.pop("slidesparse")["layers"]) == set(report.pruned)
+    assert new == {**old, "quant_method": {"dense": "compressed-tensors", "slided": "slidesparse"}[layout]}
 
 
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
 def test_zero_points_of_symmetric_weights_are_dropped_or_refused(tmp_path: Path, quant: str) -> None:
-    """Zero points of zero are dropped, as vLLM cannot load them; others are refused."""
+    """vLLM cannot load them; others than zeros are refused."""
     source = w8a8(tmp_path / "source", quant)
     before = tensors_of(source)
-    layers = [name.removesuffix("_scale") for name in before if name.endswith(".weight_scale")]
-    dtype = before[layers[0]].dtype
-    zeros = {f"{name}_zero_point": torch.zeros(len(before[name]), 1, dtype=dtype) for name in layers}
+    scales = {name: scale for name, scale in before.items() if name.endswith(".weight_scale")}
+    dtype = {"int8": INT8, "fp8": FP8}[quant]
+    zeros = {n.replace("scale", "zero_point"): torch.zeros(s.shape, dtype=dtype) for n, s in scales.items()}
     (source / MODEL).unlink()
     write(source, config_of(source), before | zeros, shards=3)
     report = convert(source, tmp_path / "out")
@@ -121,120 +153,28 @@ def test_zero_points_of_symmetric_weights_are_dropped_or_refused(tmp_path: Path,
     refused(source, f"tensor {Q}.weight_zero_point in", "is not 0 everywhere", "symmetric", out="x")
 
 
-# compressed-tensors, by the package itself
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize("make", [static_int8, lambda targets: scheme("FP8", targets)], ids=["int8", "fp8"])
-def test_static_activations_become_dynamic(tmp_path: Path, make: Callable[[list[str]], Any]) -> None:
-    source = compressed(tmp_path / "source", {"group_0": make(["Linear"])}, ["lm_head"])
-    report = convert(source, tmp_path / "out")
-    before, after = tensors_of(source), tensors_of(tmp_path / "out")
-    assert f"{Q}.input_scale" in before
-    assert {name for name in before if not name.endswith(ACTIVATIONS)} == set(after)
-    assert sorted(report.pruned) == LINEARS
-    for layer in LINEARS:
-        check_codes(before, after, layer)
-    check_block(tmp_path / "out", report.quant, {"lm_head"})
-    assert (
-        report.rewritten
-        == "14 layers: static activation scales removed, as activations are now quantized dynamically per token"
-    )
-    result = Done("convert", source, tmp_path / "again", "-s", "6:8")
-    assert result.out.count(f"source    {report.rewritten}\n") == 1
-    refused(source, f"--ignore covers {DOWN}", "--skip", out="x", ignore=["0.mlp.down_proj"])
-
-
-def test_asymmetric_activations_become_symmetric(tmp_path: Path) -> None:
-    """llmcompressor 0.14 stores nothing else for dynamic asymmetric activations, whose zero points are per token."""
-    source = w8a8(tmp_path / "source")
-    block = config_of(source)["quantization_config"]
-    block["config_groups"]["group_0"]["input_activations"] |= {"symmetric": False, "zp_dtype": "torch.int8"}
-    edit_json(source / "config.json", quantization_config=block)
-    report = convert(source, tmp_path / "out")
-    assert report.rewritten == "13 layers: activations are now quantized symmetrically"
-    before, after = tensors_of(source), tensors_of(tmp_path / "out")
-    assert set(after) == set(before)
-    for layer in set(LINEARS) - {DOWN}:
-        check_codes(before, after, layer)
-    check_block(tmp_path / "out", "int8", {"re:.*lm_head", DOWN})
-
-
-def test_negative_scales_are_kept(tmp_path: Path) -> None:
-    """AutoRound 0.15 writes them with INT8 in rows where -128 is of use."""
-    source = w8a8(tmp_path / "source")
-    tensors = tensors_of(source)
-    tensors[f"{Q}.weight_scale"][::2] *= -1
-    write(source, config_of(source), tensors)
-    convert(source, tmp_path / "out", layout="slided")
-    convert(tmp_path / "out", tmp_path / "dense")
-    check_codes(tensors, tensors_of(tmp_path / "dense"), Q)
-    assert inspect(tmp_path / "dense").violations == 0
-
-
-def test_float_head_need_not_be_ignored(tmp_path: Path) -> None:
-    """AutoRound 0.15 writes an empty ignore list with FP8, and a float lm_head, which is not Linear for vLLM."""
-    source = w8a8(tmp_path / "source", "fp8")
-    block = config_of(source)["quantization_config"]
-    edit_json(source / "config.json", quantization_config={**block, "ignore": [DOWN]})
-    report = convert(source, tmp_path / "out")
-    assert report.kept["lm_head"] == "not a linear layer of a transformer block"
-    assert_same_bits(tensors_of(tmp_path / "out")["lm_head.weight"], tensors_of(source)["lm_head.weight"])
-
-
-@pytest.mark.vllm
-def test_block_scales_are_dequantized(tmp_path: Path) -> None:
-    """Weights equal those that the package itself dequantizes; the ignore list leaves one layer float."""
-    from compressed_tensors.quantization.lifecycle.forward import dequantize
-
-    block_scheme = scheme("FP8_BLOCK", ["Linear"], block_structure=[32, 16])
-    source = compressed(tmp_path / "source", {"group_0": block_scheme}, ["lm_head", "re:.*layers.0.*o_proj"])
-    before = tensors_of(source)
-    for quant in ("fp8", "int8"):
-        report = convert(source, tmp_path / quant, quant=quant)
-        assert report.quant == quant
-        assert report.kept[O0] == "not quantized in the source"
-        after = tensors_of(tmp_path / quant)
-        assert_same_bits(after[f"{O0}.weight"], before[f"{O0}.weight"])
-        for layer in set(LINEARS) - {O0}:
-            check_blocks(before, after, layer, before[f"{layer}.weight_scale"], (32, 16), quant)
-        check_block(tmp_path / quant, quant, {"lm_head", O0})
-        assert "13 layers: dequantized from blocks of 32 x 16" in report.rewritten
-    codes, scale = before[f"{Q}.weight"], before[f"{Q}.weight_scale"].float()
-    weight, scales = quantize_rows(prune(dequantize(codes, scale, args=block_scheme.weights), SIX_EIGHT), FP8)
-    after = tensors_of(tmp_path / "fp8")
-    assert_same_bits(after[f"{Q}.weight"], weight)
-    assert_same_bits(after[f"{Q}.weight_scale"], scales)
-
-
 @pytest.mark.vllm
 @pytest.mark.parametrize("preset", ["W8A8", "FP8_DYNAMIC", "FP8_BLOCK"])
-def test_quantized_lm_head_is_dequantized(tmp_path: Path, preset: str) -> None:
-    """vLLM loads a quantized head only if a target names it; one that only the class Linear matches is dequantized."""
-    by_class = scheme(preset, ["Linear"], **({"block_structure": [32, 16]} if "BLOCK" in preset else {}))
-    report = convert(
-        compressed(tmp_path / "source", {"group_0": by_class}, []), tmp_path / "slided", layout="slided"
-    )
-    assert report.rewritten.endswith(
-        "lm_head dequantized, as vLLM loads a quantized one only if a target names it"
-    )
+def test_quantized_lm_head_is_dequantized_unless_a_target_names_it(tmp_path: Path, preset: str) -> None:
+    """vLLM loads a quantized head only by its name; for one that the class Linear matches it has no scale."""
+    sizes = {"block_structure": [32, 16]} if "BLOCK" in preset else {}
+    source = compressed(tmp_path / "source", {"group_0": scheme(preset, ["Linear"], **sizes)}, [])
+    report = convert(source, tmp_path / "out")
+    assert "lm_head dequantized, as vLLM loads a quantized one only if a target names it" in report.rewritten
     assert "lm_head" not in {**report.kept, **report.skipped}
-    convert(tmp_path / "slided", tmp_path / "out")
-    before, after = tensors_of(tmp_path / "source"), tensors_of(tmp_path / "out")
-    scale = before["lm_head.weight_scale"].float()
-    if "BLOCK" in preset:
-        n, k = before["lm_head.weight"].shape
-        scale = scale.repeat_interleave(32, 0)[:n].repeat_interleave(16, 1)[:, :k]
-    assert_same_bits(after["lm_head.weight"], (before["lm_head.weight"].float() * scale).bfloat16())
+    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    floats = by_block(
+        before["lm_head.weight"], before["lm_head.weight_scale"], (32, 16) if sizes else (1, 64)
+    )
+    assert_same_bits(after["lm_head.weight"], floats.bfloat16())
     assert [name for name in after if "lm_head" in name] == ["lm_head.weight"]
-    assert config_of(tmp_path / "out")["quantization_config"]["ignore"] == ["lm_head"]
-
-    by_name = scheme("W8A8", ["Linear", "re:.*lm_head"])
-    report = convert(compressed(tmp_path / "named", {"group_0": by_name}, []), tmp_path / "as_named")
-    assert not report.rewritten
-    before, after = tensors_of(tmp_path / "named"), tensors_of(tmp_path / "as_named")
-    check_codes(before, after, "lm_head", pruned=False)
-    assert config_of(tmp_path / "as_named")["quantization_config"]["ignore"] == []
+    assert block_of(tmp_path / "out")["ignore"] == ["lm_head"]
+    if preset == "W8A8":
+        named = {"group_0": scheme(preset, ["Linear", "re:.*lm_head"])}
+        assert not convert(compressed(tmp_path / "named", named, []), tmp_path / "as named").rewritten
+        check_codes(
+            tensors_of(tmp_path / "named"), tensors_of(tmp_path / "as named"), "lm_head", pruned=False
+        )
 
 
 @pytest.mark.vllm
@@ -245,277 +185,391 @@ def test_quantization_groups_of_several_kinds(tmp_path: Path) -> None:
         "group_1": scheme("FP8_BLOCK", [r"re:.*mlp\..*_proj"], block_structure=[32, 16]),
         "group_2": scheme("FP8", [O0]),
     }
-    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-    source = compressed(tmp_path / "source", groups, ["lm_head"], kv_cache_scheme=cache)
-    config = config_of(source)["quantization_config"]
-    assert config["format"] == "mixed-precision"
-    attention = {"targets": ["LlamaAttention"], "weights": None, "input_activations": cache}
+    source = compressed(tmp_path / "source", groups, ["lm_head"], kv_cache_scheme=CACHE)
+    attention = {"targets": ["LlamaAttention"], "weights": None, "input_activations": CACHE}
     norms = {"targets": ["re:.*norm"], "weights": None, "input_activations": None}
-    config["config_groups"] |= {"group_3": attention, "group_4": norms}
-    edit_json(source / "config.json", quantization_config=config)
+    edit_block(
+        source, config_groups={**block_of(source)["config_groups"], "group_3": attention, "group_4": norms}
+    )
     report = convert(source, tmp_path / "out")
-    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    block, before, after = block_of(tmp_path / "out"), tensors_of(source), tensors_of(tmp_path / "out")
     assert report.quant == "fp8 and int8"
-    for layer in LINEARS:
-        if ".mlp." in layer:
-            check_blocks(before, after, layer, before[f"{layer}.weight_scale"], (32, 16))
-        else:
-            check_codes(before, after, layer)
-            assert after[f"{layer}.weight"].dtype == (FP8 if layer == O0 else INT8)
-    block = config_of(tmp_path / "out")["quantization_config"]
-    assert block["kv_cache_scheme"] == cache
-    assert {name: group["format"] for name, group in block["config_groups"].items() if "format" in group} == {
-        "group_0": "int-quantized",
-        "group_1": "float-quantized",
-        "group_2": "float-quantized",
-    }
+    assert (block["kv_cache_scheme"], block["format"]) == (CACHE, "mixed-precision")
     assert set(block["config_groups"]) == {f"group_{i}" for i in range(4)}
     assert block["config_groups"]["group_3"] == attention
-    assert block["format"] == "mixed-precision"
+    config = vllm_config(block)
+    for layer in LINEARS:
+        if ".mlp." in layer:
+            check_blocks(before, after, layer, (32, 16))
+        else:
+            check_codes(before, after, layer)
+        chosen = config.get_scheme_dict(torch.nn.Linear(1, 1), layer)
+        assert (chosen["weights"].strategy, chosen["input_activations"].strategy) == ("channel", "token")
+        assert chosen["input_activations"].dynamic is True
+        kind, dtype = ("float", FP8) if ".mlp." in layer or layer == O0 else ("int", INT8)
+        assert (chosen["weights"].type, chosen["format"]) == (kind, f"{kind}-quantized")
+        assert after[f"{layer}.weight"].dtype == dtype
     refused(
         source, "--quant int8 contradicts the source, whose weights are fp8 and int8", out="x", quant="int8"
     )
-    chosen = vllm_schemes(block)
-    assert {layer: (kind, str(after[f"{layer}.weight"].dtype)) for layer, kind in chosen.items()} == {
-        layer: ("float", "torch.float8_e4m3fn") if ".mlp." in layer or layer == O0 else ("int", "torch.int8")
-        for layer in LINEARS
-    }
 
 
-def vllm_schemes(block: dict[str, Any]) -> dict[str, str]:
-    """Return the type of each layer's weights as vLLM reads the config; check for scales per channel and token."""
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
-        CompressedTensorsConfig,
+# Sources whose layers are treated alike
+
+
+def static_int8(folder: Path) -> Path:
+    """Asymmetric static activations, as SmoothQuant recipes have them."""
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    inputs = QuantizationArgs(num_bits=8, symmetric=False, dynamic=False, strategy="tensor")
+    weights = QuantizationArgs(num_bits=8, strategy="channel")
+    group = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
+    return compressed(folder, {"group_0": group}, ["lm_head"])
+
+
+def asymmetric_int8(folder: Path) -> Path:
+    """llmcompressor 0.14 stores nothing else for dynamic asymmetric activations, whose zero points are per token."""
+    groups = block_of(w8a8(folder))["config_groups"]
+    groups["group_0"]["input_activations"] |= {"symmetric": False, "zp_dtype": "torch.int8"}
+    edit_block(folder, config_groups=groups)
+    return folder
+
+
+def some_groups(folder: Path) -> Path:
+    """Layers outside of all groups are float."""
+    by_channel, by_tensor = (
+        scheme("W8A8", [r"re:.*self_attn\..*_proj"]),
+        scheme("W8A8", [DOWN], strategy="tensor"),
+    )
+    return compressed(folder, {"group_0": by_channel, "group_1": by_tensor}, [])
+
+
+def renamed(folder: Path) -> Path:
+    """Scales have their names in transformers, as in Ministral 3."""
+    names = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+    tensors = tensors_of(fp8(folder, static=True))
+    parts = ((name.rpartition("."), tensor) for name, tensor in tensors.items())
+    return write(
+        folder, config_of(folder), {f"{layer}.{names.get(last, last)}": t for (layer, _, last), t in parts}
     )
 
-    config = CompressedTensorsConfig.from_config({**block, "quant_method": "compressed-tensors"})
-    config.packed_modules_mapping = {}
-    kinds = {}
-    for layer in LINEARS:
-        arguments = config.get_scheme_dict(torch.nn.Linear(1, 1), layer)
-        assert arguments is not None
-        assert arguments["weights"].strategy == "channel"
-        assert arguments["input_activations"].strategy == "token"
-        assert arguments["input_activations"].dynamic is True
-        kinds[layer] = "int" if arguments["weights"].type == "int" else "float"
-    return kinds
+
+def experts(folder: Path, name: str, block: tuple[int, int] | None, static: bool) -> Path:
+    model = MODELS[name]
+    layers = [*model.linears(), *model.experts()]
+    return fp8(folder, block, static, tensors=model.tensors(), config=model.settings(), layers=layers)
+
+
+def mixtral(folder: Path) -> Path:
+    """vLLM requires scales per channel for experts with activations quantized per token."""
+    experts(folder, "mixtral", None, False)
+    block = {**quantization_config("fp8", "tensor"), "ignore": ["re:.*gate", "lm_head"]}
+    edit_json(folder / "config.json", quantization_config=block)
+    return folder
+
+
+def ct_block(folder: Path) -> Path:
+    group = scheme("FP8_BLOCK", ["Linear"], block_structure=[32, 16])
+    return compressed(folder, {"group_0": group}, ["lm_head", "re:.*layers.0.*o_proj"])
+
+
+STATIC = "static activation scales removed, as activations are now quantized dynamically per token"
+DEQUANTIZED = "dequantized from blocks of 32 x 16 and quantized again per channel"
+# How to make a source, its block size, options, and words of what was changed
+ALIKE: dict[str, tuple[Callable[[Path], Path], tuple[int, int] | None, dict[str, Any], str]] = {
+    "static int8": (static_int8, None, {}, f"14 layers: {STATIC}"),
+    "static fp8": (lambda f: compressed(f, {"a": scheme("FP8", ["Linear"])}, ["lm_head"]), None, {}, STATIC),
+    "asymmetric": (asymmetric_int8, None, {}, "13 layers: activations are now quantized symmetrically"),
+    "some groups": (some_groups, None, {}, ""),
+    "block": (ct_block, (32, 16), {}, f"13 layers: {DEQUANTIZED}"),
+    "block to int8": (ct_block, (32, 16), {"quant": "int8"}, DEQUANTIZED),
+    "deepseek": (lambda f: fp8(f, (32, 16)), (32, 16), {"layer": ["0.*o_proj=dense"]}, DEQUANTIZED),
+    "large blocks": (lambda f: fp8(f, (128, 128), scale_dtype=torch.bfloat16), (128, 128), {}, "128 x 128"),
+    "fp8": (fp8, None, {}, "14 layers: activations are now quantized per token instead of per tensor"),
+    "fp8 static": (lambda f: fp8(f, static=True), None, {}, STATIC),
+    "fp8 of transformers": (renamed, None, {}, STATIC),
+    "experts by block": (
+        lambda f: experts(f, "qwen3", (32, 16), False),
+        (32, 16),
+        {},
+        f"32 layers: {DEQUANTIZED}",
+    ),
+    "static experts": (lambda f: experts(f, "qwen3", None, True), None, {}, f"32 layers: {STATIC}"),
+    "experts by tensor": (
+        mixtral,
+        None,
+        {},
+        "per-tensor scales expanded to per-channel, which experts need",
+    ),
+}
 
 
 @pytest.mark.vllm
-def test_supported_quantization_groups_are_kept(tmp_path: Path) -> None:
-    """Groups have scales per channel or per tensor; layers outside all groups are float and stay unchanged."""
-    groups = {
-        "group_0": scheme("W8A8", [r"re:.*self_attn\..*_proj"]),
-        "group_1": scheme("W8A8", [DOWN], strategy="tensor"),
-    }
-    source = compressed(tmp_path / "source", groups, [])
-    report = convert(source, tmp_path / "out")
-    assert not report.rewritten
+@pytest.mark.parametrize("name", ALIKE)
+def test_weights_have_the_sources_codes_or_those_of_codes_times_scales(tmp_path: Path, name: str) -> None:
+    make, block, options, words = ALIKE[name]
+    source = make(tmp_path / "source")
+    report = convert(source, tmp_path / "out", **options)
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
-    named = {layer for layer in LINEARS if "self_attn" in layer} | {DOWN}
-    assert set(report.pruned) == named
-    assert set(after) == set(before)
-    for name, tensor in before.items():
-        layer = name.removesuffix(".weight")
-        assert_same_bits(after[name], prune(tensor, SIX_EIGHT) if layer in named else tensor)
-    old, new = (config_of(folder)["quantization_config"] for folder in (source, tmp_path / "out"))
-    del new["slidesparse"]
-    assert new == {name: value for name, value in old.items() if name != "sparsity_config"}
+    assert words in report.rewritten
+    for layer in (*report.pruned, *report.skipped):
+        if block:
+            check_blocks(before, after, layer, block, report.quant, layer in report.pruned)
+        elif report.rewritten:
+            check_codes(before, after, layer, layer in report.pruned)
+        else:  # scales stay as they are, per channel or per tensor
+            assert_same_bits(after[f"{layer}.weight"], prune(before[f"{layer}.weight"], SIX_EIGHT))
+            assert_same_bits(after[f"{layer}.weight_scale"], before[f"{layer}.weight_scale"])
+    for layer in report.kept:
+        assert_same_bits(after[f"{layer}.weight"], before[f"{layer}.weight"])
+    assert {name.rpartition(".")[2] for name in after} <= {"weight", "weight_scale", "bias"}
+    written, read = block_of(tmp_path / "out"), block_of(source)
+    group = quantization_config(report.quant)["config_groups"]["group_0"]  # type: ignore[index]
+    for entry in written["config_groups"].values() if report.rewritten else ():
+        assert entry == {**entry, **group, "targets": entry["targets"]}
+    unquantized = {layer for layer in report.kept if not parse_block(read).ignores(layer)}
+    assert (
+        set(written["ignore"]) == {*(read.get("ignore") or ["lm_head"]), *unquantized} or not report.rewritten
+    )
+    vllm_config(written)
+    if report.rewritten:
+        refused(source, "--ignore covers", out="x", ignore=["experts" if "experts" in name else "self_attn"])
 
 
-def test_matching_target_takes_precedence_as_in_vllm() -> None:
-    """A name takes precedence over a class, and the first matching name wins; other and ignored layers have no
-    scheme.
-    """
-    group = quantization_config("int8")["config_groups"]["group_0"]  # type: ignore[index]
-    by_tensor = {**group, "weights": {**group["weights"], "strategy": "tensor"}}
-    unquantized = {"targets": ["re:.*v_proj"], "weights": None}
-    block = {
-        **quantization_config("int8"),
-        "config_groups": {
-            "a": {**group, "targets": ["Linear"]},
-            "b": {**by_tensor, "targets": ["re:.*o_proj", "m.q_proj"]},
-            "c": {**group, "targets": ["re:.*[oq]_proj"]},
-            "d": unquantized,
-        },
-        "ignore": ["lm_head", "re:m2.*"],
-    }
-    parsed = parse_block(block)
-    layers = ("m.q_proj", "m.o_proj", "m.k_proj", "m2.q_proj", "lm_head", "m.v_proj", "n.q_proj")
-    chosen = {layer: parsed.scheme(layer, "I8") for layer in layers}
-    assert {layer: layer_scheme and layer_scheme.strategy for layer, layer_scheme in chosen.items()} == {
-        "m.q_proj": "tensor",
-        "m.o_proj": "tensor",
-        "m.k_proj": "channel",
-        "n.q_proj": "channel",
-        "m2.q_proj": None,
-        "lm_head": None,
-        "m.v_proj": None,
-    }
-    del block["config_groups"]["a"]
-    assert parse_block(block).scheme("m.k_proj", "BF16") is None
-
-
-# quant_method fp8
-
-
-@pytest.mark.parametrize(("block", "dtype"), [((32, 16), torch.float32), ((128, 128), torch.bfloat16)])
-def test_fp8_block_scales_of_deepseek_and_qwen(
-    tmp_path: Path, block: tuple[int, int], dtype: torch.dtype
-) -> None:
-    """Some blocks extend beyond the layers' edges, and some are larger than the layers."""
-    source = fp8(tmp_path / "source", block, scale_dtype=dtype)
-    report = convert(source, tmp_path / "out", skip=[r"0.*o_proj"])
-    before, after = tensors_of(source), tensors_of(tmp_path / "out")
-    assert report.quant == "fp8"
-    assert set(after) == {name.replace("_scale_inv", "_scale") for name in before}
-    for layer in set(LINEARS) - {O0}:
-        check_blocks(before, after, layer, before[f"{layer}.weight_scale_inv"], block)
-    assert (after[f"{O0}.weight"].float() == 0).float().mean() < 0.1
-    check_block(tmp_path / "out", "fp8", {"lm_head"})
-    convert(source, tmp_path / "int8", quant="int8")
-    after = tensors_of(tmp_path / "int8")
-    check_blocks(before, after, Q, before[f"{Q}.weight_scale_inv"], block, "int8")
-
-
-def test_frozen_status_of_earlier_compressed_tensors_is_accepted(tmp_path: Path) -> None:
-    """Its weights are compressed all the same; vLLM does not read the status."""
-    source = w8a8(tmp_path / "source")
-    block = config_of(source)["quantization_config"]
-    edit_json(source / "config.json", quantization_config={**block, "quantization_status": "frozen"})
-    convert(source, tmp_path / "out")
-    check_codes(tensors_of(source), tensors_of(tmp_path / "out"), Q)
-
-
-@pytest.mark.parametrize(("static", "layout"), [(False, "dense"), (True, "slided"), (True, "packed")])
-def test_fp8_per_tensor_scales_keep_codes(tmp_path: Path, static: bool, layout: str) -> None:
-    """q, k and v each have their own scale; codes are kept."""
-    source = fp8(tmp_path / "source", static=static)
-    report = convert(source, tmp_path / layout, layout=layout)
-    if layout != "dense":
-        convert(tmp_path / layout, tmp_path / "dense")
-    before, after = tensors_of(source), tensors_of(tmp_path / "dense")
-    assert not any("input_scale" in name for name in after)
-    for layer in LINEARS:
-        check_codes(before, after, layer)
-    message = "static activation scales" if static else "activations are now quantized per token"
-    assert message in report.rewritten
-    refused(source, "--quant int8 contradicts the source", out="x", quant="int8")
-    check_block(tmp_path / "dense", "fp8", {"lm_head"})
-
-
-def test_fp8_per_tensor_scales_by_their_names_in_transformers(tmp_path: Path) -> None:
-    """Scales are named as in Ministral 3."""
-    source = fp8(tmp_path / "source", static=True)
-    convert(source, tmp_path / "out")
-    names = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
-    tensors = {
-        f"{layer}.{names.get(last, last)}": tensor
-        for (layer, _, last), tensor in ((name.rpartition("."), t) for name, t in tensors_of(source).items())
-    }
-    write(tmp_path / "renamed", config_of(source), tensors)
-    convert(tmp_path / "renamed", tmp_path / "again")
-    assert verify(tmp_path / "out", tmp_path / "again").equal
-    assert not any(name.endswith(tuple(names.values())) for name in tensors_of(tmp_path / "again"))
-
-
-@pytest.mark.parametrize("listed", [[], [DOWN]])
-@pytest.mark.parametrize("block", [(32, 16), None])
+@pytest.mark.parametrize(("block", "listed"), [((32, 16), []), (None, [DOWN])])
 def test_fp8_layers_outside_blocks_are_rewritten_unpruned(
     tmp_path: Path, block: tuple[int, int] | None, listed: list[str]
 ) -> None:
     """The head is written as float; float layers stay float, whether or not the source's list names them."""
-    layers = [*(set(LINEARS) - {DOWN}), "lm_head", "mtp.in"]
-    tensors = float_tensors(LLAMA)
+    layers, tensors = [*(set(LINEARS) - {DOWN}), "lm_head", "mtp.in"], float_tensors(LLAMA)
     tensors["mtp.in.weight"] = tensors["lm_head.weight"].roll(1)
     source = fp8(tmp_path / "source", block, tensors=tensors, layers=layers)
-    edit_json(
-        source / "config.json",
-        quantization_config={**config_of(source)["quantization_config"], "ignored_layers": listed},
-    )
+    edit_block(source, ignored_layers=listed)
     report = convert(source, tmp_path / "out")
     assert report.skipped == {
         "mtp.in": "quantized in the source, but not a linear layer of a transformer block"
     }
     assert report.kept == {DOWN: "not quantized in the source"}
-    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    after = tensors_of(tmp_path / "out")
     assert after["mtp.in.weight"].dtype == FP8
     assert after["mtp.in.weight_scale"].shape == (LLAMA.vocabulary, 1)
-    assert_same_bits(after[f"{DOWN}.weight"], before[f"{DOWN}.weight"])
+    assert_same_bits(after[f"{DOWN}.weight"], tensors[f"{DOWN}.weight"])
     assert after["lm_head.weight"].dtype == torch.bfloat16
     assert not any(name.startswith("lm_head.weight_scale") for name in after)
     error = after["lm_head.weight"].float() - tensors["lm_head.weight"].float()
     assert error.abs().max() <= tensors["lm_head.weight"].abs().max() / 16  # that of FP8's three bits
-    check_block(tmp_path / "out", "fp8", {"lm_head", DOWN})
+    assert set(block_of(tmp_path / "out")["ignore"]) == {"lm_head", DOWN}
 
 
-@pytest.mark.parametrize("block", [(32, 16), None])
-def test_fp8_experts_are_rewritten_unpruned(tmp_path: Path, block: tuple[int, int] | None) -> None:
-    model = MODELS["qwen3"]
-    layers = [*model.linears(), *model.experts()]
-    source = fp8(
-        tmp_path / "source", block, True, tensors=model.tensors(), config=model.settings(), layers=layers
-    )
-    if block:
-        edit_json(
-            source / "config.json",
-            quantization_config={**config_of(source)["quantization_config"], "activation_scheme": "dynamic"},
-        )
-    report = convert(source, tmp_path / "out")
-    assert report.experts == {"w8a8": 24, "kept": 0}
-    before, after = tensors_of(source), tensors_of(tmp_path / "out")
-    for layer in layers:
-        pruned = layer not in model.experts()
-        if block:
-            scale = before[f"{layer}.weight_scale_inv"]
-            check_blocks(before, after, layer, scale, block, pruned=pruned)
-        else:
-            check_codes(before, after, layer, pruned)
-    assert not any(name.endswith(("_inv", "input_scale")) for name in after)
-    check_block(tmp_path / "out", "fp8", {"lm_head", *model.routers()})
-    refused(source, "--ignore covers model.layers.0.mlp.experts", out="x", ignore=[r"\.experts\."])
+# What other tools leave behind
 
-
-def test_per_tensor_scales_of_experts_become_per_channel(tmp_path: Path) -> None:
-    """vLLM requires scales per channel for experts with activations quantized per token."""
-    model = MODELS["mixtral"]
-    layers = [*model.linears(), *model.experts()]
-    source = fp8(tmp_path / "source", tensors=model.tensors(), config=model.settings(), layers=layers)
-    block = quantization_config("fp8", "tensor")
-    block["ignore"] = ["re:.*gate", "lm_head"]
-    edit_json(source / "config.json", quantization_config=block)
-    report = convert(source, tmp_path / "out")
-    assert report.rewritten == "32 layers: per-tensor scales expanded to per-channel, which experts need"
-    before, after = tensors_of(source), tensors_of(tmp_path / "out")
-    for layer in layers:
-        check_codes(before, after, layer, layer in model.linears())
-    check_block(tmp_path / "out", "fp8", set(block["ignore"]))
-
-
-BAD = {
-    "fmt": ({"fmt": "e5m2"}, "fmt 'e5m2'"),
-    "scheme": ({"activation_scheme": "other"}, "activation_scheme 'other'"),
-    "size": ({"weight_block_size": [128]}, "weight_block_size [128]"),
-    "other size": (
-        {"weight_block_size": [16, 16]},
-        "weight_scale_inv is F32 [2, 6]; scales per block of 64 rows are [4, 6]",
-    ),
-    "list": ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert list"),
+PRUNED = {"format": "dense", "global_sparsity": 0.48, "sparsity_structure": "2:4", "targets": ["Linear"]}
+ATTENTION = {"targets": ["LlamaAttention"], "weights": None, "input_activations": CACHE}
+COMPRESSED = {"quant_method": "compressed-tensors"}
+LEFT: dict[str, dict[str, Any]] = {
+    "sparsity_config": {"quantization_config": {**COMPRESSED, "sparsity_config": PRUNED}},
+    "no groups": {"quantization_config": {**COMPRESSED, "config_groups": None, "format": "dense"}},
+    "compression_config": {"compression_config": {"sparsity_config": PRUNED}},
+    "KV cache": {"quantization_config": {**COMPRESSED, "config_groups": {}, "kv_cache_scheme": CACHE}},
+    "attention": {"quantization_config": {**COMPRESSED, "config_groups": {"a": ATTENTION}}},
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_invalid_fp8_configs_are_refused(tmp_path: Path, name: str) -> None:
-    source = fp8(tmp_path / "source", (32, 16))
-    change, fact = BAD[name]
-    block = config_of(source)["quantization_config"]
-    edit_json(source / "config.json", quantization_config={**block, **change})
-    refused(source, fact)
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", LEFT)
+def test_floats_with_leftover_metadata_are_floats(tmp_path: Path, name: str) -> None:
+    """vLLM itself no longer loads some of these, such as the 2:4 models of SparseML."""
+    source = llama(tmp_path / "source")
+    convert(source, tmp_path / "expected")
+    edit_json(source / "config.json", **LEFT[name])
+    convert(source, tmp_path / "out")
+    assert_same_tensors(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "expected"))
+    cache = {"kv_cache_scheme": CACHE} if name == "KV cache" else {}
+    assert block_of(tmp_path / "out") == {**block_of(tmp_path / "expected"), **cache}
+    vllm_config(block_of(tmp_path / "out"))
 
 
-def test_quantized_layer_without_a_group_is_refused(tmp_path: Path) -> None:
-    source = fp8(tmp_path / "source")
-    block = quantization_config("fp8", "tensor")
-    block["config_groups"]["group_0"]["targets"] = ["re:.*mlp.*"]  # type: ignore[index]
-    edit_json(source / "config.json", quantization_config=block)
-    refused(source, "self_attn", "is F8_E4M3, but by quantization_config the layer is not quantized")
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("stored", "written"),
+    [
+        (["kv_scale"], ["k_scale", "v_scale"]),
+        (["k_proj.output_scale", "v_proj.output_scale"], ["k_scale", "v_scale"]),
+        (["k_proj.k_scale", "v_proj.v_scale"], ["k_scale", "v_scale"]),
+        (["q_scale", "k_scale"], ["q_scale", "k_scale"]),
+    ],
+)
+@pytest.mark.parametrize("make", [lambda f: fp8(f, static=True), w8a8, llama], ids=["fp8", "w8a8", "float"])
+def test_kv_cache_scales_are_written_by_names_that_vllm_loads(
+    tmp_path: Path, make: Callable[[Path], Path], stored: list[str], written: list[str]
+) -> None:
+    """AutoFP8's "static" is translated; vLLM gives values a scale of 1 if only that of keys is there."""
+    source, prefix = make(tmp_path / "source"), "model.layers.0.self_attn."
+    rewrite(source, **{prefix + name: torch.tensor(0.05 + i) for i, name in enumerate(stored)})
+    block = config_of(source).get("quantization_config", {**COMPRESSED, "config_groups": {}})
+    scheme = "static" if block["quant_method"] == "fp8" else {**CACHE, "observer": "minmax"}
+    edit_json(source / "config.json", quantization_config={**block, "kv_cache_scheme": scheme})
+    convert(source, tmp_path / "out")
+    after = tensors_of(tmp_path / "out")
+    found = {name: float(after[name]) for name in after if name.endswith(("k_scale", "v_scale", "q_scale"))}
+    values = [0.05 + i for i in range(len(stored))] * (2 if stored == ["kv_scale"] else 1)
+    assert found == pytest.approx({prefix + name: value for name, value in zip(written, values, strict=True)})
+    config = vllm_config(block_of(tmp_path / "out"))
+    assert config.kv_cache_scheme["strategy"] == "tensor"
+    mapped = {config.get_cache_scale_mapper()._map_name(name) for name in found}
+    assert mapped == {f"{prefix}attn.{name}" for name in written}
+
+
+@pytest.mark.parametrize("make", [w8a8, llama], ids=["w8a8", "float"])
+def test_tensors_that_w8a8_lacks_are_dropped_with_a_line(
+    tmp_path: Path, make: Callable[[Path], Path]
+) -> None:
+    """Such as the order of columns of actorder, and what observers of activations saw: vLLM loads none of them."""
+    source = make(tmp_path / "source")
+    if make is w8a8:
+        groups = block_of(source)["config_groups"]
+        groups["group_0"]["weights"] |= {"actorder": "static", "observer": "minmax"}
+        edit_block(source, config_groups=groups)
+    convert(source, tmp_path / "expected")
+    left = ("weight_g_idx", "input_global_scale", "weight_observer.min_vals")
+    rewrite(source, **{f"{Q}.{name}": torch.ones(3) for name in left})
+    report = convert(source, tmp_path / "out")
+    assert_same_tensors(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "expected"))
+    assert all(f"1 .{name} tensors removed, which W8A8 lacks" in report.rewritten for name in left)
+    assert "actorder" not in json.dumps(block_of(tmp_path / "out"))
+
+
+def transforms(*locations: str) -> dict[str, Any]:
+    """Return a transform_config with a rotation for each location."""
+    schemes = [{"apply": [{"location": location, "targets": ["re:.*down_proj$"]}]} for location in locations]
+    return {"config_groups": {f"R{i}": {"type": "hadamard", **scheme} for i, scheme in enumerate(schemes)}}
+
+
+def test_rotation_folded_into_the_weights_is_accepted(tmp_path: Path) -> None:
+    """SpinQuant's R1 and R2 need nothing while serving, so stock vLLM serves them; R4 rotates activations."""
+    source = w8a8(tmp_path / "source")
+    convert(source, tmp_path / "expected")
+    edit_block(source, transform_config=transforms("weight_output", "weight_input"))
+    report = convert(source, tmp_path / "out")
+    assert report.rewritten == "transform_config removed, as its rotations are folded into the weights"
+    assert_same_tensors(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "expected"))
+    assert block_of(tmp_path / "out") == block_of(tmp_path / "expected")
+
+
+# Refusals
+
+Change = Callable[[Path], Any]
+
+
+def block(**changed: Any) -> Change:
+    return lambda source: edit_block(source, **changed)
+
+
+def group(**changed: Any) -> Change:
+    """Change group_0, or below it "weights" and "inputs"."""
+
+    def change(source: Path) -> None:
+        groups = block_of(source)["config_groups"]
+        entry = groups["group_0"]
+        for name, value in changed.items():
+            name = {"inputs": "input_activations"}.get(name, name)
+            entry[name] = {**entry[name], **value} if isinstance(value, dict) and name in entry else value
+        edit_block(source, config_groups=groups)
+
+    return change
+
+
+def second_group(source: Path) -> None:
+    four = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+    groups = {**block_of(source)["config_groups"], "group_1": {"targets": ["re:.*mlp.*"], "weights": four}}
+    edit_block(source, config_groups=groups)
+
+
+def tensor(suffix: str, change: Callable[[Tensor], Tensor | None]) -> Change:
+    """Change a tensor of layer Q, or remove it with None."""
+    name = f"{Q}.{suffix}"
+    return lambda source: rewrite(source, **{name: change(tensors_of(source)[name])})
+
+
+def cache(**changed: Any) -> Change:
+    return block(kv_cache_scheme={**CACHE, **changed})
+
+
+# A change of a W8A8 source in INT8, and words of the message
+INT8_SOURCES: dict[str, tuple[Change, str]] = {
+    "method": (block(quant_method="gptq"), "'gptq'"),
+    "no method": (block(quant_method=None), "a method that quantization_config does not name"),
+    "static per token": (group(inputs={"dynamic": False}), "not quantized per token"),
+    "per group": (group(inputs={"strategy": "group"}), "not quantized per token"),
+    "local": (group(inputs={"dynamic": "local"}), "not quantized per token"),
+    "w8a16": (group(inputs=None), "W8A16"),
+    "a16 float": (group(inputs={"type": "float"}), "another type"),
+    "w4": (group(weights={"num_bits": 4}), "4-bit 'int'"),
+    "block": (group(weights={"strategy": "block"}), "per 'block'"),
+    "zero points": (group(weights={"symmetric": False}), "asymmetric or dynamic weights"),
+    "outputs": (group(output_activations={"num_bits": 8}), "outputs"),
+    "second group": (second_group, "4-bit 'int' weights in 'group_1'"),
+    "no targets": (group(targets=None), "no list of targets in 'group_0'"),
+    "bad target": (group(targets=["re:mlp.(up"]), "targets: 'mlp.(up'"),
+    "bad block": (group(weights={"strategy": "block", "block_structure": [128]}), "block_structure in"),
+    "groups a list": (block(config_groups=[1]), "config_groups [1]"),
+    "group a number": (block(config_groups={"group_0": 3}), "group_0"),
+    "bits a list": (group(weights={"num_bits": [8]}), "[8]-bit"),
+    "weights a text": (group(weights="int8"), "no objects in 'group_0'"),
+    "strategy an object": (group(inputs={"strategy": {"a": 1}}), "not quantized per token"),
+    "sparsity a text": (block(sparsity_config="dense, I think"), "'dense, I think'"),
+    "marlin": (block(sparsity_config={"format": "marlin-24"}), "sparse-24-bitmask, sparse-bitmask"),
+    "packed": (block(format="pack-quantized"), "'pack-quantized'"),
+    "packed group": (group(format="pack-quantized"), "'pack-quantized' in 'group_0'"),
+    "rotated": (block(transform_config=transforms("weight_input", "input")), "of rotations while serving"),
+    "transform a list": (block(transform_config={"config_groups": ["R1"]}), "transform_config"),
+    "ignore a text": (block(ignore="lm_head"), "ignore list"),
+    "bad regex": (block(ignore=["re:mlp.(down"]), "'mlp.(down'"),
+    "slow regex": (block(ignore=[DOWN, "re:(.|.)*q$"]), "ignore list: '(.|.)*q$' takes more than"),
+    "INT8 cache": (cache(type="int"), "is not served by vLLM"),
+    "FP4 cache": (
+        cache(num_bits=4),
+        "{'num_bits': 4, 'strategy': 'tensor', 'symmetric': True, 'type': 'float'}",
+    ),
+    "cache per group": (cache(strategy="group"), "is not served by vLLM"),
+    "asymmetric cache": (cache(symmetric=False), "is not served by vLLM"),
+    "cache a text": (block(kv_cache_scheme="static"), "kv_cache_scheme 'static'"),
+    "float layer": (block(ignore=["lm_head"]), f"{DOWN}.weight is BF16, but quantization_config promises I8"),
+    "63 scales": (tensor("weight_scale", lambda t: t[1:].clone()), f"{Q}.weight_scale is BF16 [63, 1]"),
+    "one scale": (tensor("weight_scale", lambda t: t[0].clone()), "scales per channel of 64 rows are 64"),
+    "integer scales": (tensor("weight_scale", lambda t: t.to(torch.int32)), f"{Q}.weight_scale is I32"),
+    "no scale": (tensor("weight_scale", lambda t: None), f"no tensor {Q}.weight_scale"),
+    "no groups": (block(config_groups=None), "by its config.json no weights are quantized"),
+    "no metadata": (block(quant_method="slidesparse"), "has no quantization_config.slidesparse"),
+}
+FP8_SOURCES: dict[str, tuple[Change, str]] = {
+    "another type": (group(weights={"type": "int"}, inputs={"type": "int"}), "F8_E4M3, but"),
+    "outside all groups": (group(targets=["re:.*mlp.*"]), "the layer is not quantized"),
+}
+BLOCK_SOURCES: dict[str, tuple[Change, str]] = {
+    "fmt": (block(fmt="e5m2"), "fmt 'e5m2'"),
+    "scheme": (block(activation_scheme="other"), "activation_scheme 'other'"),
+    "size": (block(weight_block_size=[128]), "weight_block_size [128]"),
+    "another size": (block(weight_block_size=[16, 16]), "F32 [2, 4]; scales per block of 64 rows are [4, 4]"),
+    "list": (block(modules_to_not_convert="lm_head"), "modules_to_not_convert list"),
+    "FP8 cache": (block(kv_cache_scheme="dynamic"), "kv_cache_scheme 'dynamic' is not served by vLLM"),
+}
+REFUSED = {name: (w8a8, *case) for name, case in INT8_SOURCES.items()}
+REFUSED |= {name: (lambda folder: w8a8(folder, "fp8"), *case) for name, case in FP8_SOURCES.items()}
+REFUSED |= {name: (lambda folder: fp8(folder, (32, 16)), *case) for name, case in BLOCK_SOURCES.items()}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_unsupported_sources_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("slidesparse.checkpoint.names.SECONDS", 0.2)
+    make, change, words = REFUSED[name]
+    source = make(tmp_path / "source")
+    change(source)
+    assert len(refused(source, words)) < 600
+
+
+def test_options_for_floats_are_refused_for_quantized_sources(tmp_path: Path) -> None:
+    source = w8a8(tmp_path / "source")
+    refused(source, "--quant fp8", "int8 already", quant="fp8")
+    calibration = Calibration(("random",), samples=1, seqlen=8)
+    refused(source, "int8 ones", error=CalibrationError, calibration=calibration)

@@ -23,8 +23,8 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("SLIDESPARSE_CACHE", str(tmp_path / "cache"))
-    good = Target("good", "good thing", ("library.h",))
-    bad = Target("bad", "bad thing", ("library.h",), headers=("no_such_header.h",))
+    good = Target("good", "good thing", ("hopper/operators.cpp",))
+    bad = Target("bad", "bad thing", ("no_such_source.h",))
     for name in list(TARGETS):
         monkeypatch.delitem(TARGETS, name)
     monkeypatch.setitem(TARGETS, "bad", bad)
@@ -36,7 +36,7 @@ def test_build_reports_each_target_and_exit_code(root: Path) -> None:
     """It exits with 3 and the reason if a target cannot be built, otherwise with 0; existing targets are reported."""
     first = CliRunner().invoke(app, ["build"])
     assert first.exit_code == 3
-    assert "no_such_header.h" in first.stderr
+    assert "no_such_source.h" in first.stderr
     assert "bad thing" in first.stderr
     assert first.stdout.split() == [
         "good",
@@ -56,7 +56,7 @@ def test_build_json_output(root: Path) -> None:
     assert report["cache"] == str(root / "cache")
     bad, good = report["targets"]
     assert (bad["name"], bad["state"], good["name"], good["state"]) == ("bad", "failed", "good", "built")
-    assert "no_such_header.h" in bad["what"]
+    assert "no_such_source.h" in bad["what"]
     assert bad["remedy"]
     assert good["path"] == str(compile.target_path("good"))
     assert good["seconds"] >= 0

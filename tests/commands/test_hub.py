@@ -13,6 +13,7 @@ from checkpoints import llama, snapshot
 from typer.testing import CliRunner
 
 from slidesparse.checkpoint.hub import local_folder
+from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.cli.main import app
 from slidesparse.errors import EnvironmentFault
 
@@ -57,16 +58,20 @@ def test_inspect_accepts_a_hub_id(cache: Path) -> None:
     assert len(json.loads(result.stdout)["layers"]) == 14
 
 
-def test_verify_accepts_hub_ids(cache: Path) -> None:
-    result = CliRunner().invoke(app, ["verify", "org/name", "org/name"])
-    assert result.exit_code == 0, result.output
-    assert result.stdout.startswith("equal: ")
-
-
 def test_local_folder_takes_precedence_over_hub_id(cache: Path, tmp_path: Path) -> None:
     assert local_folder("org/name").is_relative_to(cache)
     (tmp_path / "org" / "name").mkdir(parents=True)
     assert local_folder("org/name") == Path("org/name")
+
+
+@pytest.mark.parametrize(
+    "page",
+    ["https://huggingface.co/org/name", "huggingface.co/org/name/", "https://hf.co/org/name/tree/main"],
+)
+def test_address_of_a_models_page_is_its_id(cache: Path, page: str) -> None:
+    assert local_folder(page) == local_folder("org/name")
+    with pytest.raises(CheckpointError, match=f"{page}/blob/x is not the page of a model"):
+        local_folder(f"{page}/blob/x")
 
 
 @pytest.mark.parametrize("command", [["inspect", "org/other"], ["convert", "org/other", "out", "-s", "6:8"]])

@@ -17,14 +17,16 @@ PLUGIN = ROOT / "vllm_patch"
 # line, without cycles.
 MATHEMATICS = {"pattern", "slide", "blocks", "bitmask", "prune", "quantize", "theory"}
 LAYERS = [
-    {"__init__", "errors", "versions"},
+    {"__init__", "errors", "files", "versions"},
     MATHEMATICS,
-    {"build", "checkpoint", "kernels", "methods", "profiling"},
+    {"build", "checkpoint", "kernels", "profiling"},
     {"reference"},
     {"gemm"},
-    {"flags", "ops", "resolve"},
-    {"calibrate", "convert", "evaluate", "spmm", "tune"},
-    {"doctor", "preflight"},
+    {"flags", "ops", "resolve", "serving"},
+    {"calibrate", "convert", "evaluate"},
+    {"synth"},
+    {"tune"},
+    {"doctor"},
     {"cli"},
     {"demo"},
 ]
@@ -32,7 +34,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FOR_PLUGIN = {name for names in LAYERS[:6] for name in names}  # all that the plugin may import
 STDLIB_ONLY = (
     "slidesparse",
-    *(f"slidesparse.{name}" for name in ("errors", "methods", "versions", "pattern", "theory")),
+    *(f"slidesparse.{name}" for name in ("errors", "versions", "pattern", "theory")),
 )
 STDLIB_ONLY += tuple(
     f"slidesparse.{name}" for name in ("build.find", "build.compile", "gemm", "flags", "doctor", "kernels")

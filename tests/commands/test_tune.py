@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from models import quantization_config
 from typer.testing import CliRunner
 
 from slidesparse import gemm
+from slidesparse.blocks import dense_blocks
 from slidesparse.checkpoint.metadata import KEY, LayerEntry, Metadata
 from slidesparse.cli.main import app
 from slidesparse.convert.options import ConvertOptions
@@ -26,7 +28,7 @@ from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
 from slidesparse.pattern import PatternError, SlidePattern
 from slidesparse.slide import nonzero, obeys
 from slidesparse.tune import machine, measure, shapes
-from slidesparse.tune.inputs import Inputs
+from slidesparse.tune.inputs import Inputs, with_sparse_blocks
 from slidesparse.tune.jobs import gemm_jobs, tune
 from slidesparse.tune.measure import EXACT_US, MAX_COPIES, SAMPLES, Timing, copies_for, launches_for
 from slidesparse.tune.search import FINAL_SAMPLES, FINALISTS, SearchResult, outputs_agree, search
@@ -71,29 +73,6 @@ def test_search_times_only_finalists_thoroughly() -> None:
     quick = 2
     finalists = dict.fromkeys(names[1:FINALISTS], quick + FINAL_SAMPLES)
     assert clock.sampled == {"a0": quick + SAMPLES, **finalists, **dict.fromkeys(names[FINALISTS:], quick)}
-
-
-def test_search_tries_split_k_only_for_fast_algorithms() -> None:
-    times = {str(i): 10.0 + i for i in range(8)} | {f"{i}/2x1": 9.0 + i for i in range(8)}
-    library = FakeLibrary(times=times | {"7/2x1": 1.0})
-    result = find(library, INT8)
-    assert (result.algorithm, result.tried) == ("0/2x1", 8 + 4)
-    only_split = FakeLibrary(times={"refused": 1.0, "1/2x1": 3.0, "2/2x1": 2.0})
-    assert find(only_split, INT8).algorithm == "2/2x1"
-
-
-def test_search_tries_all_algorithms_of_libraries_without_split_k() -> None:
-    """A slash in an algorithm's text is not a split-K suffix there."""
-    times = {f"a{i}": 10.0 + i for i in range(8)} | {"stream:1x8/1/2": 9.0, "split:1x8/1x4/2": 1.0}
-    result = find(FakeLibrary(times=times, splits=False), INT8)
-    assert (result.algorithm, result.tried) == ("split:1x8/1x4/2", 10)
-    assert find(FakeLibrary(times=times), INT8).tried == 8
-
-
-def test_unsplit_strips_the_split_k_suffix() -> None:
-    assert [gemm.get("cusparselt").unsplit(name) for name in ("3", "3/2x1", "12/1x4")] == [None, "3", "12"]
-    assert gemm.get("hopper").unsplit("split:1x8/1x4/2") is None
-    assert gemm.get("cublaslt").unsplit("0a1f-00000000") is None
 
 
 @pytest.mark.parametrize(
@@ -170,9 +149,8 @@ def test_tune_saves_resumes_and_can_be_forced() -> None:
     steps: list[str] = []
     run = session(library)
     run.advance = steps.append
-    first = tune(run, todo)
-    assert (first.tuned, first.known, first.finished, first.skipped) == (8, 0, True, ())
-    assert (first.algorithms, first.refused, first.wrong) == (32, 8, 8)
+    counts = {"tuned": 8, "known": 0, "algorithms": 32, "refused": 8, "wrong": 8}
+    assert (tune(run, todo), run.skipped) == ((True, counts), [])
     assert len(steps) == 8
     for m in (1, 16, 40):
         problem = Problem("int8", "bf16", 64, 96, m)
@@ -182,10 +160,10 @@ def test_tune_saves_resumes_and_can_be_forced() -> None:
     assert ([name for name, _ in saved.others], saved.tried) == (["slow"], 4)
 
     library.searched.clear()
-    second = tune(session(library), todo)
-    assert (second.tuned, second.known, library.searched) == (0, 8, [])
+    _, second = tune(session(library), todo)
+    assert (second["tuned"], second["known"], library.searched) == (0, 8, [])
     library.times["slow"] = 1.0
-    assert tune(session(library), todo, force=True).tuned == 8
+    assert tune(session(library), todo, force=True)[1]["tuned"] == 8
     assert tuned.tuned_algorithm(GPU.subject(library), todo[0].problem) == "slow"
 
 
@@ -198,10 +176,10 @@ def test_tune_packs_weights_once_for_all_token_counts() -> None:
 def test_tune_keeps_results_at_the_time_limit() -> None:
     library = FakeLibrary()
     todo = gemm_jobs([library], LAYERS, ["fp8"], ["2:4", "6:8"], [16, 32])
-    stopped = tune(session(library, limit=3.5, now=Ticks()), todo)
-    assert (stopped.tuned, stopped.finished) == (3, False)
-    resumed = tune(session(library), todo)
-    assert (resumed.tuned, resumed.known, resumed.finished) == (5, 3, True)
+    finished, stopped = tune(session(library, limit=3.5, now=Ticks()), todo)
+    assert (stopped["tuned"], finished) == (3, False)
+    finished, resumed = tune(session(library), todo)
+    assert (resumed["tuned"], resumed["known"], finished) == (5, 3, True)
 
 
 def test_tune_keeps_results_when_interrupted() -> None:
@@ -216,14 +194,15 @@ def test_tune_keeps_results_when_interrupted() -> None:
     run.advance = interrupt
     with pytest.raises(KeyboardInterrupt):
         tune(run, todo)
-    assert tune(session(library), todo).known == 2
+    assert tune(session(library), todo)[1]["known"] == 2
 
 
 def test_tune_reports_refused_problems() -> None:
     library = FakeLibrary(times={"refused": 1.0})
-    summary = tune(session(library), gemm_jobs([library], LAYERS[:1], ["fp8"], ["2:4"], [16]))
-    assert (summary.tuned, summary.finished, len(summary.skipped)) == (0, True, 1)
-    assert "1 cannot run here" in summary.skipped[0]
+    run = session(library)
+    finished, counts = tune(run, gemm_jobs([library], LAYERS[:1], ["fp8"], ["2:4"], [16]))
+    assert (counts["tuned"], finished, len(run.skipped)) == (0, True, 1)
+    assert "1 cannot run here" in run.skipped[0]
 
 
 # --- the command
@@ -234,8 +213,6 @@ def test_tune_command_tunes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "require_gpu", lambda: GPU)
     monkeypatch.setattr(machine, "require_libraries", lambda gpu, names: [dense, sparse])
     monkeypatch.setattr(gemm, "choose", lambda path, device: ("cusparselt", ""))
-    search_result = SearchResult("1024x1x4", Timing(1.0, 1.0, 1.0), (("256x1x4", 2.0),), 12, 0, 0)
-    monkeypatch.setattr("slidesparse.tune.jobs.search_launches", lambda *_: search_result)
     monkeypatch.setattr(measure, "CudaClock", lambda device: nullcontext(FakeClock(dense, sparse)))
     arguments = [
         "tune",
@@ -255,8 +232,7 @@ def test_tune_command_tunes_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert result.exit_code == 0, result.stderr
         return dict(json.loads(result.stdout))
 
-    # two layers and two M: dense; sparse with two outputs and patterns; a kernel per pattern, and one per type of sums
-    count = 2 * 2 * (1 + 2 * 2 + 2 + 2)
+    count = 2 * 2 * (1 + 2 * 2)  # two layers and two M: dense; sparse with two outputs and patterns
     assert (run()["tuned"], run()["known"]) == (count, count)
 
 
@@ -430,3 +406,27 @@ def test_numbers_of_copies_and_launches() -> None:
 def test_timing_percentiles() -> None:
     timing = Timing.of([float(i) for i in range(11)])
     assert (timing.p20, timing.p50, timing.p80) == (2.0, 5.0, 8.0)
+
+
+@pytest.mark.parametrize(("share", "most"), [(Fraction(1, 2), 7), (Fraction(1, 3), 5)])
+def test_mixed_weights_have_their_share_of_blocks_with_random_masks(share: Fraction, most: int) -> None:
+    """No strip of ten blocks is far from its share, so that all CTAs have as much to do."""
+    weight = with_sparse_blocks(torch.ones(640, 1280, dtype=torch.int8), float(share))
+    sparse = ~dense_blocks(weight)
+    assert int(sparse.sum()) == round(100 * share)
+    assert most - 4 <= int(sparse.sum(1).min()) <= int(sparse.sum(1).max()) <= most
+    assert weight.count_nonzero() == weight.numel() - int(sparse.sum()) * 64 * 128 // 2
+    groups = weight.view(-1, 4)
+    masks, counts = groups[groups.sum(1) == 2].unique(dim=0, return_counts=True)
+    assert len(masks) == 6
+    assert int(counts.min()) > 0.9 * int(counts.sum()) / 6
+
+
+def test_int8_codes_are_normal() -> None:
+    """Uniform codes would make a GPU at its power limit run at another clock than a model's."""
+    codes = Inputs(CPU, 0).weight("int8", 256, 1024, sparse=False).double()
+    assert float(codes.std()) == pytest.approx(35, rel=0.02)
+    assert float((codes.abs() < 24).double().mean()) == pytest.approx(0.5, abs=0.02)  # 0.674 sigma
+    sparse = Inputs(CPU, 0).weight("int8", 256, 1024, sparse=True)
+    assert obeys(sparse, SlidePattern.parse("2:4"))
+    assert sparse.count_nonzero() == sparse.numel() // 2

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import pytest
 import torch
 from configurations import Configuration
-from gpu_layers import Layer, codes, dense_sums, exact, forget_plans, gpu, layer, normal
-from host_time import host_us
+from gpu_layers import PackedLayer, codes, dense_sums, exact, forget_plans, gpu, layer, normal
 from strategies import assert_same_bits
 from torch import Tensor
 
 from slidesparse import gemm, reference
-from slidesparse.gemm.backend import TWO_FOUR, LayerSpec, quantize
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.problem import LibraryError, Problem
+from slidesparse.gemm.problem import TWO_FOUR, Layer, LibraryError, Problem, Tensors
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8, quantize_rows
@@ -46,7 +45,7 @@ def scaled(
 
 
 @pytest.fixture(scope="module", params=PATTERNS)
-def int8_layer(request: pytest.FixtureRequest) -> Layer:
+def int8_layer(request: pytest.FixtureRequest) -> PackedLayer:
     return layer("hopper", request.param, INT8, N, K)
 
 
@@ -73,8 +72,8 @@ def test_int8_sums_above_2_24_are_rounded_once() -> None:
     sums = exact(q, weight)
     assert int(sums.min()) > 2**24
     small = ones * 2.0**-12  # keeps the result in the range of FP16
-    packed = BACKEND.pack(LayerSpec(n, k, TWO_FOUR, 0, INT8, torch.float16), weight)
-    output = BACKEND.scaled_matmul(q, ones[:m], packed, small, None, torch.float16)
+    other = replace(packed_layer, packed=BACKEND.pack(weight, TWO_FOUR), scale=small)
+    output = other.product(q, ones[:m], None, torch.float16)
     expected = reference.dequant_bias(sums.to(torch.int32), ones[:m], small, None, torch.float16, "cuda")
     assert_same_bits(output, expected)
 
@@ -92,7 +91,7 @@ def test_fp8_error_is_at_most_twice_that_of_the_dense_kernel(pattern: str, m: in
     shrink = torch.full((N, 1), 2.0**-10, device=gpu())
     ones = torch.ones(m, 1, device=gpu())
     for out in OUTPUTS:
-        output = BACKEND.scaled_matmul(packed_layer.lifted(q), ones, packed_layer.packed, shrink, None, out)
+        output = replace(packed_layer, scale=shrink).product(packed_layer.lifted(q), ones, None, out)
         output = output.double() * 2.0**10
         tiny = 2.0**-25 * 2.0**10 if out == torch.float16 else 0.0  # half of FP16's subnormal step
         beyond = (output - sums).abs() - output.abs() * (UNITS[out] / (1 - UNITS[out])) - tiny
@@ -101,7 +100,8 @@ def test_fp8_error_is_at_most_twice_that_of_the_dense_kernel(pattern: str, m: in
 
 def configurations(n: int, columns: int, m: int) -> list[str]:
     """Return all configurations that have a kernel and fit; INT8 and FP8 hardly differ."""
-    return [text for text, _ in native.candidates(n, columns, m, INT8, MAX_CONFIGURATIONS)]
+    layer_of_columns = Layer.of(n, columns, TWO_FOUR, 0, INT8, 16)
+    return [text for text, _ in native.candidates(layer_of_columns, m, MAX_CONFIGURATIONS)]
 
 
 def test_configurations_fit_as_many_ctas_as_named() -> None:
@@ -131,13 +131,12 @@ def test_configurations_fit_as_many_ctas_as_named() -> None:
 
 
 def test_candidates_are_sorted_by_predicted_time() -> None:
-    candidates = native.candidates(37888, 5376, 64, INT8, 48)
+    wide = Layer.of(37888, 5376, TWO_FOUR, 0, INT8, 16)
+    candidates = native.candidates(wide, 64, 48)
     assert len(candidates) == 48
     assert [us for _, us in candidates] == sorted(us for _, us in candidates)
     assert {text.partition(":")[0] for text, _ in candidates} == {"split", "stream"}
-    assert [text for text, _ in native.candidates(37888, 5376, 64, INT8, 5)] == [
-        text for text, _ in candidates[:5]
-    ]
+    assert [text for text, _ in native.candidates(wide, 64, 5)] == [text for text, _ in candidates[:5]]
 
 
 @pytest.mark.parametrize(
@@ -148,11 +147,10 @@ def test_every_configuration_gives_equal_products(m: int, n: int, k: int) -> Non
     """Products are bitwise equal, also where K is split, and no configuration is refused."""
     packed_layer = layer("hopper", "2:4", INT8, n, k)
     q, scale_x, bias = codes(m, k, seed=5), scales(m, 5), normal(1, n, 6)[0]
-    lifted = torch.nn.functional.pad(
-        packed_layer.lifted(q), (0, packed_layer.columns - packed_layer.lifted(q).shape[1])
-    )
+    columns = packed_layer.layer.columns
+    lifted = torch.nn.functional.pad(packed_layer.lifted(q), (0, columns - packed_layer.layout.slided))
     expected = scaled(exact(q, packed_layer.weight), packed_layer, scale_x, bias, torch.bfloat16)
-    problem = Problem("int8", "bf16", n, packed_layer.columns, m, "both", True)
+    problem = Problem("int8", "bf16", n, columns, m, "both", True)
     out = torch.empty_like(expected)
     configs = configurations(n, k, m)
     assert {config.partition(":")[0] for config in configs} == {"split", "stream"}
@@ -160,7 +158,7 @@ def test_every_configuration_gives_equal_products(m: int, n: int, k: int) -> Non
         plan = BACKEND.plan(problem, gpu(), config)
         for _ in range(2):  # a workspace must be left unchanged
             out.fill_(torch.nan)
-            plan.run(lifted, packed_layer.packed, out, packed_layer.scale, scale_x, bias)
+            plan.run(Tensors(lifted, packed_layer.packed, out, packed_layer.scale, scale_x, bias))
             assert torch.equal(out, expected), config
 
 
@@ -266,14 +264,14 @@ def test_capture_on_new_streams_makes_zeroed_workspaces() -> None:
         torch.cuda.synchronize()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         with torch.cuda.graph(graph, stream=stream):
-            plan.run(q, packed_layer.packed, out, packed_layer.scale, scale_x)
+            plan.run(Tensors(q, packed_layer.packed, out, packed_layer.scale, scale_x))
         for _ in range(3):
             out.zero_()
             graph.replay()
             assert torch.equal(out, expected)
         with torch.cuda.stream(stream):  # the same workspace outside of graphs
             out.zero_()
-            plan.run(q, packed_layer.packed, out, packed_layer.scale, scale_x)
+            plan.run(Tensors(q, packed_layer.packed, out, packed_layer.scale, scale_x))
         stream.synchronize()
         assert torch.equal(out, expected)
 
@@ -287,7 +285,7 @@ def test_workspaces_are_not_allocated_in_memory_pools() -> None:
     free = torch.cuda.mem_get_info()[0]
     with torch.cuda.use_mem_pool(pool), torch.cuda.stream(stream):
         weight = torch.zeros(1 << 22, dtype=torch.uint8, device=gpu())
-        plan.run(q, packed_layer.packed, out, packed_layer.scale, scale_x)
+        plan.run(Tensors(q, packed_layer.packed, out, packed_layer.scale, scale_x))
     stream.synchronize()
     assert torch.equal(out, expected)
     allocated, pooled = (
@@ -330,34 +328,20 @@ def test_second_gpu_gives_equal_outputs() -> None:
     pattern = SlidePattern(8)
     weight = prune(weight, pattern)
     outputs = []
-    for device in ("cuda:0", "cuda:1"):
-        spec = LayerSpec(200, 300, pattern, 0, INT8, torch.bfloat16)
-        packed = BACKEND.pack(spec, weight.to(device))
-        columns = spec.columns(BACKEND.alignment)
-        q, scale_x = quantize(x.to(device), spec.layout, INT8, columns)
-        ones = torch.ones(200, 1, device=device)
-        outputs.append(BACKEND.scaled_matmul(q, scale_x, packed, ones, None, torch.bfloat16).cpu())
+    for device in ("cuda:0", "cuda:1"):  # the first stays the current one
+        made = Layer.of(200, 300, pattern, 0, INT8, BACKEND.alignment)
+        packed = BACKEND.pack(weight.to(device), pattern)
+        scale = torch.ones(200, 1, device=device)
+        outputs.append(PackedLayer("hopper", made, weight, packed, scale).linear(x.to(device)).cpu())
     assert_same_bits(outputs[1], outputs[0])
 
 
 @pytest.fixture
-def small() -> Layer:
+def small() -> PackedLayer:
     return layer("hopper", "2:4", INT8, 64, 64)
 
 
-@pytest.mark.slow
-def test_product_host_time(small: Layer) -> None:
-    """The time from the call of a plan to the launch is at most 15 us, as for the other sparse backend."""
-    q, scale_x = small.quantized(normal(16, 64, 0))
-    out = torch.empty(16, 64, dtype=torch.bfloat16, device=gpu())
-    plan = BACKEND.plan(Problem("int8", "bf16", 64, 64, 16, "both"), gpu())
-    of_plan = host_us(lambda: plan.run(q, small.packed, out, small.scale, scale_x))
-    of_provider = host_us(lambda: small.product(q, scale_x, None, torch.bfloat16))
-    print(f"host time of a product: {of_plan:.1f} us, by the backend {of_provider:.1f} us")
-    assert of_plan <= 15, f"{of_plan:.1f} us"
-
-
-def test_launch_refusals_raise_library_error(small: Layer) -> None:
+def test_launch_refusals_raise_library_error(small: PackedLayer) -> None:
     """Refused are codes that TMA cannot read, and shapes with too few tiles."""
     problem, name = Problem("int8", "bf16", 64, 64, 8, "both"), "split:1x8/1x1/1"
     plan = BACKEND.plan(problem, gpu(), name)
@@ -365,22 +349,22 @@ def test_launch_refusals_raise_library_error(small: Layer) -> None:
     out = torch.empty(8, 64, dtype=torch.bfloat16, device=gpu())
     shifted = torch.zeros(q.numel() + 1, dtype=INT8, device=gpu())[1:].view(q.shape)
     with pytest.raises(LibraryError, match=r"cuTensorMapEncodeTiled refused a matrix \[8, 128\]"):
-        plan.run(shifted, small.packed, out, small.scale, scale_x)
-    plan.run(q, small.packed, out, small.scale, scale_x)
+        plan.run(Tensors(shifted, small.packed, out, small.scale, scale_x))
+    plan.run(Tensors(q, small.packed, out, small.scale, scale_x))
     assert torch.equal(out, small.product(q, scale_x, None, torch.bfloat16))
 
 
-def test_more_tiles_than_the_grid_limit(small: Layer) -> None:
+def test_more_tiles_than_the_grid_limit(small: PackedLayer) -> None:
     """The test runs a configuration that tuning would not choose."""
     m = 8 * 65536
     plan = BACKEND.plan(Problem("int8", "bf16", 64, 64, m, "both"), gpu(), "split:1x8/1x1/1")
     q, scale_x = codes(m, 64, 1), torch.ones(m, 1, device=gpu())
     out = torch.empty(m, 64, dtype=torch.bfloat16, device=gpu())
-    plan.run(q, small.packed, out, small.scale, scale_x)
+    plan.run(Tensors(q, small.packed, out, small.scale, scale_x))
     assert torch.equal(out, small.product(q, scale_x, None, torch.bfloat16))
 
 
-def test_quantized_codes_equal_reference(small: Layer) -> None:
+def test_quantized_codes_equal_reference(small: PackedLayer) -> None:
     """Codes and scales are those of the reference although the kernels overlap."""
     x = normal(100, 64, 3)
     q, scale_x = small.quantized(x)

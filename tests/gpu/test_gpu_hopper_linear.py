@@ -10,17 +10,16 @@ from typing import cast
 import pytest
 import torch
 from configurations import Configuration
-from gpu_layers import Layer, codes, gpu, layer, normal
+from gpu_layers import PackedLayer, codes, forget_plans, gpu, hopper_quantize, layer, normal, run_hopper
 from host_time import host_us
 from strategies import assert_same_bits
 from token_rows import GEOMETRIES, LARGE, assert_same_codes, rows
 from torch import Tensor
 
 from slidesparse import gemm, ops, reference
-from slidesparse.gemm.backend import TWO_FOUR, LayerSpec
 from slidesparse.gemm.hopper import native
-from slidesparse.gemm.hopper.backend import Hopper, pack_without_plan, run_layer
-from slidesparse.gemm.problem import NAMES, LibraryError
+from slidesparse.gemm.hopper.backend import Hopper, pack_without_plan
+from slidesparse.gemm.problem import NAMES, TWO_FOUR, Layer, LibraryError
 from slidesparse.pattern import SlideLayout, SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8
@@ -38,13 +37,14 @@ UNITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half an ulp, relat
 def check_codes(x: Tensor, layout: SlideLayout, dtype: torch.dtype, padding: int = 0) -> None:
     """Check codes, padding and scales of x against the reference, for contiguous rows and rows with gaps."""
     columns = layout.slided + -layout.slided % BACKEND.alignment + padding
+    windows = Layer(0, layout.in_features, layout.length, layout.phase, int(dtype == FP8), columns)
     q, scale = reference.quant_slide(x, layout, dtype, "cuda")
     wide = torch.full((x.shape[0], x.shape[1] + 24), torch.nan, dtype=x.dtype, device=gpu())
     for start in (8, 3):  # rows at a multiple of 16 bytes, and unaligned rows
         wide.fill_(torch.nan)
         wide[:, start : start + x.shape[1]] = x.to(gpu())
         for tokens in (x.to(gpu()), wide[:, start : start + x.shape[1]]):
-            actual, actual_scale = BACKEND.quantize(tokens, layout.length, layout.phase, dtype, columns)
+            actual, actual_scale = hopper_quantize(tokens, windows)
             assert_same_codes((actual[:, : layout.slided], actual_scale), (q, scale))
             assert not bool(actual[:, layout.slided :].view(INT8).any())
 
@@ -76,36 +76,22 @@ def test_quantized_codes_at_every_phase(pattern: str) -> None:
             check_codes(rows(5, k, torch.bfloat16), parsed.layout(k, phase), INT8)
 
 
-def test_quantize_refuses_invalid_arguments() -> None:
-    x = normal(2, 64, 0)
-    for arguments, message in (
-        ((5, 0, INT8, 64), "blocks of 5 columns at phase 0: an even length"),
-        ((8, 8, INT8, 96), "blocks of 8 columns at phase 8"),
-        ((8, 0, INT8, 80), "rows of 64 columns become 96; codes are asked for in rows of 80"),
-        ((8, 0, INT8, 100), "be a multiple of 16"),
-    ):
-        with pytest.raises(LibraryError, match=message):
-            BACKEND.quantize(x, *arguments)
-
-
 def run_config(
-    packed_layer: Layer, config: str, x: Tensor, bias: Tensor | None, out: torch.dtype
+    packed_layer: PackedLayer, config: str, x: Tensor, bias: Tensor | None, out: torch.dtype
 ) -> Callable[[], Tensor]:
     """Return a function that runs a layer in one call by a configuration, into an output filled with NaN."""
-    (m, k), n, layout = x.shape, packed_layer.scale.shape[0], packed_layer.layout
-    key = native.Layer(n, k, layout.length, layout.phase, packed_layer.dtype == FP8, packed_layer.columns)
-    plan = native.Plan(key, config)
+    plan = native.Plan(packed_layer.layer, config)
 
     def run() -> Tensor:
-        output = torch.full((m, n), torch.nan, dtype=out, device=x.device)
-        run_layer(plan.handle, x, None, packed_layer.packed, packed_layer.scale, bias, output)
+        output = torch.full((len(x), packed_layer.layer.n), torch.nan, dtype=out, device=x.device)
+        run_hopper(plan.handle, x, packed_layer.packed, packed_layer.scale, bias, output)
         return output
 
     return run
 
 
 def expected_of(
-    packed_layer: Layer, x: Tensor, bias: Tensor | None, out: torch.dtype, dtype: torch.dtype
+    packed_layer: PackedLayer, x: Tensor, bias: Tensor | None, out: torch.dtype, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """Return the layer's expected output, and the bound of an FP8 layer's error or None for an exact one.
 
@@ -148,12 +134,12 @@ def random_config(rng: random.Random, dtype: torch.dtype) -> str:
             return str(config)
 
 
-def random_layer(rng: random.Random, index: int, dtype: torch.dtype) -> Layer:
-    n, k = rng.randint(1, 900), rng.randint(1, 2000)
+def random_layer(rng: random.Random, index: int, dtype: torch.dtype) -> PackedLayer:
+    n, k, phase = rng.randint(1, 900), rng.randint(1, 2000), 0
+    pattern: SlidePattern | None = None
     numbers = codes(n, k, index) if dtype == INT8 else normal(n, k, index, torch.float32) * 60
     if rng.random() < 0.4:  # random blocks are dense, the others 2:4
         share = rng.choice((0.0, 0.3, 0.7, 0.95))
-        spec = LayerSpec(n, k, None, 0, dtype, torch.bfloat16)
         sparse = torch.rand(-(-n // 64), -(-k // 128), device=gpu()) < share
         sparse = sparse.repeat_interleave(64, 0).repeat_interleave(128, 1)[:n, :k]
         weight = torch.where(sparse, prune(numbers, TWO_FOUR), numbers).to(dtype)
@@ -161,10 +147,11 @@ def random_layer(rng: random.Random, index: int, dtype: torch.dtype) -> Layer:
         pattern = SlidePattern.parse(rng.choice(PATTERNS))
         phase = rng.randrange(pattern.length or 1)
         weight = prune(numbers, pattern, phase=phase).to(dtype)
-        spec = LayerSpec(n, k, pattern, phase, dtype, torch.bfloat16)
-    packed = pack_without_plan(spec, weight)
+    packed = pack_without_plan(weight, pattern, phase)
     scale = torch.rand(n, 1, device=gpu()) * 0.01 + 0.001
-    return Layer("hopper", dtype, spec.layout, weight, packed, scale, spec.columns(BACKEND.alignment))
+    return PackedLayer(
+        "hopper", Layer.of(n, k, pattern, phase, dtype, BACKEND.alignment), weight, packed, scale
+    )
 
 
 def random_case(rng: random.Random, index: int) -> tuple[str, Tensor]:
@@ -238,7 +225,7 @@ def test_linear_in_every_configuration(m: int, n: int, k: int) -> None:
     packed_layer = layer("hopper", "6:8", INT8, n, k)
     x, bias = normal(m, k, 5), normal(1, n, 6)[0]
     expected, _ = expected_of(packed_layer, x, bias, torch.bfloat16, INT8)
-    configs = [text for text, _ in native.candidates(n, packed_layer.columns, m, INT8, 4096)]
+    configs = [text for text, _ in native.candidates(packed_layer.layer, m, 4096)]
     assert configs
     for config in configs:
         print(config)  # a failed launch does not name its configuration
@@ -276,7 +263,7 @@ def test_linear_waits_for_scales_and_biases() -> None:
     x = normal(m, 8192, 0)
     sizes = [packed_layer.scale * factor for factor in (1.0, 2.0, 3.0)]
     biases = [normal(1, 512, seed)[0] for seed in range(3)]
-    arguments = (4, 0, INT8, packed_layer.columns, "hopper")
+    arguments = packed_layer.layer, "hopper"
     expected = []
     for size, bias in zip(sizes, biases, strict=True):
         torch.cuda.synchronize()
@@ -319,7 +306,7 @@ def test_linear_with_more_than_2_31_codes() -> None:
         assert_same_bits(y[part], packed_layer.linear(x[part].clone()))
     del y
     x = normal(m, k, 1)
-    q, scale = BACKEND.quantize(x, 4, 0, INT8, k)
+    q, scale = hopper_quantize(x, Layer.of(0, k, TWO_FOUR, 0, INT8, 128))
     assert_same_codes(
         (q[-16:], scale[-16:]), reference.quant_slide(x[-16:].cpu(), SlidePattern(4).layout(k), INT8)
     )
@@ -328,73 +315,36 @@ def test_linear_with_more_than_2_31_codes() -> None:
 def test_packed_layers_run_without_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds for every operator from its first call and any number of tokens, as packing plans the layer."""
     packed_layer, norm = layer("hopper", "6:8", FP8, 300, 1000), normal(1, 1000, 9)[0]
-    bias = normal(1, 300, 8)[0]
-    arguments = (
-        packed_layer.layout.length,
-        packed_layer.layout.phase,
-        FP8,
-        packed_layer.columns,
-        torch.bfloat16,
-        "hopper",
-    )
-    of_layer = (packed_layer.packed, packed_layer.scale, bias, *arguments)
+    of_layer = packed_layer.arguments(normal(1, 300, 8)[0], torch.bfloat16)
 
-    def run(m: int, suffix: str) -> list[Tensor]:
-        x, residual, gate_up = normal(m, 1000, 1), normal(m, 1000, 2), normal(m, 2000, 3)
-        linear, rms_norm, add_rms_norm, silu_mul = (
-            getattr(OURS, name + suffix)
-            for name in ("linear", "rms_norm_linear", "add_rms_norm_linear", "silu_mul_linear")
-        )
-        return [
-            linear(x, *of_layer),
-            rms_norm(x, norm, 1e-6, *of_layer),
-            *add_rms_norm(x, residual, norm, 1e-6, *of_layer),
-            silu_mul(gate_up, *of_layer),
-        ]
-
-    counts = (1, 19, 20, 700, 3000)
-    expected = [run(m, "_by_python") for m in counts]
-
-    def refuse(*_: object) -> Tensor:
+    def refuse(*_: object) -> None:
         raise AssertionError("Python was asked")
 
-    monkeypatch.setattr(Hopper, "linear", refuse)
-    for m, by_python in zip(counts, expected, strict=True):
-        for output, expected_output in zip(run(m, ""), by_python, strict=True):
-            assert bool(expected_output.any())
-            assert_same_bits(output, expected_output)
+    monkeypatch.setattr(native, "plan_layer", refuse)
+    for m in (1, 19, 20, 700, 3000):
+        x, residual, gate_up = normal(m, 1000, 1), normal(m, 1000, 2), normal(m, 2000, 3)
+        for output in (
+            OURS.linear(x, *of_layer),
+            OURS.rms_norm_linear(x, norm, 1e-6, *of_layer),
+            *OURS.add_rms_norm_linear(x, residual, norm, 1e-6, *of_layer),
+            OURS.silu_mul_linear(gate_up, *of_layer),
+        ):
+            assert bool(output.any())
+            assert len(output) == m
+    unplanned = layer("hopper", "6:8", FP8, 300, 1000)
+    forget_plans()
+    with pytest.raises(RuntimeError, match="Python was asked"):
+        unplanned.linear(normal(5, 1000, 1))
+    monkeypatch.undo()
+    assert_same_bits(unplanned.linear(normal(5, 1000, 1)), packed_layer.linear(normal(5, 1000, 1)))
 
 
 @pytest.mark.slow
 def test_linear_host_time() -> None:
-    """The operator in C++ takes at most 15 us, or as long as 2.5 additions of torch on a slow host.
-
-    The call of the library from Python, with two launches and scratch memory, takes at most as long as four additions,
-    and Python's checks at most three more. On fast hosts an addition takes 4 us.
-    """
+    """An operator, with two launches, takes the host at most as long as four additions of torch."""
     packed_layer = layer("hopper", "6:8", INT8, 64, 64)
     x, out = normal(16, 64, 0), torch.empty(16, 64, dtype=torch.bfloat16, device=gpu())
-    layout = packed_layer.layout
-    key = native.Layer(64, 64, layout.length, layout.phase, False, packed_layer.columns)
-    plan = native.library().slidesparse_hopper_find(gpu().index, *key)
-    assert plan
-    spec = LayerSpec(64, 64, SlidePattern(8), 0, INT8, torch.bfloat16)
-    arguments = (layout.length, layout.phase, INT8, packed_layer.columns, torch.bfloat16, "hopper")
     addition = host_us(lambda: out.add_(1))
-    of_plan = host_us(lambda: run_layer(plan, x, None, packed_layer.packed, packed_layer.scale, None, out))
-    of_backend = host_us(lambda: BACKEND.linear(spec, x, packed_layer.packed, packed_layer.scale, None))
-    of_operator = host_us(lambda: packed_layer.linear(x))
-    of_python = host_us(
-        lambda: OURS.linear_by_python(x, packed_layer.packed, packed_layer.scale, None, *arguments)
-    )
-    two = host_us(lambda: packed_layer.product(*packed_layer.quantized(x), None, torch.bfloat16))
-    print(
-        f"host time of a layer: call {of_plan:.1f} us, backend {of_backend:.1f} us, operator {of_operator:.1f} us, "
-        f"by Python {of_python:.1f} us; two operators {two:.1f} us, an addition {addition:.1f} us"
-    )
-    assert of_operator <= max(15, 2.5 * addition), f"{of_operator:.1f} us, an addition {addition:.1f}"
-    assert of_plan <= 4 * addition, f"{of_plan:.1f} us, an addition {addition:.1f}"
-    assert of_backend - of_plan <= 3 * addition, (
-        f"{of_backend:.1f} us around {of_plan:.1f}, an addition {addition:.1f}"
-    )
-    assert of_operator < of_backend < of_python < two
+    operator = host_us(lambda: packed_layer.linear(x))
+    print(f"host time of a layer {operator:.1f} us, of an addition {addition:.1f} us")
+    assert operator <= 4 * addition

@@ -138,13 +138,6 @@ def test_invalid_configuration_text_is_refused(native: Any, text: str) -> None:
     assert native.parses(text.encode(), ctypes.create_string_buffer(BYTES)) == 0
 
 
-@pytest.mark.parametrize("text", ["split:2x64/1x4/2", "stream:3x128/2/1", "split:9x9/1x1/1"])
-def test_configuration_text_round_trip(native: Any, text: str) -> None:
-    buffer = ctypes.create_string_buffer(BYTES)
-    assert native.parses(text.encode(), buffer) == 1
-    assert buffer.value.decode() == text
-
-
 def test_predicted_time_scales_with_bytes_or_columns(native: Any) -> None:
     """With few tokens, time falls with the bytes of weights; with many, half the columns take about half the time."""
 
@@ -153,14 +146,3 @@ def test_predicted_time_scales_with_bytes_or_columns(native: Any) -> None:
 
     assert 1.3 < best(5376, 64) / best(3584, 64) < 1.55
     assert 1.8 < best(7168, 8192) / best(3584, 8192) < 2.2
-
-
-def test_predicted_time_grows_with_a_second_wave(native: Any) -> None:
-    """A GPU of 132 SMs holds 30 of 33 clusters of four: two waves instead of one."""
-    text, start = "split:2x64/1x4/1", 5.0  # us of fixed cost
-
-    def us(clusters: int) -> float:
-        times = candidates(native, 33 * 128, 8192, 64, lambda name, _: (5, clusters if name == text else 0))
-        return next(us for candidate, us in times if candidate == text)
-
-    assert us(30) - start > 1.5 * (us(33) - start)

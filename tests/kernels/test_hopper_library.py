@@ -11,8 +11,7 @@ from slidesparse.build import find
 from slidesparse.build.compile import build
 from slidesparse.build.find import ToolchainError
 from slidesparse.gemm.hopper import native
-from slidesparse.gemm.hopper.native import Layer
-from slidesparse.gemm.problem import LibraryError
+from slidesparse.gemm.problem import Layer, LibraryError
 from slidesparse.quantize import FP8, INT8
 
 pytestmark = pytest.mark.slow  # nvcc takes some minutes
@@ -51,27 +50,27 @@ UNPACKABLE = {
 def test_pack_refuses_invalid_sizes(name: str) -> None:
     sizes, message = UNPACKABLE[name]
     with pytest.raises(LibraryError, match=message):
-        native.call("pack", *sizes, 0, None, 0, 0, None, None, None, None)
+        native.call("pack", native.integers(Layer(*sizes, 0, 0)), None, 0, 0, None, None, None, None)
 
 
 def test_pack_refuses_slided_mixed_blocks() -> None:
     with pytest.raises(LibraryError, match="4 at phase 0"):
-        native.call("pack", 64, 128, 8, 0, 0, None, 0, 1, None, None, None, None)
+        native.call("pack", native.integers(Layer(64, 128, 8, 0, 0, 0)), None, 0, 1, None, None, None, None)
 
 
 def test_pack_of_empty_weights_launches_nothing() -> None:
-    native.call("pack", 0, 8, 4, 0, 0, None, 0, 0, None, None, None, None)
-    native.call("pack", 3, 0, 4, 0, 0, None, 0, 0, None, None, None, None)
+    for n, k in ((0, 8), (3, 0)):
+        native.call("pack", native.integers(Layer(n, k, 4, 0, 0, 0)), None, 0, 0, None, None, None, None)
 
 
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (Layer(64, 64, 5, 0, False, 64), "blocks of 5 columns"),
-        (Layer(64, 64, 8, 8, False, 96), "phase 8"),
-        (Layer(64, 64, 8, 0, False, 80), "become 96"),
-        (Layer(64, 64, 8, 0, False, 100), "a multiple of 16"),
-        (Layer(0, 64, 8, 0, False, 96), "0 out-features"),
+        (Layer(64, 64, 5, 0, 0, 64), "blocks of 5 columns"),
+        (Layer(64, 64, 8, 8, 0, 96), "phase 8"),
+        (Layer(64, 64, 8, 0, 0, 80), "become 96"),
+        (Layer(64, 64, 8, 0, 0, 100), "a multiple of 16"),
+        (Layer(0, 64, 8, 0, 0, 96), "0 out-features"),
     ],
 )
 def test_make_plan_refuses_invalid_layers(layer: Layer, message: str) -> None:

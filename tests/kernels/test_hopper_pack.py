@@ -21,11 +21,10 @@ from slidesparse.blocks import dense_blocks
 from slidesparse.build.compile import FLAGS, compile_with, sources_folder
 from slidesparse.build.find import compiler
 from slidesparse.gemm import cuda
-from slidesparse.gemm.backend import TWO_FOUR, LayerSpec
 from slidesparse.gemm.hopper import format as hopper_format
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.backend import Hopper, pack_by_kernel
-from slidesparse.gemm.problem import LibraryError
+from slidesparse.gemm.problem import TWO_FOUR, Layer, LibraryError
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8
@@ -57,24 +56,23 @@ static Index blockIdx, threadIdx;
 static int atomicAdd(int* at, int by) { const int before = *at; *at += by; return before; }
 #include "pack.cuh"
 using namespace slidesparse::hopper;
-#define EXPORT extern "C" __attribute__((visibility("default")))
-EXPORT void slidesparse_hopper_pack_bytes(int n, int k, int length, int phase, std::int64_t* packed,
+#define EXPORT extern "C" SLIDESPARSE_EXPORT
+EXPORT void slidesparse_hopper_pack_bytes(const SlidesparseLayer* layer, std::int64_t* packed,
                                           std::int64_t* scratch) {
-  const PackArguments arguments = MakePackArguments(n, k, length, phase, false);
+  const PackArguments arguments = MakePackArguments(*layer);
   *packed = PackGrid(arguments) * kPackedBytes;
-  *scratch = length > kLongLength ? std::int64_t{n} * arguments.pattern_blocks * 8 : 0;
+  *scratch = layer->length > kLongLength ? std::int64_t{layer->n} * arguments.pattern_blocks * 8 : 0;
 }
-EXPORT const char* slidesparse_hopper_pack(int n, int k, int length, int phase, int fp8,
-                                           const std::uint8_t* weight, std::int64_t stride,
-                                           int mixed, std::uint8_t* packed, int* scratch,
-                                           int* broken, void*) {
-  PackArguments arguments = MakePackArguments(n, k, length, phase, fp8 != 0);
-  arguments.weight = weight;
+EXPORT const char* slidesparse_hopper_pack(const SlidesparseLayer* layer, const void* weight,
+                                           std::int64_t stride, std::int32_t mixed, void* packed,
+                                           void* scratch, void* broken, void*) {
+  PackArguments arguments = MakePackArguments(*layer);
+  arguments.weight = static_cast<const std::uint8_t*>(weight);
   arguments.stride = stride;
   arguments.mixed = mixed != 0;
-  arguments.packed = packed;
-  arguments.zeros = length > kLongLength ? scratch : nullptr;
-  arguments.broken = broken;
+  arguments.packed = static_cast<std::uint8_t*>(packed);
+  arguments.zeros = layer->length > kLongLength ? static_cast<int*>(scratch) : nullptr;
+  arguments.broken = static_cast<int*>(broken);
   for (blockIdx.x = 0; arguments.zeros && blockIdx.x < FindGrid(arguments); ++blockIdx.x) {
     for (threadIdx.x = 0; threadIdx.x < kPackThreads; ++threadIdx.x) FindZeros(arguments);
   }
@@ -121,8 +119,7 @@ def packed_by_torch(weight: Tensor, pattern: SlidePattern, phase: int) -> Tensor
 
 
 def check(weight: Tensor, pattern: SlidePattern, phase: int, device: torch.device) -> None:
-    layout = pattern.layout(weight.shape[1], phase)
-    packed, broken = pack_by_kernel(weight.to(device), layout)
+    packed, broken = pack_by_kernel(weight.to(device), pattern, phase)
     assert broken == 0
     assert_same_bits(packed.cpu(), packed_by_torch(weight, pattern, phase))
 
@@ -155,7 +152,7 @@ def test_pack_kernel_keeps_dense_blocks(
     dense = dense_blocks(codes)
     if share == 0.0 and k > 4:
         assert bool(dense.all())
-    packed, broken = pack_by_kernel(codes.to(device), TWO_FOUR.layout(k), dense.to(device))
+    packed, broken = pack_by_kernel(codes.to(device), TWO_FOUR, dense=dense.to(device))
     assert broken == 0
     assert_same_bits(packed.cpu(), hopper_format.pack_mixed(codes, dense))
     assert_same_bits(hopper_format.unpack(packed.cpu(), n, k, dtype), codes)
@@ -192,8 +189,8 @@ def test_pack_kernel_handles_every_2_4_mask(device: torch.device, dtype: torch.d
         torch.cuda.synchronize()
     native.call(
         "pack",
-        *(64, 256, 4, 0, dtype == FP8, weight.data_ptr(), 256, False, packed[16:].data_ptr()),
-        *(None, broken[1:].data_ptr(), None),
+        *(native.integers(Layer.of(64, 256, TWO_FOUR, 0, dtype, 128)), weight.data_ptr(), 256, False),
+        *(packed[16:].data_ptr(), None, broken[1:].data_ptr(), None),
     )
     assert_same_bits(packed[16:-16].cpu(), hopper_format.pack(weight.cpu()))
     assert bool((packed[:16] == 0x55).all())
@@ -204,10 +201,9 @@ def test_pack_kernel_handles_every_2_4_mask(device: torch.device, dtype: torch.d
 def test_pack_kernel_counts_violations(device: torch.device) -> None:
     weight = torch.zeros(70, 40, dtype=INT8)
     weight[69, 8:15], weight[3, 0:8] = 1, 1
-    layout = SlidePattern(8).layout(40)
-    assert pack_by_kernel(weight.to(device), layout)[1] == 2
+    assert pack_by_kernel(weight.to(device), SlidePattern(8))[1] == 2
     weight[69, 8] = weight[3, 0] = 0
-    assert pack_by_kernel(weight.to(device), layout)[1] == 1  # seven of eight
+    assert pack_by_kernel(weight.to(device), SlidePattern(8))[1] == 1  # seven of eight
 
 
 def test_pack_kernel_reads_strided_weights(device: torch.device) -> None:
@@ -217,7 +213,7 @@ def test_pack_kernel_reads_strided_weights(device: torch.device) -> None:
     wide, tall = torch.ones(70, 333, dtype=INT8, device=device), weight.t().contiguous()
     wide[:, 7:207] = weight
     for strided in (wide[:, 7:207], tall.t()):
-        packed, broken = pack_by_kernel(strided, pattern.layout(200))
+        packed, broken = pack_by_kernel(strided, pattern)
         assert broken == 0
         assert_same_bits(packed.cpu(), expected)
 
@@ -225,9 +221,8 @@ def test_pack_kernel_reads_strided_weights(device: torch.device) -> None:
 def test_pack_handles_empty_and_refuses_other_dtypes(device: torch.device) -> None:
     for n, k in ((0, 64), (3, 0)):
         weight = torch.zeros(n, k, dtype=INT8, device=device)
-        packed, broken = pack_by_kernel(weight, SlidePattern(8).layout(k))
+        packed, broken = pack_by_kernel(weight, SlidePattern(8))
         assert (packed.numel(), broken) == (0, 0)
     for dtype in (torch.int16, torch.bfloat16):
-        spec = LayerSpec(64, 64, SlidePattern(8), 0, dtype, torch.bfloat16)
         with pytest.raises(LibraryError, match=str(dtype)):
-            Hopper().pack(spec, torch.zeros(64, 64, dtype=dtype))
+            Hopper().pack(torch.zeros(64, 64, dtype=dtype), SlidePattern(8))

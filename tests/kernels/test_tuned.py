@@ -105,20 +105,6 @@ def test_tables_are_separate_per_library_version_and_gpu(change: dict[str, objec
     assert choose(PROBLEM, replace(SUBJECT, **change)) is None
 
 
-def test_table_file_format() -> None:
-    document = json.loads(save_results((64, "a")).read_text())
-    entries = document.pop("entries")
-    assert document == {
-        "format": 1,
-        "gpu": "NVIDIA H200",
-        "capability": "9.0",
-        "library": "cusparselt",
-        "version": "0.8.0",
-    }
-    key = "int8 -> bf16, scale both, bias no, n 4608, k 5376"
-    assert entries == {key: {"64": ["a", 1.0]}}
-
-
 def test_save_keeps_runners_up_and_search_size(cache: Path) -> None:
     """They are kept when another problem is saved; a table without them is still valid."""
     save_results((64, "plain"))
@@ -128,9 +114,12 @@ def test_save_keeps_runners_up_and_search_size(cache: Path) -> None:
     before = '{"algorithm": "plain", "us": 1.0}'  # as tables were written before 0.2.0
     path.write_text(path.read_text().replace('["plain", 1.0]', before))
     tuned._merged_table.cache_clear()
+    assert tuned.tuned_tokens(SUBJECT, PROBLEM) == [64, 128, 256]
     save_results((512, "new"))
     assert tuned.find_entry(SUBJECT, replace(PROBLEM, m=128)) == best
-    (entries,) = json.loads((cache / FILE).read_text())["entries"].values()
+    document = json.loads((cache / FILE).read_text())
+    assert (document["format"], document["gpu"], document["library"]) == (1, "NVIDIA H200", "cusparselt")
+    (entries,) = document["entries"].values()
     assert entries["64"] == entries["256"] == ["plain", 1.0]
     assert entries["128"] == {"algorithm": "a", "us": 1.0, "others": {"b": 1.25, "c": 1.5}, "tried": 60}
 
@@ -157,16 +146,16 @@ def test_save_merges_entries_of_another_process() -> None:
 
 
 def test_concurrent_saves_keep_both_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    publish = tuned._write_atomically
+    publish = tuned.publish
     thread = threading.Thread(target=save_results, args=((128, "b"),))
 
-    def while_another_saves(path: Path, text: str) -> None:
-        monkeypatch.setattr(tuned, "_write_atomically", publish)
+    def while_another_saves(file: Path, place: Path, mode: int) -> None:
+        monkeypatch.setattr(tuned, "publish", publish)
         thread.start()
         thread.join(0.5)  # waits for the lock
-        publish(path, text)
+        publish(file, place, mode)
 
-    monkeypatch.setattr(tuned, "_write_atomically", while_another_saves)
+    monkeypatch.setattr(tuned, "publish", while_another_saves)
     save_results((64, "a"))
     thread.join()
     assert [choose(replace(PROBLEM, m=m)) for m in (64, 128)] == ["a", "b"]
@@ -182,7 +171,7 @@ def test_failed_save_leaves_the_old_table(cache: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "replace", die)
     with pytest.raises(OSError, match="no power"):
         save_results((128, "b"))
-    assert [path.name for path in cache.iterdir()] == [FILE]
+    assert {path.name for path in cache.iterdir()} == {FILE}
     assert (cache / FILE).read_bytes() == table
 
 
@@ -219,15 +208,6 @@ def test_damaged_entries_are_reported(broken: str) -> None:
     for shape in (PROBLEM, replace(PROBLEM, n=64)):
         with pytest.raises(TableError, match="is damaged"):
             tuned.select_algorithm(SUBJECT, shape)
-
-
-def test_empty_entry_is_ignored() -> None:
-    path = save_results((64, "a"))
-    document = json.loads(path.read_text())
-    document["entries"] = {key: {} for key in document["entries"]}
-    path.write_text(json.dumps(document))
-    tuned._merged_table.cache_clear()
-    assert tuned.select_algorithm(SUBJECT, PROBLEM) == (None, "its own heuristic")
 
 
 def test_a_gpu_without_a_table_uses_another_of_its_compute_capability() -> None:

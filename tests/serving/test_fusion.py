@@ -14,27 +14,27 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from slidesparse import ops, reference
+from slidesparse.gemm.problem import Layer
+from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import INT8
 
 pytestmark = pytest.mark.vllm
 
 M, K, EPS = 7, 40, 1e-5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-LAYER = (8, 0, INT8, 60)  # length, phase, dtype, columns
 N = 12
+LAYER = Layer.of(N, K, SlidePattern(8), 0, INT8, 4)
 Results = tuple[Tensor, ...]
 OPERATORS = getattr(torch.ops, ops.NAMESPACE)
 
 
 def quant(x: Tensor) -> Results:
-    """Compute a layer with the backend reference, which supports fusion."""
-    return (layer(x, "reference"),)
+    return (layer(x),)
 
 
-def layer(x: Tensor, backend: str) -> Tensor:
-    weight = (torch.arange(N * LAYER[-1]) % 17 - 8).to(INT8).view(N, LAYER[-1])
-    scale = torch.arange(1, N + 1).float().view(N, 1)
-    return OPERATORS.linear(x, weight, scale, None, *LAYER, x.dtype, backend)  # type: ignore[no-any-return]
+def layer(x: Tensor, backend: str = "reference") -> Tensor:
+    weight = (torch.arange(N * LAYER.columns) % 17 - 8).to(INT8).view(N, LAYER.columns)
+    return ops.linear(x, weight, torch.arange(1, N + 1).float().view(N, 1), None, LAYER, backend)
 
 
 def decomposed_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ def test_backend_without_fusion_leaves_graph_unchanged() -> None:
 
     before = str(traced(run, inputs(torch.bfloat16)).graph)
     counts, module = fused(run, inputs(torch.bfloat16))
-    assert counts == {"linear": 1}
+    assert counts == {}
     assert str(module.graph) == before
 
 
@@ -272,7 +272,7 @@ def test_inductor_rounds_like_the_reference() -> None:
 
     def run(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
         normed, total = decomposed_add_norm(x, y, weight)
-        of_layer = layer(normed, "reference")[:, :1]  # opaque, between both uses of the sum
+        of_layer = layer(normed)[:, :1]  # opaque, between both uses of the sum
         return normed, decomposed_silu_mul(gate_up), (total.float() + of_layer.float()).to(x.dtype)
 
     x, y, gate_up, weight = (
@@ -280,7 +280,7 @@ def test_inductor_rounds_like_the_reference() -> None:
     )
     gate_up *= torch.linspace(0.1, 4, len(gate_up)).bfloat16()[:, None]
     normed, act, reused = torch.compile(run, dynamic=False)(x, y, gate_up, weight)
-    of_layer = layer(normed, "reference")[:, :1]
+    of_layer = layer(normed)[:, :1]
 
     def equal_share(actual: Tensor, expected: Tensor) -> float:
         return (actual == expected).float().mean().item()

@@ -15,81 +15,57 @@ from models import LLAMA, QWEN, Decoder, converted, write_w8a8
 pytestmark = pytest.mark.vllm
 
 
-class TestRegister:
-    """Registration of the pass in the options of a simulated compilation."""
+INDUCTOR = "norms and activations not fused: the model is not compiled by Inductor"
+OTHER = "norms and activations not fused: post_grad_custom_post_pass is taken by object"
 
-    @staticmethod
-    def registered(
-        monkeypatch: pytest.MonkeyPatch,
-        fuse: bool = True,
-        backend_name: str = "reference",
-        **compilation: Any,
-    ) -> tuple[str, dict[str, Any]]:
-        from slidesparse.vllm_patch import compat, fusion
 
-        options = compilation.setdefault("inductor_compile_config", {})
-        config = SimpleNamespace(compilation_config=SimpleNamespace(**compilation), additional_config={})
-        monkeypatch.setattr(compat, "current_config", lambda: config)
-        resolution: Any = SimpleNamespace(fuse=fuse, backend=backend_name)
-        status = fusion.register("a key", resolution)
-        # Either way the model's key is part of vLLM's config.
-        registered_pass = options.get(fusion.PASS_KEY)
-        if isinstance(registered_pass, fusion.FusionPass):
-            assert (registered_pass.keys, config.additional_config) == (("a key",), {})
-            assert registered_pass.fuses == (status == "norms and activations fused")
-        else:
-            assert config.additional_config == {fusion.ADDITIONAL: ["a key"]}
-        return status, options
+@pytest.mark.parametrize(
+    ("mode", "compiler", "backend", "fuse", "other", "status"),
+    [
+        *(
+            (mode, name, "reference", True, False, "norms and activations fused")
+            for mode, name in ((2, "inductor"), (3, ""))
+        ),
+        *((mode, "inductor", "reference", True, False, INDUCTOR) for mode in (0, None, 1)),
+        (3, "eager", "reference", True, False, INDUCTOR),
+        (
+            3,
+            "inductor",
+            "cusparselt",
+            True,
+            False,
+            "norms and activations not fused: backend cusparselt quantizes by",
+        ),
+        (3, "inductor", "reference", False, False, ""),
+        (3, "inductor", "reference", True, True, OTHER),
+    ],
+)
+def test_pass_is_registered_where_it_can_run(
+    monkeypatch: pytest.MonkeyPatch,
+    mode: int | None,
+    compiler: str,
+    backend: str,
+    fuse: bool,
+    other: bool,
+    status: str,
+) -> None:
+    """Either way the model's key is part of vLLM's config; another program's pass is not replaced."""
+    from slidesparse.vllm_patch import compat, fusion
 
-    @pytest.mark.parametrize(("mode", "backend"), [(2, "inductor"), (3, "inductor"), (3, "")])
-    def test_pass_is_registered_once(self, monkeypatch: pytest.MonkeyPatch, mode: int, backend: str) -> None:
-        status, options = self.registered(monkeypatch, mode=mode, backend=backend)
-        assert status == "norms and activations fused"
-        (fusion_pass,) = options.values()
-        second_status, _ = self.registered(
-            monkeypatch, mode=mode, backend=backend, inductor_compile_config=options
-        )
-        assert second_status == status
-        assert list(options.values()) == [fusion_pass]
-
-    @pytest.mark.parametrize(
-        ("mode", "backend"), [(0, "inductor"), (None, "inductor"), (1, "inductor"), (3, "eager")]
-    )
-    def test_pass_is_not_registered_without_inductor(
-        self, monkeypatch: pytest.MonkeyPatch, mode: int | None, backend: str
-    ) -> None:
-        status, _ = self.registered(monkeypatch, mode=mode, backend=backend)
-        assert status == "norms and activations not fused: the model is not compiled by Inductor"
-
-    def test_pass_is_not_registered_for_a_backend_without_fusion(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        status, _ = self.registered(monkeypatch, backend_name="cusparselt", mode=3, backend="inductor")
-        assert "not fused" in status
-        assert "cusparselt" in status
-
-    def test_pass_is_not_registered_if_fusion_is_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert self.registered(monkeypatch, fuse=False, mode=3, backend="inductor")[0] == ""
-
-    def test_pass_does_not_replace_another_pass(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from slidesparse.vllm_patch.fusion import PASS_KEY
-
-        other_pass = object()
-        status, options = self.registered(
-            monkeypatch, mode=3, backend="inductor", inductor_compile_config={PASS_KEY: other_pass}
-        )
-        assert status == f"norms and activations not fused: {PASS_KEY} is taken by object"
-        assert options == {PASS_KEY: other_pass}
-
-    def test_pass_is_not_registered_in_a_vllm_without_custom_passes(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        from slidesparse.vllm_patch import fusion
-
-        monkeypatch.setattr(fusion, "FusionPass", type("FusionPass", (), {}))
-        status, options = self.registered(monkeypatch, mode=3, backend="inductor")
-        assert status == "norms and activations not fused: this vLLM takes no passes"
-        assert options == {}
+    options: dict[str, Any] = {fusion.PASS_KEY: object()} if other else {}
+    compilation = SimpleNamespace(mode=mode, backend=compiler, inductor_compile_config=options)
+    config = SimpleNamespace(compilation_config=compilation, additional_config={})
+    monkeypatch.setattr(compat, "current_config", lambda: config)
+    resolution: Any = SimpleNamespace(fuse=fuse, backend=backend)
+    for _ in range(2):
+        actual = fusion.register("a key", resolution)
+        assert actual.startswith(status)
+        assert bool(actual) is bool(status)
+    (registered,) = options.values()
+    if other:
+        assert config.additional_config == {fusion.ADDITIONAL: ["a key"]}
+    else:
+        assert (registered.keys, registered.fuses) == (("a key",), status == "norms and activations fused")
 
 
 def test_cache_keys_change_hashes_of_nested_and_draft_models(tmp_path: Path) -> None:

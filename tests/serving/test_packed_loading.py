@@ -11,10 +11,10 @@ import pytest
 import torch
 from edits import refused
 from engines import Engines
+from packed import packed
 from strategies import assert_same_bits
 from torch import Tensor
 
-from slidesparse.bitmask import compress
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
@@ -30,7 +30,7 @@ class Layer(torch.nn.Module):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        from slidesparse.vllm_patch.loading import take_packed
+        from slidesparse.vllm_patch.loading import LoadCheck
 
         for attribute in ("rank", "world_size"):
             monkeypatch.setattr(
@@ -44,7 +44,8 @@ class Layer(torch.nn.Module):
             assert loaded_shard_id not in self.loaded
             self.loaded[loaded_shard_id] = loaded_weight
 
-        take_packed(self, "layers.0.qkv_proj", loader)
+        self.weight.weight_loader = loader
+        LoadCheck("layers.0.qkv_proj", 44, 2).take_packed(self)
 
     def load(self, kind: str, tensor: Tensor, *part: str) -> None:
         """Load a tensor as a model's ``load_weights`` does, which reuses the tensor's memory."""
@@ -57,7 +58,7 @@ class Layer(torch.nn.Module):
 def stored(rows: int, k: int, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
     weight = torch.randint(-9, 9, (rows, k), generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
     weight = prune(weight, SIX)
-    values, bitmask = compress(weight, SIX)
+    values, bitmask = packed(weight, 6 * (k // 8) + min(k % 8, 6))
     return weight, {"compressed": values, "bitmask": bitmask, "shape": torch.tensor([[rows], [k]])}
 
 

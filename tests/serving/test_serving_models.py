@@ -5,7 +5,6 @@ needed.
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -136,7 +135,7 @@ def test_summary_names_a_pattern_other_than_the_models() -> None:
     for pattern, kind in (("6:8", "1 layers sparse, "), ("4:6", r"1 layers sparse (1 at 4:6), ")):
         summary = LayerSummary()
         summary.count("down_proj", pattern=pattern)
-        assert f"SlideSparse 6:8 (2 of every 8 pruned): {kind}" in summary.line(resolution)
+        assert f"SlideSparse 6:8 (2 of every 8 pruned): {kind}" in summary.lines(resolution)[1]
 
 
 def scheme(monkeypatch: pytest.MonkeyPatch, model_dtype: torch.dtype, backend: str) -> Any:
@@ -203,22 +202,3 @@ def test_batch_invariance_disables_fusion(monkeypatch: pytest.MonkeyPatch) -> No
     assert not resolve(config(), Flags(backend="hopper"), on_cuda=True).fuse
     with pytest.raises(ResolveError, match="SLIDESPARSE_FUSE=1 computes norms in an order"):
         resolve(config(), Flags(backend="hopper", fuse=True), on_cuda=True)
-
-
-def test_tokenizer_config_is_not_taken_for_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM parses this config too, in its search for the tokenizer's class."""
-    from slidesparse.vllm_patch.config import watch_models_without_quantization
-    from vllm.transformers_utils import config as vllm_config
-
-    from slidesparse.resolve import ResolveError
-
-    parsers: list[Any] = []
-    monkeypatch.setenv("USE_CUSPARSELT", "1")
-    monkeypatch.setattr(vllm_config, "register_config_parser", lambda name: parsers.append)
-    watch_models_without_quantization()
-    path = tmp_path / "config.json"
-    path.write_text('{"model_type": "gpt2"}')
-    assert parsers[0]().parse(str(tmp_path), trust_remote_code=False)[0]["model_type"] == "gpt2"
-    path.write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
-    with pytest.raises(ResolveError, match="USE_CUSPARSELT is set, but .* is not quantized"):
-        parsers[0]().parse(str(tmp_path), trust_remote_code=False)

@@ -96,7 +96,7 @@ def test_stamp_remembers_that_a_flag_was_set(monkeypatch: pytest.MonkeyPatch) ->
 def test_slided_and_packed_layouts_need_our_scheme(layout: str) -> None:
     from slidesparse.resolve import ResolveError
 
-    with pytest.raises(ResolveError, match=rf"CompressedTensorsW8A16Fp8.*{layout} layout.*--layout dense"):
+    with pytest.raises(ResolveError, match=rf"CompressedTensorsW8A16Fp8.*{layout} layout.*the dense layout"):
         scheme(config(layout))
 
 
@@ -145,17 +145,32 @@ def test_unsupported_layers_do_not_raise_with_a_flag(
     assert scheme(quantization) == "CompressedTensorsW8A16Fp8"
 
 
-def test_num_bits_default_to_eight() -> None:
-    """compressed-tensors and `convert` have the same default."""
-    from slidesparse.resolve import _is_dynamic_w8a8
+@pytest.mark.parametrize(
+    ("part", "change", "reason"),
+    [
+        ("weights", {}, None),
+        ("weights", {"num_bits": 4}, "object"),
+        ("weights", {"strategy": "block", "block_structure": [64, 64]}, "block FP8"),
+        ("input_activations", {"dynamic": False, "strategy": "tensor"}, "static activations"),
+        ("input_activations", {"symmetric": False}, "asymmetric activations"),
+        ("input_activations", None, "object"),
+    ],
+)
+def test_refusal(part: str, change: dict[str, Any] | None, reason: str | None) -> None:
+    """8 bits are compressed-tensors' default, as they are `convert`'s."""
+    from compressed_tensors.quantization import QuantizationArgs
+    from slidesparse.vllm_patch.config import refusal
 
     group = copy.deepcopy(quantization_config("int8")["config_groups"]["group_0"])
-    for part in ("weights", "input_activations"):
-        del group[part]["num_bits"]
-    assert _is_dynamic_w8a8(group)
-    assert not _is_dynamic_w8a8({**group, "weights": {**group["weights"], "num_bits": 4}})
-    assert not _is_dynamic_w8a8({**group, "input_activations": None})
-    assert not _is_dynamic_w8a8({**group, "weights": None})
+    parts = {
+        name: {k: v for k, v in group[name].items() if k != "num_bits"}
+        for name in ("weights", "input_activations")
+    }
+    parts[part] = None if change is None else {**parts[part], **change}
+    arguments = {
+        name: arguments and QuantizationArgs.model_validate(arguments) for name, arguments in parts.items()
+    }
+    assert refusal(arguments, object()) == reason
 
 
 def test_mxfp8_is_refused_with_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,29 +216,22 @@ def test_unsupported_platforms_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("backend", "profile", "refused"),
-    [
-        ("cusparselt", False, True),
-        ("hopper", True, True),
-        ("hopper", False, False),
-        ("reference", False, False),
-    ],
+    ("backend", "refused"), [("cusparselt", True), ("hopper", False), ("reference", False)]
 )
 def test_dual_batch_overlap_is_refused_where_unsupported(
-    monkeypatch: pytest.MonkeyPatch, backend: str, profile: bool, refused: bool
+    monkeypatch: pytest.MonkeyPatch, backend: str, refused: bool
 ) -> None:
     from slidesparse.vllm_patch import compat
     from slidesparse.vllm_patch.scheme import SlideSparseScheme
 
     layer_scheme = object.__new__(SlideSparseScheme)
-    layer_scheme.config = SimpleNamespace(resolution=SimpleNamespace(profile=profile))  # type: ignore[assignment]
     layer_scheme.backend = gemm.get(backend)
-    parallel = SimpleNamespace(enable_dbo=True)
+    parallel = SimpleNamespace(use_ubatching=True)
     monkeypatch.setattr(compat, "current_config", lambda: SimpleNamespace(parallel_config=parallel))
     if refused:
         with pytest.raises(BackendError, match=f"{backend}.*leave out --enable-dbo"):
             layer_scheme._require_no_threads()
-    parallel.enable_dbo = refused is False
+    parallel.use_ubatching = refused is False
     layer_scheme._require_no_threads()
 
 

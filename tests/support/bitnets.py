@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-
-from slidesparse.checkpoint.names import DECODER
 
 ONLINE = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
 OFFLINE = {**ONLINE, "quantization_mode": "offline"}
@@ -37,6 +36,11 @@ SMALL = {
 }
 
 
+def linear_layers(tensors: Iterable[str]) -> list[str]:
+    """Return the names of ternary layers among those of tensors."""
+    return [name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")]
+
+
 def transformers_model(block: dict[str, Any] | None = None, **shape: int) -> nn.Module:
     """Return transformers' model of the configuration SMALL, updated by ``shape``, on the CPU in float32.
 
@@ -48,7 +52,7 @@ def transformers_model(block: dict[str, Any] | None = None, **shape: int) -> nn.
     torch.compiler.set_stance("force_eager")  # transformers decorates functions with torch.compile
     model = BitNetForCausalLM(BitNetConfig(**{**SMALL, **shape})).eval()
     if block:
-        for name in DECODER.layers(model.state_dict()):
+        for name in linear_layers(model.state_dict()):
             old = model.get_submodule(name)
             new = AutoBitLinear(old.in_features, old.out_features, bias=False, online_quant=True)
             model.set_submodule(name, new)
@@ -89,7 +93,7 @@ def write_offline(master: Path, folder: Path, block: dict[str, Any], packed: boo
     from transformers.integrations.bitnet import pack_weights
 
     tensors = load_file(master / "model.safetensors")
-    for name in DECODER.layers(list(tensors)):
+    for name in linear_layers(list(tensors)):
         w = tensors[f"{name}.weight"].float()
         scale = w.abs().mean().clamp(min=1e-5).bfloat16()
         codes = (w / scale.float()).round().clamp(-1, 1)

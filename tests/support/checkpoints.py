@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from models import Decoder, float_tensors, quantization_config
 from safetensors.torch import load_file, save_file
+from strategies import assert_same_bits
 from torch import Tensor
 
 from slidesparse.calibrate.task import Progress, no_progress
@@ -21,6 +23,7 @@ from slidesparse.convert.options import ConvertOptions, parse_layer_pattern
 from slidesparse.convert.report import Report
 from slidesparse.pattern import SlidePattern, parse_pattern
 from slidesparse.quantize import FP8, INT8, quantize_rows
+from slidesparse.slide import bits
 
 MODEL = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -135,6 +138,13 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def assert_same_tensors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Check for the same names, and equal dtypes, shapes and bits."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_same_bits(actual[name], tensor)
+
+
 def config_of(folder: Path) -> dict[str, Any]:
     """Read config.json."""
     return json.loads((folder / "config.json").read_text())
@@ -145,6 +155,25 @@ def edit_json(path: Path, **values: Any) -> None:
     document = json.loads(path.read_text())
     document.update(values)
     path.write_text(json.dumps({name: value for name, value in document.items() if value is not None}))
+
+
+def block_of(folder: Path) -> dict[str, Any]:
+    """Read quantization_config."""
+    return config_of(folder)["quantization_config"]
+
+
+def edit_block(folder: Path, **changed: Any) -> None:
+    """Replace entries of quantization_config, or remove them with None."""
+    block = {name: value for name, value in {**block_of(folder), **changed}.items() if value is not None}
+    edit_json(folder / "config.json", quantization_config=block)
+
+
+def rewrite(folder: Path, **changed: Tensor | None) -> None:
+    """Replace tensors of a checkpoint of one file, or remove them with None."""
+    tensors = {
+        name: tensor for name, tensor in {**tensors_of(folder), **changed}.items() if tensor is not None
+    }
+    write(folder, config_of(folder), tensors)
 
 
 def edit_header(path: Path, text: str | None = None, **changed: dict[str, Any]) -> None:
@@ -197,3 +226,26 @@ def refused(
     assert snapshot(source) == before
     assert sorted(path.name for path in source.parent.iterdir()) == names
     return message
+
+
+def packed(dense: Path, out: Path, shards: int = 1) -> Path:
+    """Write a converted checkpoint in the packed layout of version 0.2: weights without the zeros of their blocks.
+
+    ::
+
+        X.weight [N, K]  ->  X.compressed [N, V], X.bitmask uint8 [N, ceil(K / 8)], X.shape int64 [2, 1]
+    """
+    config, tensors = config_of(dense), tensors_of(dense)
+    block = config["quantization_config"]
+    block["slidesparse"]["layout"], block["quant_method"] = "packed", "slidesparse"
+    for name, entry in block["slidesparse"]["layers"].items():
+        length, weight = parse_pattern(entry["pattern"]).length, tensors.pop(f"{name}.weight")
+        kept = torch.zeros(weight.shape, dtype=torch.bool)
+        for start in range(0, weight.shape[1], length):
+            zeros = (weight[:, start : start + length].float() == 0).to(torch.int8)
+            order = zeros.argsort(dim=1, stable=True)[:, : length - 2]  # non-zeros, then zeros, from the left
+            kept[:, start : start + length].scatter_(1, order, True)
+        values = bits(weight)[kept].view(len(weight), -1).view(weight.dtype)
+        tensors[f"{name}.compressed"], tensors[f"{name}.shape"] = values, torch.tensor(weight.shape)[:, None]
+        tensors[f"{name}.bitmask"] = torch.from_numpy(np.packbits(kept.numpy(), axis=1, bitorder="little"))
+    return write(out, config, tensors, shards)

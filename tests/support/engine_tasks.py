@@ -123,7 +123,7 @@ def profile(llm: Any, work: Json) -> Json:
     """The table that SLIDESPARSE_PROFILE prints when a process ends, after some generation."""
     from slidesparse import profiling
 
-    return {**generate(llm, work), "table": profiling.enable().table()}
+    return {**generate(llm, work), "table": profiling.table()}
 
 
 def sleep(llm: Any, work: Json) -> Json:

@@ -26,6 +26,7 @@ from typing import Any
 import engine_tasks
 
 from slidesparse import gemm
+from slidesparse.evaluate.engine import summaries
 
 HERE = Path(__file__).resolve()
 GRACE = 5.0  # seconds
@@ -72,9 +73,9 @@ class Answer:
 
     @property
     def summary(self) -> str:
-        """The plugin's summary line, or an empty text."""
-        lines = [line for line in self.log.splitlines() if "SlideSparse " in line and "layers" in line]
-        return lines[-1].split("SlideSparse ", 1)[1] if lines else ""
+        """The plugin's words on the layers that it serves, or an empty text."""
+        served = summaries(self.log)
+        return str(served[-1]["words"]) if served else ""
 
 
 class Engines:
@@ -292,12 +293,15 @@ def _import_vllm() -> None:
     import torch
     import vllm
     from slidesparse.vllm_patch.bitnet import BitNetForCausalLM
+    from vllm.model_executor.models.falcon_h1 import FalconH1ForCausalLM
+    from vllm.model_executor.models.granitemoehybrid import GraniteMoeHybridForCausalLM
     from vllm.model_executor.models.llama import LlamaForCausalLM
     from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
     from vllm.platforms import current_platform
 
     # vLLM starts a process to look at a model that it knows by name only
-    for model in (LlamaForCausalLM, Qwen2ForCausalLM, BitNetForCausalLM):
+    hybrids = (FalconH1ForCausalLM, GraniteMoeHybridForCausalLM)
+    for model in (LlamaForCausalLM, Qwen2ForCausalLM, BitNetForCausalLM, *hybrids):
         vllm.ModelRegistry.register_model(model.__name__, model)
     if current_platform.is_cuda():
         import vllm.v1.attention.backends.flash_attn

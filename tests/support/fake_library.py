@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from benchmarks.measure import Window
 from slidesparse import gemm
-from slidesparse.gemm.backend import TWO_FOUR, LayerSpec
-from slidesparse.gemm.problem import DTYPES, TN, Layout, LibraryError, Problem
+from slidesparse.gemm.problem import DTYPES, TWO_FOUR, LibraryError, Problem, Tensors
+from slidesparse.pattern import SlidePattern
 from slidesparse.slide import obeys
 from slidesparse.tune.inputs import Inputs
 from slidesparse.tune.machine import Gpu
@@ -27,26 +28,15 @@ class FakePlan:
     library: FakeLibrary
     problem: Problem
     algorithm: str
-    layout: Layout = TN
     workspace: int = 0
 
-    def run(
-        self,
-        activations: Tensor,
-        weight: Tensor,
-        out: Tensor,
-        scale_w: Tensor | None = None,
-        scale_x: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> None:
+    def run(self, tensors: Tensors) -> None:
+        activations, weight, out, scale_w, scale_x, _ = tensors
         self.library.ran.append(self.algorithm)
         if self.algorithm.startswith("fails"):
             raise LibraryError(f"{self.algorithm} failed")
         if self.algorithm.startswith("unwritten"):
             return
-        problem = self.problem
-        activations = logical(activations, problem.m, problem.k, self.layout.activations_k)
-        weight = logical(weight, problem.n, problem.k, self.layout.weight_k)
         product = activations.double() @ weight.double().T
         if scale_w is not None:
             product *= scale_w
@@ -54,13 +44,7 @@ class FakePlan:
             product *= scale_x[:, None]
         if self.algorithm.startswith("wrong"):
             product[-1, -1] += 1 if out.dtype == torch.int32 else product.norm()
-        logical(out, problem.m, problem.n, self.layout.output_n).copy_(product)
-
-
-def logical(memory: Tensor, rows: int, columns: int, columns_contiguous: bool) -> Tensor:
-    """View memory as [rows, columns], stored by rows, or by columns unless ``columns_contiguous``."""
-    flat = memory.reshape(-1)
-    return flat.view(rows, columns) if columns_contiguous else flat.view(columns, rows).t()
+        out.copy_(product)
 
 
 @dataclass
@@ -68,8 +52,6 @@ class FakeLibrary:
     """A library whose algorithms take ``times`` (name -> microseconds).
 
     An algorithm whose name begins with "refused", "fails", "wrong" or "unwritten" behaves that way.
-    ``named`` lists the algorithms of layouts that have others; a layout with an empty list is refused.
-    ``splits``: a suffix after "/" in a name is a split-K configuration.
     """
 
     name: str = "cusparselt"
@@ -81,8 +63,6 @@ class FakeLibrary:
     ran: list[str] = field(default_factory=list)
     searched: list[Problem] = field(default_factory=list)
     packed: list[tuple[int, ...]] = field(default_factory=list)
-    named: dict[Layout, list[str]] = field(default_factory=dict)
-    splits: bool = True
 
     @property
     def takes_dense(self) -> bool:
@@ -102,37 +82,25 @@ class FakeLibrary:
     def epilogue(self, dtype: str, out: str) -> str:
         return "none" if out == "int32" else self.scale
 
-    def operand(self, weight: Tensor, layout: Layout = TN) -> Tensor:
+    def operand(self, weight: Tensor) -> Tensor:
         assert not self.sparse or obeys(weight, TWO_FOUR)
         self.packed.append(tuple(weight.shape))
-        return weight if layout.weight_k else weight.t().contiguous()
+        return weight
 
-    def pack(self, spec: LayerSpec, weight: Tensor) -> Tensor:
-        return gemm.get("reference").pack(spec, weight)
+    def pack(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
+        return gemm.get("reference").pack(weight, pattern, phase)
 
-    def algorithms(self, problem: Problem, device: torch.device, layout: Layout = TN) -> list[str]:
+    def algorithms(self, problem: Problem, device: torch.device) -> list[str]:
         self.searched.append(problem)
-        self._require(problem, layout)
-        return self.named.get(layout, list(self.times))
+        return list(self.times)
 
-    def unsplit(self, algorithm: str) -> str | None:
-        base, separator, _ = algorithm.partition("/")
-        return base if separator and self.splits else None
-
-    def _require(self, problem: Problem, layout: Layout) -> None:
-        if self.named.get(layout) == []:
-            raise LibraryError(f"NOT_SUPPORTED; {problem},\n{layout}")
-
-    def plan(
-        self, problem: Problem, device: torch.device, algorithm: str | None = None, layout: Layout = TN
-    ) -> FakePlan:
+    def plan(self, problem: Problem, device: torch.device, algorithm: str | None = None) -> FakePlan:
         name = algorithm or "heuristic"
-        self._require(problem, layout)
         if name.startswith("refused"):
             raise LibraryError(f"{name} is refused")
         assert algorithm is None or algorithm in self.times
         assert problem.out in DTYPES
-        return FakePlan(self, problem, name, layout)
+        return FakePlan(self, problem, name)
 
 
 class FakeClock:
@@ -163,10 +131,9 @@ class FakeClock:
         return _FakeReplay(self, name, us)
 
 
-class _FakeReplay:
-    graphed = True
-
+class _FakeReplay(Replay):
     def __init__(self, clock: FakeClock, name: str, us: float) -> None:
+        super().__init__(lambda: None, launches=1, graphed=True)
         self._clock, self._name, self._us = clock, name, us
 
     def samples(self, count: int) -> list[float]:
@@ -199,3 +166,18 @@ def times_of(rows: Sequence[dict[str, str]], **columns: object) -> list[float]:
         for row in rows
         if all(row[name] == str(value) for name, value in columns.items())
     ]
+
+
+class FakeGauge:
+    """A gauge whose launches have the times of `FakeClock` and draw 100 W; it records whose turn it was."""
+
+    def __init__(self, *libraries: FakeLibrary) -> None:
+        self._clock = FakeClock(*libraries)
+        self.turns: list[Replay] = []
+
+    def prepare(self, launch: Launch, copies: int) -> Replay:
+        return self._clock.prepare(launch, copies, 1.0, 1.0)
+
+    def window(self, replay: Replay, seconds: float) -> Window:
+        self.turns.append(replay)
+        return Window(replay.samples(3), 100.0)

@@ -25,19 +25,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import INDEX, config_of, convert, tensors_of, write
+from checkpoints import INDEX, config_of, convert, packed, tensors_of, write
 from models import Decoder, float_tensors
 from safetensors.torch import load_file
 
 from slidesparse.checkpoint import output, storage
-from slidesparse.checkpoint.inspection import inspect, verify
+from slidesparse.checkpoint.inspection import inspect
 from slidesparse.checkpoint.metadata import LAYOUTS, Metadata
 from slidesparse.errors import SlideSparseError
-from slidesparse.preflight import examine
 from slidesparse.slide import lift
 
 TINY = Decoder("LlamaForCausalLM", hidden=64, intermediate=80, heads=2, kv_heads=1, layers=1, vocabulary=64)
-KINDS = [(layout, quant, shards) for layout in LAYOUTS for quant in ("int8", "fp8") for shards in (1, 2)]
+FLOAT = "float"  # stands for a source that is not converted yet
+KINDS = [
+    (layout, quant, shards) for layout in (*LAYOUTS, FLOAT) for quant in ("int8", "fp8") for shards in (1, 2)
+]
 SECONDS = 20.0  # limit for a command on a busy machine; it usually takes some hundredths of a second
 MEMORY = 1 << 30  # limit of the bytes that a command allocates
 MAX_LINE_LENGTH = 1500
@@ -291,14 +293,17 @@ DAMAGE: dict[str, Callable[[Path, random.Random], str]] = {
 
 
 def make_sources(folder: Path) -> list[Path]:
-    """Convert one tiny model to all KINDS."""
+    """Write one tiny model in all KINDS."""
     folders = []
     for layout, quant, shards in KINDS:
-        source = folder / f"float-{shards}"
+        source = folder / f"{FLOAT}-{quant}-{shards}"
         if not source.exists():
             write(source, TINY.config(), float_tensors(TINY), shards)
         out = folder / f"{layout}-{quant}-{shards}"
-        convert(source, out, layout=layout, quant=quant)
+        if layout == "packed":
+            packed(folder / f"dense-{quant}-{shards}", out, shards)
+        elif layout != FLOAT:
+            convert(source, out, layout=layout, quant=quant)
         folders.append(out)
     return folders
 
@@ -358,15 +363,10 @@ def outcome(command: Callable[[], str]) -> str:
 
 
 def judge(folder: Path, original: Path, out: Path) -> dict[str, str]:
-    """Return the outcomes of `inspect`, `doctor`, `verify` against the original, and `convert` to another layout.
-
-    Raises Defect if one is wrong.
-    """
-    other = {"dense": "slided", "slided": "packed", "packed": "dense"}[original.name.partition("-")[0]]
+    """Return the outcomes of `inspect`, and of `convert` to another layout.  Raises Defect if one is wrong."""
+    other = "slided" if original.name.startswith("dense") else "dense"
     outcomes = {
         "inspect": outcome(lambda: "violations" if inspect(folder).violations else "ok"),
-        "doctor": outcome(lambda: "yes" if examine("model", folder).backend else "no"),
-        "verify": outcome(lambda: "equal" if verify(original, folder).equal else "different"),
         "convert": outcome(lambda: _convert(folder, out, other)),
     }
     if outcomes["convert"] == "ok":

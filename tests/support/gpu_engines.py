@@ -19,14 +19,19 @@ from typing import Any, TypeVar
 import bitnets
 import numpy as np
 import pytest
+import torch
 import trained
 from engines import STOCK, Answer, EnginePool, Request
 from gpu_layers import require_served
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from slidesparse.checkpoint.metadata import KEY, LayerEntry, Metadata
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.stream import convert
 from slidesparse.flags import BACKEND
-from slidesparse.pattern import parse_pattern
+from slidesparse.pattern import MixedPattern, Pattern, parse_pattern
+from slidesparse.prune import prune
 
 AT_A_TIME = 12
 GIB = 1 << 30
@@ -81,7 +86,7 @@ class Engine:
     # "sparse", "stock", or "exact" and "rounded": our operators by the reference backend, see `Request`
     system: str = "sparse"
     task: str = "prove"
-    method: str = "magnitude"  # of pruning
+    negated: bool = False  # the codes of o_proj are negated, which gives other weights of the same pattern
     skip: str = ""  # layers that are quantized and not pruned, one of the four kinds
     parallel: str = ""  # of PARALLEL
     fuse: bool = False  # norms and activations with quantization, where the model is compiled
@@ -181,12 +186,20 @@ class GpuEngines:
     def checkpoint(self, engine: Engine) -> Path:
         """The checkpoint that the engine serves, converted at its first use."""
         model = "bitnet" if engine.bitnet else "trained"
-        pattern = engine.pattern.replace(":", "_")
-        out = self.folder / f"{model}-{engine.quant}-{pattern}-{engine.layout}-{engine.method}{engine.skip}"
+        name = f"{model}-{engine.quant}-{engine.pattern.replace(':', '_')}-{engine.layout}{engine.skip}"
+        out = self.folder / f"{name}{'-negated' if engine.negated else ''}"
         if not out.exists():
-            pattern, skip = parse_pattern(engine.pattern), (engine.skip,) if engine.skip else ()
-            options = ConvertOptions(pattern, engine.quant, engine.layout, engine.method, skip=skip)
+            pattern, unpruned = parse_pattern(engine.pattern), parse_pattern("dense")
+            mixed = isinstance(pattern, MixedPattern)  # which `convert` does not write
+            skipped = ((engine.skip, unpruned),) if engine.skip else ()
+            options = ConvertOptions(
+                unpruned if mixed else pattern, engine.quant, engine.layout, layer_patterns=skipped
+            )
             convert(self._bitnet() if engine.bitnet else self.source, out, options)
+            if mixed:
+                prune_codes(out, pattern)
+            if engine.negated:
+                edit_codes(out, "o_proj", torch.neg)
         return out
 
     def _bitnet(self) -> Path:
@@ -233,6 +246,30 @@ class GpuEngines:
 
     def close(self) -> None:
         self.pool.close()
+
+
+def edit_codes(folder: Path, layers: str, change: Callable[[Tensor], Tensor]) -> None:
+    """Change the INT8 weights of layers with ``layers`` in their names."""
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name, tensor in tensors.items():
+            if layers in name and tensor.dtype == torch.int8:
+                tensors[name] = change(tensor)
+        save_file(tensors, path, metadata={"format": "pt"})
+
+
+def prune_codes(folder: Path, pattern: Pattern) -> None:
+    """Prune a checkpoint's quantized layers by magnitude, and list them in its metadata."""
+    edit_codes(folder, "_proj", lambda codes: prune(codes, pattern))
+    config = json.loads((folder / "config.json").read_text())
+    block = config["quantization_config"]
+    layers = {}
+    for path in folder.glob("*.safetensors"):
+        for name, tensor in load_file(path).items():
+            if tensor.dtype == torch.int8:
+                layers[name.removesuffix(".weight")] = LayerEntry(pattern, tensor.shape[1])
+    block[KEY] = Metadata(pattern, "dense", layers).to_json()
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def teacher_forced(answer: Answer) -> list[Best]:

@@ -1,4 +1,4 @@
-"""Layers on the GPU for tests: weights as a backend packs them, exact products, fresh threads."""
+"""Layers on the GPU for tests: weights as a backend packs them, the two steps of a layer, exact products."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch
@@ -14,10 +14,14 @@ from torch import Tensor
 
 from slidesparse import gemm, ops
 from slidesparse.flags import AUTO, BACKEND
-from slidesparse.gemm import cuda as plans
-from slidesparse.gemm.backend import LayerSpec, Tunable, quantize
+from slidesparse.gemm import backend as backends
+from slidesparse.gemm import cuda, library
+from slidesparse.gemm.backend import Tunable
 from slidesparse.gemm.hopper import native
-from slidesparse.gemm.problem import NAMES, Problem
+from slidesparse.gemm.hopper.backend import multiply, plan_layer, product_layer
+from slidesparse.gemm.hopper.native import TYPES
+from slidesparse.gemm.problem import NAMES, Layer, Problem, Tensors
+from slidesparse.kernels import Producer, SiluMul
 from slidesparse.pattern import SlideLayout, SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8, quantize_rows
@@ -74,24 +78,77 @@ def exact(q: Tensor, weight: Tensor) -> Tensor:
 
 def dense_sums(q: Tensor, weight: Tensor) -> Tensor:
     """q [M, K] @ weight [N, K].T by cuBLASLt's own choice of kernel: INT32, or float32 of FP8."""
-    a, b = plans.pad(q, 16, 16), plans.pad(weight, 16, 16)
-    out = torch.empty(a.shape[0], b.shape[0], dtype=plans.ACCUMULATOR_DTYPES[q.dtype], device=q.device)
+    a, b = library.pad(q, 16, 16), library.pad(weight, 16, 16)
+    out = torch.empty(a.shape[0], b.shape[0], dtype=library.ACCUMULATOR_DTYPES[q.dtype], device=q.device)
     problem = Problem(NAMES[q.dtype], NAMES[out.dtype], b.shape[0], a.shape[1], a.shape[0])
-    LIBRARIES["cublaslt"].plan(problem, q.device).run(a, b, out)
+    LIBRARIES["cublaslt"].plan(problem, q.device).run(Tensors(a, b, out))
     return out[: len(q), : len(weight)]
 
 
+def hopper_quantize(x: Tensor, layer: Layer, producer: Producer = None) -> tuple[Tensor, Tensor]:
+    """Quantize by the Hopper kernels alone: codes [M, columns] and scales [M, 1]."""
+    m = x.shape[0]
+    with cuda.on_device(x.get_device()):
+        plan = plan_layer(layer._replace(n=0), x.get_device())
+        q = x.new_empty(m, layer.columns, dtype=layer.dtype)
+        scale = x.new_empty(m, 1, dtype=torch.float32)
+        stream = cuda.current_stream(x.get_device())
+        native.call(
+            "quantize", plan, m, *input_arguments(x, producer), q.data_ptr(), scale.data_ptr(), stream
+        )
+    return q, scale
+
+
+def run_hopper(
+    plan: int, x: Tensor, packed: Tensor, scale_w: Tensor, bias: Tensor | None, out: Tensor
+) -> None:
+    """Run a whole layer by the plan with this handle, without any checks."""
+    scratch = x.new_empty(native.library().slidesparse_hopper_scratch_bytes(plan, len(x)), dtype=torch.uint8)
+    native.call(
+        "linear",
+        *(plan, len(x), *input_arguments(x, None), packed.data_ptr(), packed.numel(), scale_w.data_ptr()),
+        *((None, 0) if bias is None else (bias.data_ptr(), TYPES[bias.dtype])),
+        *(out.data_ptr(), TYPES[out.dtype], scratch.data_ptr(), cuda.current_stream(x.get_device())),
+    )
+
+
+def input_arguments(x: Tensor, producer: Producer) -> tuple[Any, ...]:
+    """Return the kernels' arguments: x, type, stride, prologue, eps, weight of the norm, residual, its stride, sum."""
+    tokens = x.data_ptr(), TYPES[x.dtype], x.stride(0)
+    if producer is None or isinstance(producer, SiluMul):
+        return (
+            *tokens,
+            native.SILU_MUL if producer is not None else native.NO_PROLOGUE,
+            0.0,
+            None,
+            None,
+            0,
+            None,
+        )
+    gain, eps, residual, total = producer
+    if residual is None or total is None:
+        return *tokens, native.RMS_NORM, eps, gain.data_ptr(), None, 0, None
+    added = residual.data_ptr(), residual.stride(0), total.data_ptr()
+    return *tokens, native.ADD_RMS_NORM, eps, gain.data_ptr(), *added
+
+
 @dataclass(frozen=True)
-class Layer:
+class PackedLayer:
     """A packed layer, and the weight it was packed from."""
 
     backend: str
-    dtype: torch.dtype
-    layout: SlideLayout
+    layer: Layer
     weight: Tensor  # [N, K], pruned, as it was before sliding
     packed: Tensor
     scale: Tensor  # [N, 1]
-    columns: int  # of codes; a field, as torch.compile could not trace a property that looks up the backend
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layer.dtype
+
+    @property
+    def layout(self) -> SlideLayout:
+        return self.layer.layout
 
     def lifted(self, q: Tensor) -> Tensor:
         """Lift codes [M, K] -> [M, K'] with the reference, in memory that ends with the last row."""
@@ -99,29 +156,32 @@ class Layer:
 
     def quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [M, K] -> codes [M, columns] and scales [M, 1], by Triton's kernel."""
-        return quantize(x, self.layout, self.dtype, self.columns)
+        return backends.quantize(x, self.layer)
 
     def product(self, q: Tensor, scale_x: Tensor, bias: Tensor | None, out: torch.dtype) -> Tensor:
         """Multiply the results of `quantized` by the weight."""
-        return gemm.get(self.backend).scaled_matmul(q, scale_x, self.packed, self.scale, bias, out)
+        y = q.new_empty(len(q), self.layer.n, dtype=out)
+        tensors = Tensors(q, self.packed, y, self.scale, scale_x, bias)
+        implementation: Any = gemm.get(self.backend)
+        if self.backend != "hopper":
+            implementation.scaled_matmul(tensors)
+            return y
+        q = library.pad(q, implementation.alignment).contiguous()
+        problem = Problem(NAMES[self.dtype], NAMES[out], self.layer.n, q.shape[1], len(q), "both")
+        with cuda.on_device(q.get_device()):
+            multiply(plan_layer(product_layer(problem), q.get_device()), tensors._replace(activations=q))
+        return y
+
+    def arguments(self, bias: Tensor | None, out: torch.dtype) -> tuple[Any, ...]:
+        """Return the arguments of the backend's own operators after x."""
+        return self.packed, self.scale, bias, [*self.layer], out
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The whole layer, x [M, K] -> [M, N]."""
-        layout = self.layout
-        return ops.linear(
-            x,
-            self.packed,
-            self.scale,
-            bias,
-            layout.length,
-            layout.phase,
-            self.dtype,
-            self.columns,
-            self.backend,
-        )
+        return ops.linear(x, self.packed, self.scale, bias, self.layer, self.backend)
 
 
-def layer(backend: str, pattern: str, dtype: torch.dtype, n: int, k: int) -> Layer:
+def layer(backend: str, pattern: str, dtype: torch.dtype, n: int, k: int) -> PackedLayer:
     """Make a layer of INT8 weights of every code, or FP8 weights of normal numbers.
 
     The dense backend gets pruned weights that are not slid.  Skips the test if the backend is for other GPUs.
@@ -134,15 +194,14 @@ def layer(backend: str, pattern: str, dtype: torch.dtype, n: int, k: int) -> Lay
     else:
         weight = prune(codes(n, k, n * k), parsed)
         scale = torch.linspace(0.005, 0.015, n, device=gpu()).reshape(n, 1)
-    implementation = gemm.get(backend)
-    spec = LayerSpec(n, k, None if backend == "cublaslt" else parsed, 0, dtype, torch.bfloat16)
-    packed, columns = implementation.pack(spec, weight), spec.columns(implementation.alignment)
-    return Layer(backend, dtype, spec.layout, weight, packed, scale, columns)
+    implementation, slides = gemm.get(backend), None if backend == "cublaslt" else parsed
+    made = Layer.of(n, k, slides, 0, dtype, implementation.alignment)
+    return PackedLayer(backend, made, weight, implementation.pack(weight, slides), scale)
 
 
 def forget_plans() -> None:
     """Discard the plans of this thread, and the plans of the backend hopper on all threads."""
-    plans._thread_state.caches.clear()
+    library._thread_state.caches.clear()
     native.library().slidesparse_hopper_forget()
 
 

@@ -155,10 +155,14 @@ def _write(folder: Path, config: dict[str, object], tensors: dict[str, torch.Ten
 
 
 def converted(source: Path, out: Path, pattern: str, layout: str = "dense") -> Path:
-    """Prune ``source`` with the real converter."""
+    """Prune ``source`` with the real converter; the packed layout is what its version 0.2 wrote."""
+    from packed import packed_layout
+
     from slidesparse.convert.options import ConvertOptions
     from slidesparse.convert.stream import convert
 
+    if layout == "packed":
+        return packed_layout(converted(source, out.with_name(f"{out.name}-dense"), pattern), out)
     convert(source, out, ConvertOptions(parse_pattern(pattern), layout=layout))
     return out
 

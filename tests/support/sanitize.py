@@ -16,11 +16,13 @@ racecheck and synccheck are not affected.
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # before torch is imported
+sys.path.append(str(Path(__file__).parents[2]))  # of the folder benchmarks, which is not installed
 
 import ctypes
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -28,21 +30,21 @@ from itertools import product
 from typing import cast
 
 import torch
+from gpu_layers import hopper_quantize, run_hopper
 from spmm_cases import SHAPES, integers
 from torch import Tensor
 
-from slidesparse import gemm, reference, spmm
+from benchmarks.spmm import kernels as spmm
+from slidesparse import gemm, reference
 from slidesparse.blocks import BLOCK
-from slidesparse.gemm import cuda as plans
-from slidesparse.gemm.backend import LayerSpec, Tunable, quantize
+from slidesparse.gemm.backend import Tunable, TwoStep, quantize
 from slidesparse.gemm.hopper import format as hopper_format
 from slidesparse.gemm.hopper import native
-from slidesparse.gemm.hopper.backend import HOPPER_CAPABILITY, Hopper, pack_by_kernel, run_layer
-from slidesparse.gemm.problem import ALL_2_4, BLOCKS, MIXED, Problem
+from slidesparse.gemm.hopper.backend import HOPPER_CAPABILITY, Hopper, pack_by_kernel
+from slidesparse.gemm.problem import ALL_2_4, BLOCKS, MIXED, TWO_FOUR, Layer, Problem, Tensors, bucket
 from slidesparse.kernels import RmsNorm, SiluMul
 from slidesparse.kernels.dequant_bias import dequant_bias
 from slidesparse.kernels.quant_slide import quant_slide
-from slidesparse.kernels.slide_weight import slide_weight
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8, quantize_rows
@@ -127,10 +129,10 @@ def check_quantization(pattern: str, k: int, phase: int, source: torch.dtype, dt
         x = normal(m, k, source)
         q, scale = reference.quant_slide(x, layout, dtype)
         for tokens in (tight(x), poisoned(x)):
-            actual = quant_slide(tokens, layout.length, phase, dtype, columns, plans.bucket(m))
+            actual = quant_slide(tokens, layout, dtype, columns, bucket(m))
             passed &= same(actual[0][:, : layout.slided], q) and same(actual[1], scale)
             passed &= not bool(actual[0][:, layout.slided :].view(INT8).any())
-            plain, scale_of_plain = quant_slide(tokens, 4, 0, dtype, rows=plans.bucket(m))
+            plain, scale_of_plain = quant_slide(tokens, TWO_FOUR.layout(k), dtype, k + -k % 4, bucket(m))
             expected, expected_scale = quantize_rows(x, dtype)
             passed &= same(plain[:, :k], expected) and same(scale_of_plain, expected_scale)
     return passed
@@ -151,9 +153,10 @@ def check_dequantization(n: int, source: torch.dtype, out_dtype: torch.dtype) ->
         acc, scale_x = (normal(m, n) * 1000).to(source), tight(normal(m, 1).abs())
         for bias in (None, tight(normal(1, n)[0].to(out_dtype))):
             for sums in (tight(acc), poisoned(acc)):
-                actual = dequant_bias(sums, scale_x, scale_w, bias, out_dtype)
+                guarded = Guarded(m, n, out_dtype)
+                dequant_bias(sums, scale_x, scale_w, bias, guarded.out)
                 expected = reference.dequant_bias(sums, scale_x, scale_w, bias, out_dtype)
-                passed &= same(actual, expected)
+                passed &= same(guarded.out, expected) and guarded.untouched()
     return passed
 
 
@@ -165,33 +168,25 @@ def dequantization() -> Iterator[Case]:
                 yield case, partial(check_dequantization, n, source, out_dtype)
 
 
-def check_sliding(pattern: str, k: int, phase: int, dtype: torch.dtype) -> bool:
-    """Sliding of weights with short and long blocks, and on Hopper packing for its kernels too."""
+def check_packing(pattern: str, k: int, phase: int, dtype: torch.dtype) -> bool:
+    """Sliding of weights with short and long blocks, and packing, by the Hopper kernels."""
     parsed, passed = SlidePattern.parse(pattern), True
     for n in TOKENS:
         w = prune(quantize_rows(normal(n, k), dtype)[0], parsed, phase=phase)
         windows = slide(w, parsed, phase)
         windows.view(INT8)[windows == 0] = 0  # the kernels make +0.0 of -0.0
-        layout = parsed.layout(k, phase)
-        columns = layout.slided + -layout.slided % 32
         packed = hopper_format.pack(windows.cpu())
         for weight in (tight(w), poisoned(w)):
-            guarded = Guarded(n, columns, dtype, gap=32)
-            broken = slide_weight(weight, layout.length, phase, guarded.out)
-            passed &= same(guarded.out[:, : layout.slided], windows) and not int(broken)
-            passed &= not bool(guarded.out[:, layout.slided :].view(INT8).any())
-            passed &= guarded.untouched()
-            if on_hopper():
-                actual, broken_blocks = pack_by_kernel(weight, layout)
-                passed &= same(actual, packed) and not broken_blocks
+            actual, broken_blocks = pack_by_kernel(weight, parsed, phase)
+            passed &= same(actual, packed) and not broken_blocks
     return passed
 
 
-def sliding() -> Iterator[Case]:
+def packing() -> Iterator[Case]:
     for pattern, k, phase in (*GEOMETRIES, ("30:32", 70, 31), ("126:128", 130, 0)):
         for dtype in CODES:
-            case = f"slide_weight {pattern} K={k} phase={phase} {dtype}"
-            yield case, partial(check_sliding, pattern, k, phase, dtype)
+            case = f"hopper pack {pattern} K={k} phase={phase} {dtype}"
+            yield case, partial(check_packing, pattern, k, phase, dtype)
 
 
 def check_products(library: Tunable, dtype: torch.dtype, name: str, out: torch.dtype) -> bool:
@@ -204,7 +199,7 @@ def check_products(library: Tunable, dtype: torch.dtype, name: str, out: torch.d
             q = quantize_rows(normal(m, k), dtype)[0]
             problem = Problem(name, "int32" if dtype == INT8 else "bf16", n, k, m)
             guarded = Guarded(m, n, out)
-            library.plan(problem, GPU).run(tight(q), packed, guarded.out)
+            library.plan(problem, GPU).run(Tensors(tight(q), packed, guarded.out))
             expected = q.double() @ w.double().t()
             difference = guarded.out.cpu().double() - expected
             passed &= float(difference.norm() / expected.norm()) <= (0 if dtype == INT8 else 0.02)
@@ -222,17 +217,20 @@ def products() -> Iterator[Case]:
 def check_layers(backend: str, length: int) -> bool:
     """Layers from tokens to outputs with N and K that need padding, compared with the reference backend."""
     n, k, passed = 45, 75, True
-    pattern, implementation = SlidePattern(length), gemm.get(backend)
+    pattern, implementation = SlidePattern(length), cast("TwoStep", gemm.get(backend))
+    slides = pattern if length > 4 else None
     w, scale_w = quantize_rows(prune(normal(n, k), pattern), INT8)
-    spec = LayerSpec(n, k, pattern if length > 4 else None, 0, INT8, torch.float32)
-    packed, columns = implementation.pack(spec, tight(w)), spec.columns(implementation.alignment)
+    packed = gemm.get(backend).pack(tight(w), slides)
+    layer = Layer.of(n, k, slides, 0, INT8, gemm.get(backend).alignment)
     for m in TOKENS:
         x, bias = normal(m, k, torch.bfloat16), normal(1, n, torch.bfloat16)[0]
-        q, scale_x = quantize(tight(x), pattern.layout(k), INT8, columns)
-        actual = implementation.scaled_matmul(q, scale_x, packed, tight(scale_w), tight(bias), torch.float32)
+        q, scale_x = quantize(tight(x), layer)
+        guarded = Guarded(m, n, torch.float32)
+        implementation.scaled_matmul(Tensors(q, packed, guarded.out, tight(scale_w), scale_x, tight(bias)))
         codes, scale = quantize_rows(x, INT8)
         sums = (codes.double() @ w.double().t()).to(torch.int32)
-        passed &= same(actual, reference.dequant_bias(sums, scale, scale_w, bias, torch.float32, "cuda"))
+        expected = reference.dequant_bias(sums, scale, scale_w, bias, torch.float32, "cuda")
+        passed &= same(guarded.out, expected) and guarded.untouched()
     return passed
 
 
@@ -257,15 +255,14 @@ def check_hopper_products(m: int, n: int, k: int, blocks: str) -> bool:
     q, scale_x = quantize_rows(x, INT8)
     sums = (q.double() @ w.double().t()).to(torch.int32)
     expected = reference.dequant_bias(sums, scale_x, scale_w, None, torch.bfloat16, "cuda")
-    operands, tokens = (tight(q), packed), poisoned(x)
+    operands, tokens, layer = (tight(q), packed), poisoned(x), Layer.of(n, k, None, 0, INT8, k)
     scales, passed = (tight(scale_w), tight(scale_x)), True
-    for config, _ in native.candidates(n, k, m, INT8, 4096, blocks):
+    for config, _ in native.candidates(layer, m, 4096, blocks):
         plan = HOPPER.plan(Problem("int8", "bf16", n, k, m, "both", blocks=blocks), GPU, config)
         guarded = Guarded(m, n, torch.bfloat16)
-        plan.run(*operands, guarded.out, *scales)
+        plan.run(Tensors(*operands, guarded.out, *scales))
         passed &= same(guarded.out, expected) and guarded.untouched()
-        layer_plan = native.Plan(native.Layer(n, k, 4, 0, False, k), config)
-        run_layer(layer_plan.handle, tokens, None, packed, scales[0], None, guarded.out)
+        run_hopper(native.Plan(layer, config).handle, tokens, packed, scales[0], None, guarded.out)
         passed &= same(guarded.out, expected) and guarded.untouched()
     return passed
 
@@ -282,13 +279,13 @@ def check_hopper_quantization(
     pattern: str, k: int, phase: int, source: torch.dtype, dtype: torch.dtype
 ) -> bool:
     """Hopper's quantization of the rows of `quantization`; codes and scales have their own memory."""
-    layout, passed = SlidePattern.parse(pattern).layout(k, phase), True
+    windows = Layer.of(0, k, SlidePattern.parse(pattern), phase, dtype, HOPPER.alignment)
+    layout, passed = windows.layout, True
     for m in TOKENS:
         x = normal(m, k, source)
         q, scale = reference.quant_slide(x, layout, dtype)
         for tokens in (tight(x), poisoned(x)):
-            columns = layout.slided + -layout.slided % HOPPER.alignment
-            actual = HOPPER.quantize(tokens, layout.length, phase, dtype, columns)
+            actual = hopper_quantize(tokens, windows)
             passed &= same(actual[0][:, : layout.slided], q) and same(actual[1], scale)
             passed &= not bool(actual[0][:, layout.slided :].view(INT8).any())
     return passed
@@ -307,8 +304,8 @@ def check_hopper_producers(pattern: str, k: int, phase: int, source: torch.dtype
 
     A code may differ by one where the reference may round otherwise; the sum may not.  Margins of rows are not read.
     """
-    layout, passed = SlidePattern.parse(pattern).layout(k, phase), True
-    windows = layout.length, layout.phase, INT8, layout.slided + -layout.slided % HOPPER.alignment
+    windows = Layer.of(0, k, SlidePattern.parse(pattern), phase, INT8, HOPPER.alignment)
+    layout, passed = windows.layout, True
     for m in TOKENS:
         x, residual, gate_up = normal(m, k, source), normal(m + 1, k, source)[1:], normal(m, 2 * k, source)
         gain = tight(normal(1, k, source)[0])
@@ -317,9 +314,9 @@ def check_hopper_producers(pattern: str, k: int, phase: int, source: torch.dtype
         for place in (tight, poisoned):
             guarded = Guarded(m, k, source)
             norm = RmsNorm(gain, 1e-6, place(residual), guarded.out)
-            results.append(HOPPER.quantize(place(x), *windows, norm))
+            results.append(hopper_quantize(place(x), windows, norm))
             passed &= same(guarded.out, total) and guarded.untouched()
-            results.append(HOPPER.quantize(place(gate_up), *windows, SiluMul()))
+            results.append(hopper_quantize(place(gate_up), windows, SiluMul()))
         for tokens, actual in zip((normed, reference.silu_mul(gate_up)), results[2:], strict=True):
             q = reference.quant_slide(tokens, layout, INT8)[0]
             difference = (actual[0][:, : layout.slided].cpu().int() - q.int()).abs()
@@ -373,8 +370,8 @@ def main() -> int:
 
     wrong = 0
     words = sys.argv[1:]  # a case runs if its name contains one of them, or if there are none
-    kinds = (quantization, dequantization, sliding, products, layers)
-    kinds += (hopper_quantization, hopper_producers, hopper_products) if on_hopper() else ()
+    kinds = (quantization, dequantization, products, layers)
+    kinds += (packing, hopper_quantization, hopper_producers, hopper_products) if on_hopper() else ()
     kinds += (spmm_products,)
     for cases in kinds:
         for name, run in cases():

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slidesparse.spmm import Compressed, compress, decompress, prune
+from benchmarks.spmm.kernels import Compressed, compress, decompress, prune
 
-PATTERNS = [(2, 4), (1, 4), (4, 8), (1, 2), (2, 8), (6, 8), (3, 5), (31, 32), (1, 1)]
-SHAPES = [(1, 1, 1), (5, 37, 70), (64, 32, 128), (33, 65, 300)]  # M, N, K
+PATTERNS = [(2, 4), (1, 4), (3, 5), (31, 32)]
+SHAPES = [(1, 1, 1), (64, 32, 128), (33, 65, 300)]  # M, N, K
 
 
 def operands(

@@ -12,7 +12,7 @@ from slidesparse.pattern import ZEROS, SlidePattern
 
 DTYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32)
 NAMED = ("2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16", "2_inf")
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def raw(w: Tensor) -> Tensor:

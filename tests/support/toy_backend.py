@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from slidesparse import gemm
-from slidesparse.gemm.backend import LayerSpec, TwoStep
+from slidesparse.gemm.backend import TwoStep
+from slidesparse.gemm.problem import TWO_FOUR, Tensors
+from slidesparse.pattern import SlidePattern
 from slidesparse.slide import slide
 
 ENTRY = {"toy": (gemm.SPARSE, "toy_backend:Toy")}  # its line in the registry
@@ -25,21 +27,14 @@ class Toy(TwoStep):
         """It runs on CPUs."""
         return None if device.type == "cpu" else "it runs on CPUs"
 
-    def pack(self, spec: LayerSpec, weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
         """[columns, N]."""
-        windows = slide(weight, spec.pattern or "2:4", spec.phase).view(torch.int8)
-        missing = spec.columns(self.alignment) - windows.shape[1]
+        windows = slide(weight, pattern or TWO_FOUR, phase).view(torch.int8)
+        missing = -windows.shape[1] % self.alignment
         return torch.nn.functional.pad(windows, (0, missing)).view(weight.dtype).t().contiguous()
 
-    def scaled_matmul(
-        self,
-        q: Tensor,
-        scale_x: Tensor,
-        packed: Tensor,
-        scale_w: Tensor,
-        bias: Tensor | None,
-        out_dtype: torch.dtype,
-    ) -> Tensor:
-        """See `slidesparse.gemm.backend.Backend`."""
+    def scaled_matmul(self, tensors: Tensors) -> None:
+        """See `slidesparse.gemm.backend.TwoStep`."""
+        q, packed, out, scale_w, scale_x, bias = tensors
         sums = (q.float().double() @ packed.float().double()).float() * scale_w.t() * scale_x
-        return (sums if bias is None else sums + bias).to(out_dtype)
+        out.copy_(sums if bias is None else sums + bias)

@@ -1,9 +1,9 @@
 """Our sparse kernels for Hopper, csrc/hopper/: a layer is two launches, quantization and a GEMM that scales.
 
 The packed weight has one format, `slidesparse.gemm.hopper.format`.  A layer has one plan for any number of tokens.  C++
-keeps the plans and finds them by the sizes of a layer, which torch's operators are called with; Python makes a plan
-when a weight is packed, or at the first call of a layer.  With programmatic dependent launch, a kernel starts before
-the previous one has ended, so `pack` waits until the packed weight is written.
+keeps the plans and finds them by their `Layer`, which torch's operators are called with; Python makes a plan when a
+weight is packed, or at the first call of a layer.  With programmatic dependent launch, a kernel starts before the
+previous one has ended, so `pack` waits until the packed weight is written.
 """
 
 from __future__ import annotations
@@ -11,24 +11,31 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import cache, lru_cache, partial
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from slidesparse import kernels, profiling
 from slidesparse.blocks import BLOCK, dense_blocks
-from slidesparse.gemm import cuda
-from slidesparse.gemm.backend import TWO_FOUR, LayerSpec, require_unbroken_blocks
+from slidesparse.gemm import cuda, tuned
+from slidesparse.gemm.backend import require_unbroken_blocks
 from slidesparse.gemm.cuda import CudaBackend
 from slidesparse.gemm.hopper import format as hopper_format
 from slidesparse.gemm.hopper import native
-from slidesparse.gemm.hopper.native import TYPES, Layer
-from slidesparse.gemm.problem import BLOCKS, DTYPES, NAMES, TN, Layout, LibraryError, Problem, require_operand
-from slidesparse.kernels import Producer, RmsNorm, SiluMul
-from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout, round_up
+from slidesparse.gemm.hopper.native import TYPES
+from slidesparse.gemm.problem import (
+    BLOCKS,
+    DTYPES,
+    NAMES,
+    TWO_FOUR,
+    Layer,
+    LibraryError,
+    Problem,
+    Tensors,
+    require_operand,
+)
+from slidesparse.pattern import HARDWARE_LENGTH, SlidePattern, round_up
 from slidesparse.quantize import FP8, INT8
 from slidesparse.slide import slide
 
@@ -40,7 +47,8 @@ MAX_SHAPE_DISTANCE = 1.0  # see `tuned.nearest_algorithm`
 # can need a second wave of clusters, which takes up to 1.9 times as long: the model foresees that.
 MAX_PREDICTED = 1.1
 MAX_CONFIGURATIONS = 4096  # more than there are
-MAX_TABLE_TOKENS = 1 << 15  # the last row in the table of a plan, also used for more tokens
+# Rows of the table of a plan, beside the numbers of tokens that were tuned; the last is also used for more tokens
+TABLE_TOKENS = tuple(1 << i for i in range(16))
 OUTPUTS = (torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # bytes: alignment of the rows that TMA reads
 
@@ -48,28 +56,31 @@ _planning = threading.Lock()
 
 
 class HopperPlan:
-    """See `slidesparse.gemm.problem.Plan`.  It runs any number of tokens."""
+    """See `slidesparse.gemm.problem.Plan`.  It runs any number of tokens; out is BF16 or FP16, a bias of any float."""
 
     workspace = 0  # the kernels allocate it themselves
 
     def __init__(self, problem: Problem, algorithm: str) -> None:
         self.algorithm = algorithm
-        layer = _product_layer(problem.n, problem.k, DTYPES[problem.dtype])
-        self._plan = native.Plan(layer, algorithm)
+        self._plan = native.Plan(product_layer(problem), algorithm)
 
-    def run(
-        self,
-        activations: Tensor,
-        weight: Tensor,
-        out: Tensor,
-        scale_w: Tensor | None = None,
-        scale_x: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> None:
-        """See `slidesparse.gemm.problem.Plan.run`; out is BF16 or FP16, bias of any float type."""
-        assert scale_w is not None
-        assert scale_x is not None
-        _multiply(self._plan.handle, activations, scale_x, weight, scale_w, bias, out)
+    def run(self, tensors: Tensors) -> None:
+        """See `slidesparse.gemm.problem.Plan.run`."""
+        multiply(self._plan.handle, tensors)
+
+
+def multiply(plan: int, tensors: Tensors) -> None:
+    """Multiply and scale by the plan with this handle, on torch's current stream, without any checks."""
+    q, weight, out, scale_w, scale_x, bias = tensors
+    assert scale_w is not None
+    assert scale_x is not None
+    native.call(
+        "product",
+        *(plan, q.shape[0], q.data_ptr(), q.shape[1], scale_x.data_ptr()),
+        *(weight.data_ptr(), weight.numel(), scale_w.data_ptr()),
+        *((None, 0) if bias is None else (bias.data_ptr(), TYPES[bias.dtype])),
+        *(out.data_ptr(), TYPES[out.dtype], cuda.current_stream(q.get_device())),
+    )
 
 
 class Hopper(CudaBackend):
@@ -100,22 +111,27 @@ class Hopper(CudaBackend):
                 "its kernels need compute capability 9.0 (Hopper), but this GPU has "
                 f"{capability[0]}.{capability[1]}"
             )
-        return super().unusable_library(capability, loads)
+        try:
+            if loads:
+                self.version()
+            else:
+                native.compile_kernels()
+        except LibraryError as error:
+            return str(error)
+        return None
 
     def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
         """See `Tunable.epilogue`: always "both" scales."""
         return "both"
 
-    def operand(self, weight: Tensor, layout: Layout = TN) -> Tensor:
+    def operand(self, weight: Tensor) -> Tensor:
         """See `Tunable.operand`: packed (`slidesparse.gemm.hopper.format`), with dense blocks where needed."""
         require_operand(weight.dtype)
-        _require_layout(layout)
-        spec = LayerSpec(weight.shape[0], weight.shape[1], None, 0, weight.dtype, OUTPUTS[0])
-        return pack_without_plan(spec, weight)
+        return pack_without_plan(weight, None)
 
-    def algorithms(self, problem: Problem, device: torch.device, layout: Layout = TN) -> list[str]:
+    def algorithms(self, problem: Problem, device: torch.device) -> list[str]:
         """See `Tunable.algorithms`: the CANDIDATES configurations that the cost model predicts to be fastest."""
-        self._require_supported(problem, layout)
+        self._require_supported(problem)
         with cuda.on_device(cuda.device_index(device)):
             return [configuration for configuration, _ in _candidates(problem, CANDIDATES)]
 
@@ -124,158 +140,94 @@ class Hopper(CudaBackend):
         predicted = _predictions(problem, cuda.device_index(device))
         return predicted.get(algorithm, math.inf) <= MAX_PREDICTED * min(predicted.values(), default=0.0)
 
-    def plan(
-        self, problem: Problem, device: torch.device, algorithm: str | None = None, layout: Layout = TN
-    ) -> HopperPlan:
-        """See `slidesparse.gemm.backend.Tunable`; its own choice is the first of `algorithms`."""
-        self._require_supported(problem, layout)
+    def plan(self, problem: Problem, device: torch.device, algorithm: str | None = None) -> HopperPlan:
+        """See `Tunable.plan`; its own choice is the first of `algorithms`."""
+        self._require_supported(problem)
         with cuda.on_device(cuda.device_index(device)):
-            return HopperPlan(problem, _choose_configuration(problem, algorithm))
+            return HopperPlan(problem, algorithm or _candidates(problem, 1)[0][0])
 
-    def _require_supported(self, problem: Problem, layout: Layout) -> None:
+    def _require_supported(self, problem: Problem) -> None:
         self.require(problem)
-        _require_layout(layout)
         if problem.scale != "both":
             raise LibraryError(f"the Hopper kernels scale by out-feature and token, asked for {problem}")
 
-    def pack(self, spec: LayerSpec, weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
         """See `Backend.pack`: the packed windows, N padded to whole strips and K' to whole blocks.
 
         A weight without a pattern is stored in blocks of 64 out-features x 128 columns, 2:4 where their zeros allow it.
         Little temporary memory is used.  Raises LibraryError for dtypes other than INT8 and FP8.
         """
-        packed = pack_without_plan(spec, weight)
+        packed = pack_without_plan(weight, pattern, phase)
         if packed.is_cuda and packed.numel():
             with cuda.on_device(packed.get_device()):
-                self._find_plan(_native_layer(spec, self.alignment), packed.device)
+                n, k = weight.shape
+                layer = Layer.of(n, k, pattern, phase, weight.dtype, self.alignment)
+                plan_layer(layer, packed.get_device())
         return packed
 
-    def scaled_matmul(
-        self,
-        q: Tensor,
-        scale_x: Tensor,
-        packed: Tensor,
-        scale_w: Tensor,
-        bias: Tensor | None,
-        out_dtype: torch.dtype,
-    ) -> Tensor:
-        """See `Backend.scaled_matmul`.  Raises LibraryError for outputs other than BF16 and FP16."""
-        m, n = q.shape[0], scale_w.shape[0]
-        _require_output(out_dtype)
-        out = q.new_empty(m, n, dtype=out_dtype)
-        if m == 0:
-            return out
-        q = _align_for_tma(cuda.pad(q, self.alignment))
-        with cuda.on_device(q.get_device()):
-            plan = self._find_plan(_product_layer(n, q.shape[1], q.dtype), q.device)
-            _require_operands(scale_w, bias, n, q.device)
-            _multiply(plan, q, scale_x, packed, scale_w, bias, out)
-        return out
 
-    def linear(
-        self,
-        spec: LayerSpec,
-        x: Tensor,
-        packed: Tensor,
-        scale_w: Tensor,
-        bias: Tensor | None,
-        producer: Producer = None,
-    ) -> Tensor:
-        """See `Backend.linear`.
+def plan_layer(layer: Layer, device: int) -> int:
+    """Return the handle of the plan that serves ``layer`` on CUDA device ``device``, the current one; made if needed.
 
-        Raises LibraryError for outputs other than BF16 and FP16, and for tensors that the kernels do not take: vectors
-        must be contiguous, scale_w float32, and a norm's weight, residual and sum of x's dtype.
-        """
-        layer, m = _native_layer(spec, self.alignment), x.shape[0]
-        _require_output(spec.out_dtype)
-        _require_input(x, layer.k, producer)
-        out = x.new_empty(m, layer.n, dtype=spec.out_dtype)
-        if m == 0:
-            return out
-        x = _with_unit_stride(x)
-        with cuda.on_device(x.get_device()):
-            plan = self._find_plan(layer, x.device)
-            _require_operands(scale_w, bias, layer.n, x.device)
-            if profiling.enabled():  # time both parts separately
-                q, scale_x = _quantize(plan, x, producer, spec.dtype, layer.columns)
-                profiling.layer(packed, layer.n, q)
-                _multiply(plan, q, scale_x, packed, scale_w, bias, out)
-                return out
-            run_layer(plan, x, producer, packed, scale_w, bias, out)
-        return out
-
-    def quantize(
-        self, x: Tensor, length: int, phase: int, dtype: torch.dtype, columns: int, producer: Producer = None
-    ) -> tuple[Tensor, Tensor]:
-        """The first part of `linear`, as `slidesparse.gemm.backend.quantize` returns it."""
-        k = x.shape[1] // 2 if isinstance(producer, SiluMul) else x.shape[1]
-        _require_input(x, k, producer)
-        if dtype not in (INT8, FP8):
-            raise LibraryError(f"the Hopper kernels quantize to {INT8} and {FP8}; asked for {dtype}")
-        with cuda.on_device(x.get_device()):
-            plan = self._find_plan(Layer(0, k, length, phase, dtype == FP8, columns), x.device)
-            return _quantize(plan, _with_unit_stride(x), producer, dtype, columns)
-
-    def _find_plan(self, layer: Layer, device: torch.device) -> int:
-        """Return the handle of the plan for ``layer`` on ``device``, the current device; make it if there is none.
-
-        Raises LibraryError, also if it would have to be made during CUDA graph capture, because that loads kernels.
-        """
-        find = native.library().slidesparse_hopper_find
-        plan: int | None = find(cuda.device_index(device), *layer)
-        if plan:
-            return plan
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise LibraryError(
-                f"no plan for {layer} while a CUDA graph is being captured; run the layer once before the capture"
-            )
-        with _planning:
-            plan = find(cuda.device_index(device), *layer)  # another thread may have been faster
-            if not plan:
-                plan = native.make_plan(layer, self._configuration_table(layer, device))
-                native.library().slidesparse_hopper_serve(plan)
-        return plan
-
-    def _configuration_table(self, layer: Layer, device: torch.device) -> list[tuple[int, tuple[str, ...]]]:
-        """Return the configurations of a layer by number of tokens, see `native.make_plan`.
-
-        They are the same for outputs in BF16 and FP16, with and without a bias.  Where no near shape that was tuned on
-        this GPU or a similar one has one that suits, it is the one that the cost model predicts to be fastest.  Weights
-        with dense blocks use those of 2:4 blocks unless they were tuned themselves; slid weights have no dense blocks.
-        """
-        table: list[tuple[int, tuple[str, ...]]] = []
-        if layer.n == 0:
-            return table
-        dtype, columns = "fp8" if layer.fp8 else "int8", round_up(layer.columns, self.alignment)
-        kinds = BLOCKS[1:] if kernels.quantizer_kind(layer.length, layer.phase) == "quant_only" else ()
-        for m in _token_counts():
-            problem = Problem(dtype, NAMES[OUTPUTS[0]], layer.n, columns, m, "both")
-            algorithm = cuda.call_with_tuned(self, problem, device, partial(_choose_configuration, problem))
-            row = dict.fromkeys(BLOCKS, algorithm)
-            for blocks in kinds:
-                row[blocks] = (
-                    cuda.find_tuned_algorithm(self, replace(problem, blocks=blocks), device) or algorithm
-                )
-            if table and table[-1][1] == tuple(row.values()):
-                table.pop()
-            table.append((m, tuple(row.values())))
-        return table
-
-
-def _choose_configuration(problem: Problem, tuned: str | None) -> str:
-    """Return ``tuned``, or for None the configuration that the cost model predicts to be fastest on this device.
-
-    Raises LibraryError for one that does not fit the current device.
+    Raises LibraryError, also if it would have to be made during CUDA graph capture, because that loads kernels.
     """
-    if tuned is None:
-        return _candidates(problem, 1)[0][0]
-    native.fit(tuned, DTYPES[problem.dtype])
-    return tuned
+    plan = native.find_plan(layer, device)
+    if plan is None and cuda.is_capturing():
+        raise LibraryError(
+            f"no plan for {layer} while a CUDA graph is being captured; run the layer once before the capture"
+        )
+    with _planning:
+        plan = plan or native.find_plan(layer, device)  # another thread may have been faster
+        if plan is None:
+            plan = native.make_plan(layer, configuration_table(layer, torch.device("cuda", device)))
+            native.library().slidesparse_hopper_serve(plan)
+    return plan
+
+
+native.plan_layer = plan_layer
+
+
+def configuration_table(layer: Layer, device: torch.device) -> list[tuple[int, tuple[str, ...]]]:
+    """Return the configurations of a layer by number of tokens, see `native.make_plan`, tuned ones where there are.
+
+    They are the same for outputs in BF16 and FP16, with and without a bias.  Where no near shape that was tuned on this
+    GPU or a similar one has one that suits, it is the one that the cost model predicts to be fastest.  Weights with
+    dense blocks use those of 2:4 blocks unless they were tuned themselves; slid weights have no dense blocks.
+    """
+    if layer.n == 0:
+        return []
+    backend = Hopper()
+    subject, columns = cuda.subject_of(backend, device), round_up(layer.columns, backend.alignment)
+    problem = Problem(NAMES[layer.dtype], NAMES[OUTPUTS[0]], layer.n, columns, 1, "both")
+    slid = (layer.length, layer.phase) != (HARDWARE_LENGTH, 0)
+    others = [] if slid else [replace(problem, blocks=blocks) for blocks in BLOCKS[1:]]
+    tokens = {*TABLE_TOKENS, *(m for kind in (problem, *others) for m in tuned.tuned_tokens(subject, kind))}
+    table: list[tuple[int, tuple[str, ...]]] = []
+    for m in sorted(tokens):
+        algorithm = _fitting_configuration(backend, replace(problem, m=m), device)
+        row = dict.fromkeys(BLOCKS, algorithm)
+        for kind in others:
+            row[kind.blocks] = tuned.tuned_algorithm(subject, replace(kind, m=m)) or algorithm
+        if table and table[-1][1] == tuple(row.values()):
+            table.pop()
+        table.append((m, tuple(row.values())))
+    return table
+
+
+def _fitting_configuration(backend: Hopper, problem: Problem, device: torch.device) -> str:
+    """Return the tuned configuration if it fits the current device, else the one that the cost model predicts."""
+    found = cuda.tuned_algorithm(backend, problem, device)
+    try:
+        if found is not None:
+            native.fit(found, DTYPES[problem.dtype])
+            return found
+    except LibraryError as error:
+        tuned.note_refused(backend.name, tuned.Shape.of_problem(problem), found, str(error))
+    return _candidates(problem, 1)[0][0]
 
 
 def _candidates(problem: Problem, max_count: int) -> list[tuple[str, float]]:
-    sizes = problem.n, problem.k, problem.m, DTYPES[problem.dtype]
-    return native.candidates(*sizes, max_count, problem.blocks)
+    return native.candidates(product_layer(problem), problem.m, max_count, problem.blocks)
 
 
 @lru_cache(maxsize=1)  # asked for each of the near shapes in turn
@@ -285,57 +237,43 @@ def _predictions(problem: Problem, device_index: int) -> dict[str, float]:
         return dict(_candidates(problem, MAX_CONFIGURATIONS))
 
 
-def _token_counts() -> Iterator[int]:
-    """Yield the numbers of tokens to look configurations up for: powers of two to 16, then the buckets."""
-    m = 1
-    while m <= MAX_TABLE_TOKENS:
-        yield m
-        m = 2 * m if m < cuda.MIN_ROWS else cuda.bucket(m + 1)
-
-
-@cache
-def _native_layer(spec: LayerSpec, alignment: int) -> Layer:
-    layout = spec.layout
-    return Layer(
-        *(spec.out_features, spec.in_features, layout.length, layout.phase, spec.dtype == FP8),
-        spec.columns(alignment),
-    )
-
-
-def _product_layer(n: int, columns: int, dtype: torch.dtype) -> Layer:
+def product_layer(problem: Problem) -> Layer:
     """Return the layer of a GEMM alone, whose activations have been quantized and lifted already."""
-    return Layer(n, columns, HARDWARE_LENGTH, 0, dtype == FP8, round_up(columns, ALIGNMENT))
+    return Layer.of(problem.n, problem.k, TWO_FOUR, 0, DTYPES[problem.dtype], ALIGNMENT)
 
 
-def pack_without_plan(spec: LayerSpec, weight: Tensor) -> Tensor:
+def pack_without_plan(weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
     """Pack a weight as `Hopper.pack` does, without making a plan."""
     if weight.dtype not in (INT8, FP8):
         raise LibraryError(
             f"a weight of {weight.dtype}; the Hopper kernels take {INT8} and {FP8}: quantize it"
         )
-    dense = dense_blocks(weight) if spec.pattern is None else None
+    dense = dense_blocks(weight) if pattern is None else None
     if dense is not None and not bool(dense.any()):
         dense = None
     if not weight.is_cuda:
         if dense is not None:
             return hopper_format.pack_mixed(weight, dense)
-        return hopper_format.pack(slide(weight, spec.pattern or TWO_FOUR, spec.phase))
-    packed, broken = pack_by_kernel(weight, spec.layout, dense)
-    require_unbroken_blocks(spec, weight, broken)
+        return hopper_format.pack(slide(weight, pattern or TWO_FOUR, phase))
+    packed, broken = pack_by_kernel(weight, pattern or TWO_FOUR, phase, dense)
+    require_unbroken_blocks(weight, pattern, phase, broken)
     return packed
 
 
-def pack_by_kernel(weight: Tensor, layout: SlideLayout, dense: Tensor | None = None) -> tuple[Tensor, int]:
+def pack_by_kernel(
+    weight: Tensor, pattern: SlidePattern, phase: int = 0, dense: Tensor | None = None
+) -> tuple[Tensor, int]:
     """Pack a pruned weight [N, K] INT8 or FP8 on the GPU; also return how many of its blocks break the pattern.
 
     Args:
         dense: from `slidesparse.blocks.dense_blocks`: the blocks to store dense; None if all are 2:4.
     """
-    weight = _with_unit_stride(weight)
-    sizes = *weight.shape, layout.length, layout.phase
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    n, k = weight.shape
+    layer = native.integers(Layer.of(n, k, pattern, phase, weight.dtype, BLOCK))
     packed_bytes, scratch_bytes = ctypes.c_int64(), ctypes.c_int64()
     native.library().slidesparse_hopper_pack_bytes(
-        *sizes, ctypes.byref(packed_bytes), ctypes.byref(scratch_bytes)
+        layer, ctypes.byref(packed_bytes), ctypes.byref(scratch_bytes)
     )
     if dense is None:
         packed = weight.new_empty(packed_bytes.value, dtype=torch.uint8)
@@ -345,162 +283,11 @@ def pack_by_kernel(weight: Tensor, layout: SlideLayout, dense: Tensor | None = N
         return packed, 0
     scratch = weight.new_empty(scratch_bytes.value, dtype=torch.uint8)
     broken = weight.new_zeros(1, dtype=torch.int32)
-    with cuda.on_device(weight.get_device()):
+    index = weight.get_device()
+    with cuda.on_device(index):
         native.call(
             "pack",
-            *(*sizes, weight.dtype == FP8, weight.data_ptr(), weight.stride(0), dense is not None),
-            *(packed.data_ptr(), scratch.data_ptr(), broken.data_ptr(), _stream(weight)),
+            *(layer, weight.data_ptr(), weight.stride(0), dense is not None),
+            *(packed.data_ptr(), scratch.data_ptr(), broken.data_ptr(), cuda.current_stream(index)),
         )
     return packed, int(broken.item())  # synchronizes, see the module docstring
-
-
-def run_layer(
-    plan: int,
-    x: Tensor,
-    producer: Producer,
-    packed: Tensor,
-    scale_w: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-) -> None:
-    """Quantize, multiply and scale by the plan with this handle, on torch's current stream, without any checks."""
-    m = x.shape[0]
-    scratch = x.new_empty(native.library().slidesparse_hopper_scratch_bytes(plan, m), dtype=torch.uint8)
-    native.call(
-        "linear",
-        *(plan, m, *_input_args(x, producer), packed.data_ptr(), packed.numel()),
-        *(scale_w.data_ptr(), *_bias_args(bias), out.data_ptr(), TYPES[out.dtype]),
-        *(scratch.data_ptr(), _stream(x)),
-    )
-
-
-def _quantize(
-    plan: int, x: Tensor, producer: Producer, dtype: torch.dtype, columns: int
-) -> tuple[Tensor, Tensor]:
-    """Quantize x [M, K], whose last stride is 1, to codes [M, columns] and scales [M, 1]."""
-    m = x.shape[0]
-    with profiling.stage("quantize", x):
-        q, scale = x.new_empty(m, columns, dtype=dtype), x.new_empty(m, 1, dtype=torch.float32)
-        native.call(
-            "quantize", plan, m, *_input_args(x, producer), q.data_ptr(), scale.data_ptr(), _stream(x)
-        )
-    return q, scale
-
-
-def _multiply(
-    plan: int, q: Tensor, scale_x: Tensor, packed: Tensor, scale_w: Tensor, bias: Tensor | None, out: Tensor
-) -> None:
-    """out = (q @ weight.T) * scale_w * scale_x + bias on torch's current stream."""
-    if profiling.enabled():
-        configuration = native.library().slidesparse_hopper_configuration(plan, q.shape[0], packed.numel())
-        profiling.chose(configuration.decode())
-    with profiling.stage("product", q):
-        native.call(
-            "product",
-            *(plan, q.shape[0], q.data_ptr(), q.shape[1], scale_x.data_ptr()),
-            *(packed.data_ptr(), packed.numel(), scale_w.data_ptr(), *_bias_args(bias)),
-            *(out.data_ptr(), TYPES[out.dtype], _stream(q)),
-        )
-
-
-def _input_args(
-    x: Tensor, producer: Producer
-) -> tuple[int, int, int, int, float, int | None, int | None, int, int | None]:
-    """Return the kernels' arguments: x, type, stride, prologue, eps, weight of the norm, residual, its stride, sum."""
-    tokens = x.data_ptr(), TYPES[x.dtype], x.stride(0)
-    if producer is None:
-        return *tokens, native.NO_PROLOGUE, 0.0, None, None, 0, None
-    if isinstance(producer, SiluMul):
-        return *tokens, native.SILU_MUL, 0.0, None, None, 0, None
-    gain, eps, residual, total = producer
-    if residual is None or total is None:
-        return *tokens, native.RMS_NORM, eps, gain.data_ptr(), None, 0, None
-    added = residual.data_ptr(), residual.stride(0), total.data_ptr()
-    return *tokens, native.ADD_RMS_NORM, eps, gain.data_ptr(), *added
-
-
-def _bias_args(bias: Tensor | None) -> tuple[int | None, int]:
-    return (None, 0) if bias is None else (bias.data_ptr(), TYPES[bias.dtype])
-
-
-def _stream(x: Tensor) -> int:
-    return cuda.current_stream(x.get_device())
-
-
-def _with_unit_stride(x: Tensor) -> Tensor:
-    """Return x, or a copy if its last stride is not 1."""
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
-def _align_for_tma(q: Tensor) -> Tensor:
-    """Return q, or a copy where TMA cannot read it: rows with gaps, or an address that is not aligned."""
-    if q.is_contiguous() and q.data_ptr() % ALIGNMENT == 0:
-        return q
-    return q.clone(memory_format=torch.contiguous_format)
-
-
-def _require_layout(layout: Layout) -> None:
-    if layout != TN:
-        raise LibraryError(f"the Hopper kernels have one layout: {TN}; asked for {layout}")
-
-
-def _require_output(dtype: torch.dtype) -> None:
-    if dtype not in OUTPUTS:
-        raise LibraryError(
-            f"the Hopper kernels write {' or '.join(NAMES[output] for output in OUTPUTS)}, asked for {dtype}: "
-            "use the backend cusparselt for it"
-        )
-
-
-def _require_input(x: Tensor, k: int, producer: Producer) -> None:
-    """Raise LibraryError unless the quantizer takes x and the tensors of its producer."""
-    width = 2 * k if isinstance(producer, SiluMul) else k
-    if x.dtype not in TYPES or x.shape[1] != width:
-        raise LibraryError(
-            f"x is {x.dtype} {tuple(x.shape)}; it must be [M, {width}] of {_join_types(TYPES)}"
-            + (", gates before as many values" if isinstance(producer, SiluMul) else "")
-        )
-    if not isinstance(producer, RmsNorm):
-        return
-    gain, _, residual, total = producer
-    if gain.shape != (k,) or gain.dtype != x.dtype or not gain.is_contiguous() or gain.device != x.device:
-        raise LibraryError(
-            f"a norm's weight is {_describe(gain)}; it must be [{k}] of {x.dtype}, contiguous, on {x.device}: compute "
-            "the norm outside of the layer"
-        )
-    if residual is None:
-        return
-    assert total is not None
-    for name, tensor in (("residual", residual), ("sum", total)):
-        if (
-            tensor.shape != x.shape
-            or tensor.dtype != x.dtype
-            or tensor.device != x.device
-            or tensor.stride(1) != 1
-        ):
-            raise LibraryError(f"the {name} is {_describe(tensor)}; it must be as x, {_describe(x)}")
-    if not total.is_contiguous():
-        raise LibraryError(f"the sum is {_describe(total)}; it must be contiguous")
-
-
-def _require_operands(scale_w: Tensor, bias: Tensor | None, n: int, device: torch.device) -> None:
-    """Raise LibraryError unless the GEMM takes these scales and this bias."""
-    for name, vector, dtypes in (("scale_w", scale_w, (torch.float32,)), ("bias", bias, tuple(TYPES))):
-        if vector is not None and (
-            vector.numel() != n
-            or vector.dtype not in dtypes
-            or vector.device != device
-            or not vector.is_contiguous()
-        ):
-            raise LibraryError(
-                f"{name} is {_describe(vector)}; it must hold {n} elements of {_join_types(dtypes)}, contiguous, "
-                f"on {device}"
-            )
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
-
-
-def _join_types(dtypes: Iterable[torch.dtype]) -> str:
-    return " or ".join(map(str, dtypes))

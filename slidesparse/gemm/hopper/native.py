@@ -1,39 +1,42 @@
-"""The compiled kernels of csrc/hopper/ as Python calls them: the functions of interface.cuh, by ctypes."""
+"""The compiled kernels of csrc/hopper/ as Python calls them, and torch's operators for whole layers, by ctypes.
+
+``torch.ops.slidesparse.linear`` and its fused forms are implemented for CUDA in C++, csrc/hopper/operators.cpp.  They
+look a layer's plan up in the kernels' library; for a layer without one they call `plan_layer` here, once.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
-from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_void_p
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_size_t, c_void_p
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from slidesparse.build.compile import build
 from slidesparse.build.find import ToolchainError
-from slidesparse.gemm.hopper import operators
-from slidesparse.gemm.problem import ALL_2_4, BLOCKS, LibraryError
+from slidesparse.gemm.problem import ALL_2_4, BLOCKS, Layer, LibraryError
 from slidesparse.quantize import FP8
 
 TYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # SlidesparseType
 NO_PROLOGUE, RMS_NORM, ADD_RMS_NORM, SILU_MUL = range(4)  # SlidesparsePrologue
 TEXT_BYTES = 32  # SLIDESPARSE_TEXT_BYTES
 
-_LAYER = (c_int32,) * 6  # n, k, length, phase, fp8, columns
+_LAYER = POINTER(c_int32)  # SlidesparseLayer
 _INPUT = (c_void_p, c_int32, c_int64, c_int32, c_double, c_void_p, c_void_p, c_int64, c_void_p)
 # The result and the arguments of each function without its prefix slidesparse_hopper_.
 FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "unusable": (c_char_p,),
     "fit": (c_char_p, c_char_p, c_int32, POINTER(c_int32), POINTER(c_int32)),
-    "candidates": (c_char_p, *(c_int32,) * 6, c_char_p, POINTER(c_double), POINTER(c_int32)),
-    "plan": (*(c_char_p, *_LAYER, c_int32, POINTER(c_int32), POINTER(c_char_p)), POINTER(c_void_p)),
+    "candidates": (c_char_p, _LAYER, *(c_int32,) * 3, c_char_p, POINTER(c_double), POINTER(c_int32)),
+    "plan": (c_char_p, _LAYER, c_int32, POINTER(c_int32), POINTER(c_char_p), POINTER(c_void_p)),
     "delete": (None, c_void_p),
     "serve": (None, c_void_p),
-    "find": (c_void_p, c_int32, *_LAYER),
+    "find": (c_void_p, c_int32, _LAYER),
     "forget": (None,),
-    "configuration": (c_char_p, c_void_p, c_int64, c_int64),
     "scratch_bytes": (c_int64, c_void_p, c_int64),
     "quantize": (c_char_p, c_void_p, c_int64, *_INPUT, *(c_void_p,) * 3),
     "product": (
@@ -44,40 +47,66 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
         *(c_char_p, c_void_p, c_int64, *_INPUT, c_void_p, c_int64, c_void_p, c_void_p),
         *(c_int32, c_void_p, c_int32, c_void_p, c_void_p),
     ),
-    "pack_bytes": (None, *(c_int32,) * 4, POINTER(c_int64), POINTER(c_int64)),
-    "pack": (c_char_p, *(c_int32,) * 5, c_void_p, c_int64, c_int32, *(c_void_p,) * 4),
+    "pack_bytes": (None, _LAYER, POINTER(c_int64), POINTER(c_int64)),
+    "pack": (c_char_p, _LAYER, c_void_p, c_int64, c_int32, *(c_void_p,) * 4),
 }
+PLANNER = ctypes.CFUNCTYPE(None, c_int32, _LAYER, c_void_p, c_size_t)  # SlidesparsePlanner
+
+# Makes and serves the plan of a layer on a CUDA device, the current one; set by `slidesparse.gemm.hopper.backend`
+plan_layer: Callable[[Layer, int], object] | None = None
 
 
-class Layer(NamedTuple):
-    """The layer that a plan is for, on the device where it is made."""
+def _plan(device: int, layer: Any, message: int, size: int) -> None:
+    """Plan a layer for C++; write why that failed to ``message``, memory of ``size`` bytes."""
+    try:
+        assert plan_layer is not None
+        plan_layer(Layer(*layer[: len(Layer._fields)]), device)
+    except Exception as error:
+        text = (str(error) or type(error).__name__).encode()[: size - 1] + b"\0"
+        ctypes.memmove(message, text, len(text))
 
-    n: int  # 0 for a plan that only quantizes
-    k: int
-    length: int  # block length of the pattern
-    phase: int
-    fp8: bool
-    columns: int  # width of the quantized activations
+
+_planner = PLANNER(_plan)  # kept as long as C++ may call it
 
 
 @cache
 def library() -> Any:
     """Return the kernels, compiled if needed, and install torch's operators that run them.  Raises LibraryError."""
+    path, operators = compile_kernels()
     try:
-        path = build("hopper")
-        kernels = ctypes.CDLL(str(path))
-    except (ToolchainError, OSError) as error:
+        kernels = declare_functions(ctypes.CDLL(str(path)))
+        load_operators(operators, path)
+    except OSError as error:
         raise LibraryError(f"the Hopper kernels: {error}") from None
-    declare_functions(kernels)
-    operators.install(path)
     return kernels
 
 
-def declare_functions(kernels: Any) -> None:
-    """Tell ctypes the types of `FUNCTIONS`."""
+def compile_kernels() -> tuple[Path, Path]:
+    """Return the files of the kernels and of torch's operators, compiled if needed.  Raises LibraryError."""
+    try:
+        return build("hopper"), build("hopper_operators")
+    except ToolchainError as error:
+        raise LibraryError(f"the Hopper kernels: {error}") from None
+
+
+def declare_functions(kernels: Any) -> Any:
+    """Tell ctypes the types of `FUNCTIONS`; return the library."""
     for name, (result, *arguments) in FUNCTIONS.items():
         function = getattr(kernels, f"slidesparse_hopper_{name}")
         function.restype, function.argtypes = result, arguments
+    return kernels
+
+
+def load_operators(path: Path, kernels: Path) -> None:
+    """Load the compiled operators.cpp, which implements the operators by the library at ``kernels`` from then on.
+
+    Raises LibraryError, and OSError for a file that cannot be loaded.
+    """
+    load = ctypes.CDLL(str(path)).slidesparse_operators_load
+    load.argtypes, load.restype = [c_char_p, PLANNER], c_char_p
+    error = load(str(kernels).encode(), _planner)
+    if error:
+        raise LibraryError(f"torch's operators in C++: {error.decode()}")
 
 
 def call(name: str, *arguments: Any) -> None:
@@ -85,6 +114,11 @@ def call(name: str, *arguments: Any) -> None:
     error = getattr(library(), f"slidesparse_hopper_{name}")(*arguments)
     if error:
         raise LibraryError(error.decode(errors="replace"))
+
+
+def integers(layer: Layer) -> Any:
+    """Return a layer as C takes it."""
+    return (c_int32 * len(layer))(*layer)
 
 
 class Fit(NamedTuple):
@@ -101,21 +135,24 @@ def fit(configuration: str, dtype: torch.dtype) -> Fit:
     return Fit(stages.value, clusters.value)
 
 
-def candidates(
-    n: int, columns: int, m: int, dtype: torch.dtype, max_count: int, blocks: str = ALL_2_4
-) -> list[tuple[str, float]]:
-    """Return up to ``max_count`` configurations for a weight [n, columns] and m tokens on this device, fastest first.
+def candidates(layer: Layer, m: int, max_count: int, blocks: str = ALL_2_4) -> list[tuple[str, float]]:
+    """Return up to ``max_count`` configurations for a layer of m tokens on this device, fastest first.
 
     Each with the microseconds that the model in csrc/hopper/configuration.cu predicts.  ``blocks`` is one of BLOCKS.
     """
     texts = ctypes.create_string_buffer(max_count * TEXT_BYTES)
     us, count = (c_double * max_count)(), c_int32()
-    kind = BLOCKS.index(blocks)
-    call("candidates", n, columns, m, dtype == FP8, kind, max_count, texts, us, ctypes.byref(count))
+    call("candidates", integers(layer), m, BLOCKS.index(blocks), max_count, texts, us, ctypes.byref(count))
     return [
         (texts.raw[TEXT_BYTES * i : TEXT_BYTES * (i + 1)].partition(b"\0")[0].decode(), us[i])
         for i in range(count.value)
     ]
+
+
+def find_plan(layer: Layer, device: int) -> int | None:
+    """Return the handle of the plan that serves ``layer`` on CUDA device ``device``, or None."""
+    found: int | None = library().slidesparse_hopper_find(device, integers(layer))
+    return found
 
 
 def make_plan(layer: Layer, table: Sequence[tuple[int, tuple[str, ...]]]) -> int:
@@ -130,7 +167,7 @@ def make_plan(layer: Layer, table: Sequence[tuple[int, tuple[str, ...]]]) -> int
     rows = [text.encode() for _, row in table for text in row]
     texts = (c_char_p * len(rows))(*rows)
     plan = c_void_p()
-    call("plan", *layer, len(table), tokens, texts, ctypes.byref(plan))
+    call("plan", integers(layer), len(table), tokens, texts, ctypes.byref(plan))
     assert plan.value
     return plan.value
 

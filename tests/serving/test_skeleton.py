@@ -1,0 +1,175 @@
+"""What `Skeletons` says of a checkpoint is what the server does, whatever vLLM calls the layers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import hybrids
+import pytest
+import torch
+from checkpoints import convert
+from edits import edited
+from engines import STOCK, Engines, Request
+from models import LLAMA, QWEN, shrink_codes, write_float, write_w8a8
+from moe import MODELS as MOES
+from safetensors.torch import load_file
+from test_serving_multimodal import NO_IMAGES, wrapped
+
+from slidesparse import doctor
+from slidesparse.checkpoint.storage import Checkpoint, TensorSpec
+from slidesparse.evaluate.engine import summaries
+from slidesparse.serving import NotServedError, Serving, Skeletons, fused, stored, targets
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch, skeletons: Skeletons) -> None:
+    """Let doctor ask the process that has imported vLLM already."""
+    monkeypatch.setattr(Skeletons, "__enter__", lambda _: skeletons)
+    monkeypatch.setattr(Skeletons, "__exit__", lambda *_: None)
+
+
+def hybrid(name: str, folder: Path) -> Path:
+    """One of `hybrids.MODELS` at 6:8, with codes that stock vLLM multiplies exactly on every CPU."""
+    convert(hybrids.write(name, folder / "source"), folder / "out")
+    return shrink_codes(folder / "out")
+
+
+def planned(skeletons: Skeletons, folder: Path, **config: object) -> Serving:
+    """How vLLM would serve a checkpoint on another machine, with changes of its config.json."""
+    checkpoint = Checkpoint.open(folder)
+    return skeletons.layers(folder, stored(checkpoint), {**checkpoint.config, **config})
+
+
+@pytest.mark.parametrize(("name", "sparse"), [("FalconH1", 12), ("GraniteMoeHybrid", 8)])
+@pytest.mark.usefixtures("warm")
+def test_layers_of_other_names_are_served_sparse(
+    engines: Engines, tmp_path: Path, name: str, sparse: int
+) -> None:
+    """vLLM calls them model.2.mixer.in_proj or model.layers.0.qkv_proj; doctor, the server and stock agree."""
+    model = hybrid(name, tmp_path)
+    answer = engines.serve(model, env={"USE_CUSPARSELT": "1"})
+    (served,) = summaries(answer.log)
+    assert served["layers"] == {"6:8": sparse}
+    assert answer.tokens == engines.serve(model, env=STOCK).tokens
+    report = doctor.examine("model", model)
+    assert (report.code, report.patterns) == (0, served["layers"])
+
+
+def test_changed_weights_of_a_layer_of_another_name(engines: Engines, tmp_path: Path) -> None:
+    """They are served as they are with a warning, and refused if a flag asks for the sparse path."""
+    name = "model.layers.0.mamba.in_proj.weight"
+    model = hybrid("GraniteMoeHybrid", tmp_path)
+    weight = load_file(model / "model.safetensors")[name]
+    changed = edited(model, tmp_path / "changed", {name: torch.ones_like(weight)}, {})
+    answer = engines.serve(changed)
+    assert "7 layers sparse, 1 not pruned" in answer.summary
+    words = "1 layers, such as model.layers.0.mixer.in_proj, obey none of their patterns: they were changed"
+    assert words in answer.log
+    assert words in engines.ask(Request(changed, env={"USE_CUSPARSELT": "1"})).error
+
+
+@pytest.mark.parametrize("name", ["FalconH1", "GraniteMoeHybrid"])
+def test_targets_by_name_leave_other_layers_unquantized(
+    engines: Engines, skeletons: Skeletons, tmp_path: Path, name: str
+) -> None:
+    """Where MLPs alone are quantized, a list of layers to ignore misses those that vLLM calls otherwise."""
+    source = hybrids.write(name, tmp_path / "source")
+    convert(source, tmp_path / "out", ignore=[r"\.(mamba|self_attn)\."])
+    out = shrink_codes(tmp_path / "out")
+    block = json.loads((out / "config.json").read_text())["quantization_config"]
+    names = targets(block["slidesparse"]["layers"], planned(skeletons, source))
+    group = {**block["config_groups"]["group_0"], "targets": names}
+    model = edited(out, tmp_path / "named", {}, {"config_groups": {"group_0": group}, "ignore": []})
+    answer = engines.serve(model)
+    assert "4 layers sparse" in answer.summary
+    assert answer.tokens == engines.serve(model, env=STOCK).tokens
+    refusal = "the checkpoint holds torch.float32 weights, its config.json says torch.int8"
+    with pytest.raises(NotServedError, match=refusal):
+        skeletons.layers(out, stored(Checkpoint.open(out)))
+
+
+def test_targets_by_other_names_quantize_layers(
+    engines: Engines, skeletons: Skeletons, tmp_path: Path
+) -> None:
+    """All layers are quantized, by names that vLLM has for them; without those it ends with an error."""
+    source, out = tmp_path / "source", hybrid("FalconH1", tmp_path)
+    block = json.loads((out / "config.json").read_text())["quantization_config"]
+    quantized = list(block["slidesparse"]["layers"])
+    for model, served in ((planned(skeletons, source), True), (None, False)):
+        group = {**block["config_groups"]["group_0"], "targets": targets(quantized, model)}
+        path = edited(out, tmp_path / str(served), {}, {"config_groups": {"group_0": group}, "ignore": []})
+        answer = engines.ask(Request(path, env=STOCK))
+        assert (bool(answer.tokens), bool(answer.error)) == (served, not served)
+
+
+def test_fused_groups_are_known(skeletons: Skeletons, tmp_path: Path) -> None:
+    """Also of MLA, whose attention does not run on CPUs."""
+    source = hybrids.write("DeepseekV2", tmp_path / "source")
+    groups = {
+        tuple(sorted(name.rpartition(".")[2] for name in group))
+        for group in fused(planned(skeletons, source))
+    }
+    assert groups == {("kv_a_proj_with_mqa", "q_a_proj"), ("gate_proj", "up_proj")}
+    convert(source, tmp_path / "out")
+    block = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    ignore = [*block["ignore"], "model.layers.0.self_attn.kv_a_proj_with_mqa"]
+    edited(tmp_path / "out", tmp_path / "part", {}, {"ignore": ignore})
+    words = (
+        "fused_qkv_a_proj: vLLM fuses q_a_proj, kv_a_proj_with_mqa into one layer, but .* only some of them"
+    )
+    with pytest.raises(NotServedError, match=words):
+        planned(skeletons, tmp_path / "part")
+
+
+def test_families_are_examined(skeletons: Skeletons, tmp_path: Path) -> None:
+    """Every tensor of a weight is in a layer of its name: decoders, an encoder, experts, a multimodal model."""
+    folders = {
+        "qwen": (write_float(QWEN, tmp_path / "qwen"), {}, 8),
+        "moe": (MOES["qwen2"].write(tmp_path / "moe"), {}, 10),  # two of them gates
+        "multimodal": (
+            Path(wrapped(write_w8a8(LLAMA, tmp_path / "text"), tmp_path / "multimodal")),
+            NO_IMAGES,
+            8,
+        ),
+    }
+    for name, (folder, options, count) in folders.items():
+        model = skeletons.layers(folder, stored(Checkpoint.open(folder)), **options)
+        layers = [layer for layer in model.layers if layer.weights]
+        assert len(layers) == count, name
+        for layer in layers:
+            assert len(layer.weights) == (3 if "qkv" in layer.name else 2 if "gate_up" in layer.name else 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"gone": ".weight_scale"}, "the checkpoint lacks its weight_scale"),
+        ({"new": "model.layers.0.mlp.down_proj.weight_g_idx"}, "weight_g_idx"),
+        (
+            {"shape": "model.layers.1.mlp.down_proj.weight"},
+            "down_proj: the checkpoint holds a weight of shape",
+        ),
+        (
+            {"dtype": "model.layers.1.mlp.down_proj.weight"},
+            "holds torch.float32 weights, its config.json says",
+        ),
+    ],
+)
+def test_tensors_that_vllm_cannot_load_are_refused(
+    skeletons: Skeletons, tmp_path: Path, change: dict[str, str], words: str
+) -> None:
+    convert(write_w8a8(QWEN, tmp_path / "source"), tmp_path / "out")
+    ((kind, name),) = change.items()
+    specs = {spec.name: spec for spec in stored(Checkpoint.open(tmp_path / "out"))}
+    if kind == "gone":
+        specs = {key: spec for key, spec in specs.items() if not key.endswith(f"down_proj{name}")}
+    elif kind == "new":
+        specs[name] = TensorSpec(name, "I32", (320,))
+    else:
+        spec = specs[name]
+        specs[name] = spec._replace(shape=(128, 4)) if kind == "shape" else spec._replace(dtype="F32")
+    with pytest.raises(NotServedError, match=words):
+        skeletons.layers(tmp_path / "out", specs.values())
