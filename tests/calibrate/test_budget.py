@@ -18,8 +18,6 @@ from calibration import DEVICES, calibrated, open_model, save, write_ids
 from checkpoints import bert, edit_json, snapshot, tensors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slidesparse.calibrate.models import open_model
-from slidesparse.methods.sparsegpt import damping_for, factor, sparsegpt
 
 from slidesparse.calibrate import losses
 from slidesparse.calibrate.losses import layer_losses, whole_loss

@@ -10,8 +10,8 @@ import torch
 from strategies import NAMED
 from torch import Tensor
 
-from slidesparse.calibrate.inputs import Drift, Hessian, output_error
 from slidesparse.calibrate import sparsegpt as module
+from slidesparse.calibrate.inputs import Drift, Hessian, output_error
 from slidesparse.calibrate.sparsegpt import (
     DAMPING,
     block_slices,

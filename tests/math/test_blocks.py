@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from slidesparse.blocks import BLOCK, STRIP, choose_blocks, dense_blocks, missing, obeys
 from slidesparse.methods.sparsegpt import SparseGPT
 from slidesparse.methods.wanda import wanda
+
+from slidesparse.blocks import BLOCK, STRIP, choose_blocks, dense_blocks, missing, obeys
 from slidesparse.pattern import MixedPattern, SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8, quantize_rows
