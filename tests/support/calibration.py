@@ -25,6 +25,7 @@ from slidesparse.quantize import dequantize_rows
 IDS = torch.from_numpy(np.random.default_rng(0).integers(3, 128, (2, 24)))
 LINEARS = sorted(LLAMA.linears())
 TOKENS = (6, 24)  # number of samples, sequence length
+Patch = pytest.MonkeyPatch
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
