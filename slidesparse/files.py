@@ -40,6 +40,8 @@ def own_folder(folder: Path) -> Path:
         raise EnvironmentFault(f"{folder} is a link, which is not followed; remove it")
     if status.st_uid != os.geteuid():
         raise EnvironmentFault(f"{folder} belongs to another user; remove it, or name another place")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise EnvironmentFault(f"{folder} cannot be written; run chmod u+wx on it, or name another place")
     if status.st_mode & SHARED and not status.st_mode & stat.S_ISVTX:
         raise EnvironmentFault(f"{folder} may be changed by other users; run chmod go-w on it")
     return folder
@@ -91,11 +93,14 @@ def read_own(path: Path, limit: int = JSON_LIMIT) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise DamagedFile(f"{path} cannot be read: {error.strerror}") from error
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_size > limit:
             raise DamagedFile(f"{path} is not a file of at most {limit} bytes of this user")
-        return file.read()
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
 
 
 def write_json(path: Path, value: object) -> None:

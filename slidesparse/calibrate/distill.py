@@ -389,14 +389,22 @@ class _Training:
 
     def _restore(self) -> bool:
         """Load the saved state; return whether there was any."""
-        if not (saved := self._work.open_files(DISTILLING)).tensors:
+        saved = self._work.open_files(DISTILLING)
+        if not saved.files:
             return False
+        states = [weight.state(name) for name, weight in self._named_weights()]
+        state = {part: tensor for parts in states for part, tensor in parts.items()}
+        ended = len(saved.tensors) == 1
+        shapes = {part: tensor.shape for part, tensor in state.items()}
+        self._work.require(saved, {FACTS: (6,), **({} if ended else shapes)})
         with saved.reader() as reader:
-            self._seconds, steps, *losses = reader.whole(FACTS).tolist()
+            facts = reader.whole(FACTS).tolist()
+            if not all(map(math.isfinite, facts)):
+                raise self._work.damaged(f"{FACTS} of {DISTILLING} are no numbers")
+            self._seconds, steps, *losses = facts
             self._steps, self._before, self._best = int(steps), Loss(*losses[:2]), Loss(*losses[2:])
-            for name, weight in self._named_weights() if len(saved.tensors) > 1 else ():
-                for part, tensor in weight.state(name).items():
-                    tensor.copy_(reader.whole(part))
+            for part, tensor in () if ended else state.items():
+                tensor.copy_(reader.whole(part))
         return True
 
     def _named_weights(self) -> Iterator[tuple[str, _Weight]]:

@@ -30,7 +30,7 @@ from torch.nn.attention import sdpa_kernel
 from slidesparse.calibrate.changes import ChangedReader
 from slidesparse.calibrate.finetune import ATTENTION, fixed_order
 from slidesparse.calibrate.inputs import HiddenStates, gather_statistics
-from slidesparse.calibrate.model import Block, fast_products
+from slidesparse.calibrate.model import Block, Model, fast_products
 from slidesparse.calibrate.pipeline import BlockRun, block_counter, run_blocks
 from slidesparse.calibrate.resume import GAIN, ROTATION, WorkFolder, finite
 from slidesparse.calibrate.roles import Roles, roles_of
@@ -42,6 +42,7 @@ from slidesparse.checkpoint.storage import Reader
 from slidesparse.errors import CalibrationError
 
 ROTATING = "rotating"  # the phase in progress reports
+Q = "q"  # name of the stored matrix
 STEPS, WARM_UP = 100, 5
 RATE = 0.012  # peak learning rate: radians a step in each plane of Q, for a hidden size of 512
 BETAS = (0.9, 0.95)
@@ -61,17 +62,24 @@ class LearnedRotation:
     after: float
 
 
+def _shapes(model: Model, roles: list[Roles]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the matrices of a rotation: Q, and R by the number of the block."""
+    pairs = {number: value_pair(block_roles) for number, block_roles in enumerate(roles)}
+    r = {str(number): (pair.kv_heads, pair.width, pair.width) for number, pair in pairs.items() if pair}
+    return {Q: (model.hidden, model.hidden), **r}
+
+
 def find_rotation(task: Task, reader: Reader, work: WorkFolder, progress: Progress) -> LearnedRotation:
     """Return the rotation saved in ``work``, or learn one by `learn_rotation` and save it there."""
-    saved = work.read_tensors(ROTATION)
+    saved = work.read_tensors(ROTATION, _shapes(task.model, roles_of(task.model, reader)))
     gain = work.read_json(GAIN, lambda value: (finite(value["before"]), finite(value["after"])))
     if saved is not None and gain is not None:
-        q = saved.pop("q")
+        q = saved.pop(Q)
         return LearnedRotation(Rotation(q, {int(number): r for number, r in saved.items()}), *gain)
     learned = learn_rotation(task, reader, progress)
     work.write_json(GAIN, {"before": learned.before, "after": learned.after})
     matrices = {str(number): r.contiguous() for number, r in learned.rotation.r.items()}
-    work.write_tensors(ROTATION, {"q": learned.rotation.q, **matrices})
+    work.write_tensors(ROTATION, {Q: learned.rotation.q, **matrices})
     return learned
 
 
@@ -84,10 +92,13 @@ def learn_rotation(task: Task, reader: Reader, progress: Progress) -> LearnedRot
     """
     model = task.model
     roles = roles_of(model, reader)
-    pairs = {number: value_pair(block_roles) for number, block_roles in enumerate(roles)}
-    shapes = {number: (pair.kv_heads, pair.width) for number, pair in pairs.items() if pair}
+    shapes = _shapes(model, roles)
     q = hadamard(model.hidden).to(task.device)
-    r = {n: hadamard(width).to(task.device).expand(heads, -1, -1) for n, (heads, width) in shapes.items()}
+    r = {
+        int(name): hadamard(shape[-1]).to(task.device).expand(shape)
+        for name, shape in shapes.items()
+        if name != Q
+    }
     identity = torch.eye(model.hidden, dtype=torch.float64, device=task.device)
     identities = {
         n: torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x) for n, x in r.items()

@@ -25,6 +25,7 @@ from slidesparse.calibrate.model import Block, fast_products
 from slidesparse.calibrate.pipeline import (
     BlockRun,
     block_counter,
+    is_finished,
     quantize_skipped,
     restore_block,
     run_blocks,
@@ -49,6 +50,17 @@ LayerGroup = tuple[str, ...]  # linear layers that share an input, and one patte
 Losses = dict[LayerGroup, dict[str, float]]  # the loss of pruning a group alone, by pattern
 
 
+def layer_groups(task: Task) -> list[LayerGroup]:
+    """Return the groups of the layers of a task, in order of execution."""
+    model = task.model
+    groups = [
+        tuple(name for name in (model.full_name(number, n) for n in group) if name in task.layers)
+        for number in range(model.blocks)
+        for group in model.groups(number)
+    ]
+    return [group for group in groups if group]
+
+
 @torch.inference_mode()
 def layer_losses(
     task: Task,
@@ -65,28 +77,22 @@ def layer_losses(
     Args:
         known: losses that are not measured again.
         save: called with all losses after each block.
-
-    Raises CalibrationError for a decoder that predicts no tokens.
     """
-    if task.model.is_causal and task.model.other_use:
-        raise CalibrationError(
-            f"a budget can be measured only for encoders and models that predict tokens, but {task.model.other_use}: "
-            "give a pattern instead, such as --sparsity 6:8"
-        )
-    losses = dict(known)
-    if {layer for unit in losses for layer in unit} == set(task.layers):
+    groups = layer_groups(task)
+    losses = {group: known[group] for group in groups if group in known}
+    if len(losses) == len(groups):
         return losses
     criterion = Criterion(task, reader)
     blocks = _BlockCache(task, reader)
     report = block_counter(task, "measuring", progress)
     for run in run_blocks(task, reader, 1):
-        groups = [_pruned_group(run, group) for group in run.block.groups]
-        if not all(group in losses for group in groups if group):
+        of_block = filter(None, (_pruned_group(run, group) for group in run.block.groups))
+        if not all(group in losses for group in of_block):
             losses |= _measure(run, patterns, criterion, blocks)
             save(losses)
         blocks.drop(run.number)
         report(run.number)
-    return losses
+    return {group: losses[group] for group in groups}
 
 
 def _pruned_group(run: BlockRun, group: Sequence[str]) -> LayerGroup:
@@ -247,7 +253,7 @@ def whole_loss(task: Task, reader: Reader, work: WorkFolder, progress: Progress)
             w = run.dense.block.weights[name + WEIGHT]
             run.dense.block.weights[name + WEIGHT] = dequantize_rows(*quantize_rows(w, dtype))
         quantize_skipped(run)
-        if work.has(run.number, task.patterns(run.number)):
+        if is_finished(task, work, run.number):
             restore_block(run, work)
         report(run.number)
     pruned, dense = run.pruned, run.dense

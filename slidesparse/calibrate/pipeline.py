@@ -74,16 +74,21 @@ def calibrate(task: Task, reader: Reader, work: WorkFolder, progress: Progress) 
 
     Raises CalibrationError when activations are not finite or a block does not fit into memory.
     """
-    if all(work.has(number, task.patterns(number)) for number in _blocks_to_prune(task)):
+    if all(is_finished(task, work, number) for number in _blocks_to_prune(task)):
         return
     report = block_counter(task, "pruning", progress)
     for run in run_blocks(task, reader, 2):
         quantize_skipped(run)
-        if work.has(run.number, task.patterns(run.number)):
+        if is_finished(task, work, run.number):
             restore_block(run, work)
         else:
             work.save(run.number, *_prune_block(run))
         report(run.number)
+
+
+def is_finished(task: Task, work: WorkFolder, number: int) -> bool:
+    """Return whether ``work`` has a block with the patterns of ``task``."""
+    return work.has(number, task.patterns(number), task.shapes(number))
 
 
 def run_blocks(task: Task, reader: Reader, streams: int, to_the_end: bool = False) -> Iterator[BlockRun]:

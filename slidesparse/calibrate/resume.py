@@ -23,7 +23,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,12 +56,14 @@ class WorkFolder:
 
     folder: Path
 
-    def has(self, number: int, patterns: Mapping[str, str]) -> bool:
-        """Return whether a block is finished, with these patterns of its layers."""
-        if not (self.folder / _block_file(number)).exists():
-            return False
+    def has(self, number: int, patterns: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> bool:
+        """Return whether a block is finished, with these patterns of its layers; refused without these ``shapes``."""
+        finished = self.open_files(_block_file(number))
         rows = self.read_json(f"layer-{number:05}.json", _rows) or []
-        return {row["name"]: row["pattern"] for row in rows} == dict(patterns)
+        if not finished.files or {row["name"]: row["pattern"] for row in rows} != dict(patterns):
+            return False
+        self.require(finished, shapes)
+        return True
 
     def save(self, number: int, tensors: Mapping[str, Tensor], rows: list[dict[str, Any]]) -> None:
         """Save a finished block atomically."""
@@ -89,7 +91,7 @@ class WorkFolder:
         try:
             return files.read_json(self.folder / name, parse)
         except files.DamagedFile as error:
-            raise self._damaged(error) from error
+            raise self.damaged(error) from error
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the report's rows of all finished blocks, in order."""
@@ -101,10 +103,11 @@ class WorkFolder:
         blocks = sorted(path.name for path in self.folder.glob(f"layer-*{SUFFIX}"))
         return self.open_files(*blocks, *overrides)
 
-    def read_tensors(self, name: str) -> dict[str, Tensor] | None:
-        """Return the tensors that `write_tensors` saved under a name, or None."""
+    def read_tensors(self, name: str, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor] | None:
+        """Return the tensors that `write_tensors` saved under a name, or None; refused without these ``shapes``."""
         if not (checkpoint := self.open_files(name)).files:
             return None
+        self.require(checkpoint, shapes)
         with checkpoint.reader() as reader:
             return {tensor_name: reader.whole(tensor_name) for tensor_name in checkpoint.tensors}
 
@@ -115,12 +118,20 @@ class WorkFolder:
         for file in found:
             path = self.folder / file
             if path.is_symlink() or not path.is_file() or path.stat().st_uid != os.geteuid():
-                raise self._damaged(f"{path} is not a file of this user")
+                raise self.damaged(f"{path} is not a file of this user")
             try:
                 tensors |= {tensor.spec.name: tensor for tensor in read_header(path)}
             except CheckpointError as error:
-                raise self._damaged(error) from error
+                raise self.damaged(error) from error
         return Checkpoint(self.folder, {}, None, found, tensors)
+
+    def require(self, checkpoint: Checkpoint, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Raise CalibrationError unless a checkpoint of `open_files` has tensors of these shapes."""
+        for name, shape in shapes.items():
+            stored = checkpoint.tensors.get(name)
+            if stored is None or stored.spec.shape != tuple(shape):
+                found = "is missing" if stored is None else f"has shape {list(stored.spec.shape)}"
+                raise self.damaged(f"tensor {name} {found} in {', '.join(checkpoint.files)}")
 
     def clear(self) -> None:
         """Remove finished blocks."""
@@ -131,7 +142,8 @@ class WorkFolder:
         """Remove the folder, once the output has been published."""
         shutil.rmtree(self.folder)
 
-    def _damaged(self, problem: object) -> CalibrationError:
+    def damaged(self, problem: object) -> CalibrationError:
+        """Return the error for a file that does not hold what was written there."""
         return CalibrationError(f"{problem}; remove {self.folder} to start over")
 
 
@@ -143,7 +155,7 @@ def work_folder(out: Path) -> Path:
 def finished_bytes(out: Path) -> int:
     """Return the bytes of finished blocks and of a distillation left by an interrupted conversion to ``out``."""
     return sum(
-        path.stat().st_size
+        path.lstat().st_size
         for kind in ("layer-*", "distill*")
         for path in work_folder(out).glob(kind + SUFFIX)
     )
@@ -156,15 +168,14 @@ def open_work(out: Path, state: Mapping[str, Any], resume: bool) -> Iterator[Wor
     Raises CalibrationError when it holds finished work and ``resume`` is false, when it belongs to a run with other
     options (which the message names), and when another run holds the lock; EnvironmentFault for another user's folder.
     """
-    folder = work_folder(out)
-    has_work = require_resumable(out, state, resume)
-    files.own_folder(folder)
+    folder = files.own_folder(work_folder(out))
     busy = CalibrationError(f"another calibration is writing {out} (in {folder}); wait for it or stop it")
     try:
         with files.locked(folder, busy):
             work = WorkFolder(folder)
-            if not has_work:
-                (folder / STATE).unlink(missing_ok=True)
+            if not require_resumable(out, state, resume):
+                for name in (STATE, LOSSES):
+                    (folder / name).unlink(missing_ok=True)
                 work.write_json(STATE, dict(state))
             yield work
     except KeyboardInterrupt:
@@ -172,12 +183,21 @@ def open_work(out: Path, state: Mapping[str, Any], resume: bool) -> Iterator[Wor
 
 
 def require_resumable(out: Path, state: Mapping[str, Any], resume: bool) -> bool:
-    """Return whether an interrupted run left work; see `open_work` for what is refused."""
+    """Return whether an interrupted run left work; see `open_work` for what is refused.
+
+    Args:
+        state: some of the values that the run must have in common.
+    """
     folder = work_folder(out)
     if not folder.is_symlink() and not folder.exists():
         return False
     files.own_folder(folder)
-    kept = (CHOICE, LOSSES, ROTATION, SMOOTHING)
+    kept = (
+        CHOICE,
+        ROTATION,
+        SMOOTHING,
+        *((LOSSES,) if resume else ()),
+    )  # losses are in the user's cache, too
     if not any(folder.glob(f"layer-*{SUFFIX}")) and not any((folder / name).exists() for name in kept):
         return False
     if not resume:
@@ -189,7 +209,7 @@ def require_resumable(out: Path, state: Mapping[str, Any], resume: bool) -> bool
     plain = json.loads(json.dumps(dict(state)))
     if saved is None:
         raise CalibrationError(f"{folder} does not say what run it belongs to; remove it to start over")
-    different = sorted(key for key in {*saved, *plain} if saved.get(key) != plain.get(key))
+    different = sorted(key for key in plain if saved.get(key) != plain[key])
     if different:
         changes = "; ".join(
             f"{key} was {shown(saved.get(key))}, is {shown(plain.get(key))}" for key in different
@@ -213,9 +233,9 @@ def _rows(value: Any) -> list[dict[str, Any]]:
     for row in value:
         if not isinstance(row["name"], str) or not isinstance(row["pattern"], str) or "method" not in row:
             raise ValueError(f"{shown(row)} is not a row of the report")
-        for key, number in row.items():
-            if key.startswith(("error", "block_error")) and number is not None:
-                finite(number)
+        errors = {key: number for key, number in row.items() if key.startswith(("error", "block_error"))}
+        for number in (errors.pop("error_pruned"), errors.pop("error_quantized"), *errors.values()):
+            finite(number)
     return list(value)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from slidesparse.calibrate.model import Model
-from slidesparse.checkpoint.tokens import FORMS, Document, read_documents, read_ids, require_ids, tokenizer_of
+from slidesparse.checkpoint.tokens import (
+    FORMS,
+    Document,
+    is_dataset,
+    read_documents,
+    read_ids,
+    require_ids,
+    tokenizer_of,
+)
 from slidesparse.errors import CalibrationError, SlideSparseError
 
 RANDOM = "random"
@@ -21,7 +29,6 @@ SAMPLES, SEQLEN = 128, 2048
 VALIDATION_INTERVAL = 8  # one in this many samples is in the validation split
 MAX_TOKENS = 2**26  # where all of a text is read; half a GiB
 MAX_RANDOM_TOKENS = 2**28  # tokens, 2 GiB
-MAX_DOCUMENTS = 2**20  # documents of a file, or the first ones of a dataset, that samples are chosen from
 PIECE = 2**14  # characters of a text that is cut into documents at the ends of lines
 SEED = 0
 
@@ -119,11 +126,8 @@ def _load(data: str, model: Model, samples: int, length: int, option: str) -> Sa
             sequences = _read_sample_ids(path, length)
             chosen = [sequences[i] for i in sorted(generator.permutation(len(sequences))[:samples])]
         else:
-            documents = list(islice(_pieces(data), MAX_DOCUMENTS))
-            encode = tokenizer_of(model.checkpoint.folder) if documents else None
-            shuffled = (documents[i] for i in generator.permutation(len(documents)))
             take = _cut_stream if model.is_causal else _sample_each_text
-            chosen = take(map(encode, shuffled), samples, length) if encode else []
+            chosen = take(_encoded(data, model, generator), samples, length)
     except SlideSparseError as error:
         raise type(error)(f"{option}: {error}") from error
     if not chosen:
@@ -134,6 +138,16 @@ def _load(data: str, model: Model, samples: int, length: int, option: str) -> Sa
     require_ids(chosen, model.vocabulary, f"{option} {data}", model.checkpoint.folder)
     ids = tuple(torch.from_numpy(np.ascontiguousarray(row, dtype=np.int64)) for row in chosen)
     return Samples(ids, path.name)
+
+
+def _encoded(data: str, model: Model, generator: np.random.Generator) -> Iterator[list[int]]:
+    """Yield the ids of a source's documents in a random order; a dataset on the Hub has one of its own."""
+    documents: Iterator[Document] = _pieces(data)
+    if not is_dataset(data):
+        everything = list(documents)
+        documents = (everything[i] for i in generator.permutation(len(everything)))
+    if (first := next(documents, None)) is not None:
+        yield from map(tokenizer_of(model.checkpoint.folder), chain([first], documents))
 
 
 def _pieces(data: str) -> Iterator[Document]:

@@ -15,7 +15,7 @@ INT8 represents better without factors gets none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ from slidesparse.calibrate.inputs import Stream
 from slidesparse.calibrate.model import Model, fast_products
 from slidesparse.calibrate.pipeline import block_counter, run_blocks
 from slidesparse.calibrate.resume import SMOOTHING, WorkFolder
-from slidesparse.calibrate.roles import find_roles, roles_of
+from slidesparse.calibrate.roles import Pair, Roles, find_roles, roles_of
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.names import BIAS, WEIGHT
 from slidesparse.checkpoint.storage import Reader
@@ -63,7 +63,15 @@ def find_smoothing(task: Task, reader: Reader, work: WorkFolder, progress: Progr
 
     The result is deterministic on the same machine.
     """
-    saved = work.read_tensors(SMOOTHING)
+    widths = {
+        task.model.full_name(number, pair.reader): pair.width
+        for number, roles in enumerate(roles_of(task.model, reader))
+        for pair in _smoothed(task, number, roles)
+    }
+    stored = work.open_files(SMOOTHING).tensors
+    shapes = {name + ERRORS: (2,) for name in widths}
+    shapes |= {name + FACTORS: (width,) for name, width in widths.items() if name + FACTORS in stored}
+    saved = work.read_tensors(SMOOTHING, shapes)
     if saved is None:
         saved = _search(task, reader, progress)
         work.write_tensors(SMOOTHING, saved)
@@ -75,18 +83,21 @@ def find_smoothing(task: Task, reader: Reader, work: WorkFolder, progress: Progr
     )
 
 
+def _smoothed(task: Task, number: int, roles: Roles) -> Iterator[Pair]:
+    """Yield the pairs of a block whose layers are all quantized, and may be scaled."""
+    for pair in roles.pairs:
+        names = (task.model.full_name(number, name) for name in (pair.reader, *pair.writers))
+        if pair.scaled and all(name in task.layers or name in task.skipped for name in names):
+            yield pair
+
+
 @torch.inference_mode()
 def _search(task: Task, reader: Reader, progress: Progress) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     report = block_counter(task, PHASE, progress)
     for run in run_blocks(task, reader, 1, to_the_end=True):
-        for pair in find_roles(run.block).pairs:
+        for pair in _smoothed(task, run.number, find_roles(run.block)):
             down = run.full_name(pair.reader)
-            quantized = (run.full_name(name) for name in (pair.reader, *pair.writers))
-            if pair.scaled is None or not all(
-                name in task.layers or name in task.skipped for name in quantized
-            ):
-                continue
             x, peaks = _sample_inputs(run.pruned, pair.reader)
             factors, errors = choose_factors(x, peaks, run.block.weights[pair.reader + WEIGHT])
             tensors[down + ERRORS] = errors.cpu()

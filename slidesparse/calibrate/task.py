@@ -14,7 +14,7 @@ import slidesparse
 from slidesparse.calibrate.model import Model
 from slidesparse.calibrate.samples import SAMPLES, Samples, load_samples
 from slidesparse.checkpoint.bitnet import is_bitnet
-from slidesparse.checkpoint.names import WEIGHT
+from slidesparse.checkpoint.names import SCALE, WEIGHT
 from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.errors import CalibrationError, EnvironmentFault
 from slidesparse.pattern import Pattern
@@ -123,6 +123,12 @@ class Task:
         names = (name for name in self.model.linears(number) if name in self.layers)
         return {name: self.layers[name].ratio for name in names}
 
+    def shapes(self, number: int) -> dict[str, tuple[int, int]]:
+        """Return the shapes of the codes and scales of a block's pruned layers, by the names of tensors."""
+        specs = {name: self.model.checkpoint.require(name + WEIGHT) for name in self.patterns(number)}
+        codes = {name + WEIGHT: (spec.rows, spec.columns) for name, spec in specs.items()}
+        return codes | {name + SCALE: (spec.rows, 1) for name, spec in specs.items()}
+
     def disk_bytes(self) -> int:
         """Return the bytes of finished layers."""
         specs = [self.model.checkpoint.require(name + WEIGHT) for name in self.layers]
@@ -136,12 +142,8 @@ class Task:
             "layers": {name: pattern.ratio for name, pattern in sorted(self.layers.items())},
             "skipped": sorted(self.skipped),
             "samples": self.samples.digest,
-            "sweeps": self.calibration.sweeps,
-            "epochs": self.epochs,
-            "permutes": self.permutes,
             "smooths": self.smooths,
             "distill": [text.digest for text in self.texts] if self.texts else None,
-            "minutes": self.calibration.training_minutes if self.texts else None,
             "quant": self.quant,
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ TOKENIZER = "tokenizer.json"
 MAX_IDS = 2**28  # ids in a file, 2 GiB
 TEXT, MESSAGES = "text", "messages"  # keys of a document, as a text or as the turns of a conversation
 SPLIT = "train"  # of a dataset on the Hub
+BUFFER = 1000  # of its documents, from which the next one is drawn
 
 Document = str | list[dict[str, Any]]  # a text, or the messages of a conversation
 FORMS = (
@@ -48,15 +51,20 @@ def read_documents(data: str) -> Iterator[Document]:
             if line.strip():
                 yield from _document(_parse(line, f"{path}, line {number}"), f"{path}, line {number}")
     elif path.is_file() and path.suffix == ".parquet":
-        rows = _library("pyarrow.parquet", "pyarrow", path).read_table(path).to_pylist()
-        for number, row in enumerate(rows, 1):
+        for number, row in enumerate(_parquet_rows(path), 1):
             yield from _document(row, f"{path}, row {number}")
-    elif not path.exists() and data.count("/") == 1 and not path.suffix:
-        for number, row in enumerate(_hub_dataset(data), 1):
+    elif is_dataset(data):
+        for number, row in enumerate(_hub_rows(data), 1):
             yield from _document(row, f"{data}, row {number}")
     else:
         problem = "is not a supported type of file" if path.is_file() else "is not a file"
         raise SlideSparseError(f"{shown(data)} {problem}; give {FORMS}")
+
+
+def is_dataset(data: str) -> bool:
+    """Return whether ``data`` is the ORG/NAME of a dataset on the Hub, not a file that is missing."""
+    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", data) and not re.search(r"\.[a-z]{2,}\d*$", data)
+    return bool(is_name) and not Path(data).exists()
 
 
 def _parse(line: str, where: str) -> Any:
@@ -100,12 +108,22 @@ def _library(module: str, package: str, data: object) -> Any:
         ) from error
 
 
-def _hub_dataset(name: str) -> Any:
+def _parquet_rows(path: Path) -> list[Any]:
+    library = _library("pyarrow.parquet", "pyarrow", path)
     try:
-        return _library("datasets", "datasets", name).load_dataset(name, split=SPLIT, streaming=True)
-    except EnvironmentFault:
-        raise
-    except Exception as error:  # raised by the library or its HTTP client
+        return list(library.read_table(path).to_pylist())
+    except Exception as error:  # of the library
+        raise SlideSparseError(
+            f"{path} is not a Parquet file: {' '.join(str(error).split())[:300]}"
+        ) from error
+
+
+def _hub_rows(name: str) -> Iterator[Any]:
+    """Yield the rows of a dataset in a random order, the same in every run, and no more than are asked for."""
+    library = _library("datasets", "datasets", name)
+    try:
+        yield from library.load_dataset(name, split=SPLIT, streaming=True).shuffle(seed=0, buffer_size=BUFFER)
+    except Exception as error:  # of the library or its HTTP client
         reason = " ".join(str(error).split())[:300]
         raise SlideSparseError(
             f"{name} is neither a file here nor a dataset that the Hub provides ({type(error).__name__}: {reason}); "
@@ -119,8 +137,9 @@ def read_ids(path: Path) -> np.ndarray:
     Raises SlideSparseError, which names dtype and shape, for anything else.
     """
     try:
-        ids = np.load(path, allow_pickle=False, mmap_mode="r")
-    except (ValueError, EOFError, OSError) as reason:
+        with np.errstate(over="ignore"):  # sizes of a damaged header
+            ids = np.load(path, allow_pickle=False, mmap_mode="r")
+    except (ValueError, EOFError, OSError, OverflowError) as reason:
         raise SlideSparseError(f"{path} is not an array of numbers that NumPy wrote: {reason}") from reason
     if (
         not isinstance(ids, np.ndarray)
@@ -159,6 +178,7 @@ def tokenizer_of(folder: Path) -> Callable[[Document], list[int]]:
             f"{folder} has no tokenizer ({TOKENIZER}), which texts need; fetch it, or give token ids instead of "
             "texts: ids.npy"
         )
+    automatic = cache(_automatic_tokenizer)
     if (folder / TOKENIZER).is_file():
         plain = _library("tokenizers", "tokenizers", f"the tokenizer of {folder}").Tokenizer
         try:
@@ -172,7 +192,7 @@ def tokenizer_of(folder: Path) -> Callable[[Document], list[int]]:
             return list(fast.encode(text, add_special_tokens=special).ids)
 
     else:
-        slow = _automatic_tokenizer(folder)
+        slow = automatic(folder)
 
         def encode(text: str, special: bool) -> list[int]:
             return list(slow(text, add_special_tokens=special)["input_ids"])
@@ -181,7 +201,7 @@ def tokenizer_of(folder: Path) -> Callable[[Document], list[int]]:
         if isinstance(document, str):
             return encode(document, True)
         try:
-            text = _automatic_tokenizer(folder).apply_chat_template(document, tokenize=False)
+            text = automatic(folder).apply_chat_template(document, tokenize=False)
         except Exception as error:  # of Jinja, or of the template
             raise SlideSparseError(
                 f"the tokenizer of {folder} has no chat template for these messages ({error}); give texts instead"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from slidesparse import files
 from slidesparse.build.compile import cache_folder
-from slidesparse.calibrate.losses import LayerGroup, Losses, layer_losses, whole_loss
+from slidesparse.calibrate.losses import LayerGroup, Losses, layer_groups, layer_losses, whole_loss
 from slidesparse.calibrate.pipeline import calibrate
 from slidesparse.calibrate.resume import CHOICE, LOSSES, WorkFolder, finite
 from slidesparse.calibrate.task import Progress, Task
@@ -123,6 +123,27 @@ def loss_cache() -> Path:
     return files.own_folder(cache_folder() / "losses")
 
 
+def require_usable(task: Task, budget: Budget) -> None:
+    """Raise CalibrationError if the loss of a model is not known, or no pattern saves time; nothing is measured."""
+    if task.model.is_causal and task.model.other_use:
+        raise CalibrationError(
+            f"a budget can be measured only for encoders and models that predict tokens, but {task.model.other_use}: "
+            "give a pattern instead, such as --sparsity 6:8"
+        )
+    nothing = {group: dict.fromkeys((p.ratio for p in PATTERNS), 0.0) for group in layer_groups(task)}
+    if len(_problem(task, nothing, budget).frontier()) == 1:
+        raise CalibrationError(
+            f"{budget.goal}: by the layer times on {budget.gpu}, no pattern makes any layer of this model faster at "
+            f"{', '.join(map(str, budget.tokens))} tokens per forward pass; use --zeros"
+        )
+
+
+def _problem(task: Task, losses: Losses, budget: Budget) -> AllocationProblem:
+    shapes = {group: _shape(task, group) for group in losses}
+    fixed = [_shape(task, (name,)) for name in sorted(task.skipped)]
+    return allocation_problem(losses, shapes, task.quant, budget, fixed)
+
+
 def estimate(
     task: Task, reader: Reader, work: WorkFolder, budget: Budget, rotate: bool, progress: Progress
 ) -> Outcome:
@@ -134,14 +155,7 @@ def estimate(
     Raises CalibrationError when the budget allows no pruning or cannot be reached.
     """
     losses = _losses(task, reader, work, rotate, progress)
-    shapes = {group: _shape(task, group) for group in losses}
-    fixed = [_shape(task, (name,)) for name in sorted(task.skipped)]
-    outcome = Outcome(
-        budget,
-        allocation_problem(losses, shapes, task.quant, budget, fixed),
-        FIRST_PART,
-        task.model.skeleton.generates,
-    )
+    outcome = Outcome(budget, _problem(task, losses, budget), FIRST_PART, task.model.skeleton.generates)
     return replace(outcome, choice=_choose(outcome, outcome.allowed / FIRST_PART))
 
 
@@ -150,8 +164,7 @@ def _losses(task: Task, reader: Reader, work: WorkFolder, rotate: bool, progress
 
     They are kept in ``work``, so that a resumed run decides as before, and in the user's cache for other budgets.
     """
-    excluded = ("layers", "sweeps", "epochs", "permutes", "distill", "minutes")
-    state = {key: value for key, value in task.state().items() if key not in excluded}
+    state = {key: value for key, value in task.state().items() if key not in ("layers", "distill")}
     state |= {"layers": sorted(task.layers), "rotate": rotate, "patterns": [p.ratio for p in PATTERNS]}
     cached = loss_cache() / f"{hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]}.json"
     known = work.read_json(LOSSES, _parse_losses)
@@ -186,11 +199,6 @@ def _shape(task: Task, group: LayerGroup) -> Shape:
 def _choose(outcome: Outcome, limit: float) -> Choice:
     """Return the best choice for the budget; for ``--max-loss`` the sum of layers' losses is at most ``limit``."""
     budget, problem = outcome.budget, outcome.problem
-    if len(problem.frontier()) == 1:
-        raise CalibrationError(
-            f"{budget.goal}: by the layer times on {budget.gpu}, no pattern makes any layer of this model faster at "
-            f"{', '.join(map(str, budget.tokens))} tokens per forward pass; use --zeros"
-        )
     if budget.max_loss is not None:
         choice = problem.fastest(limit)
         if not any(choice.patterns.values()):
@@ -241,6 +249,7 @@ def prune_within(
             else next_limit(attempts, outcome.allowed, choice.loss, most)
         )
         if limit is None:
+            calibrate(fitted(choice), reader, work, progress)  # of a resumed run: check that all is there
             return replace(outcome, choice=choice, measured_loss=loss, part=max(loss, 0.0) / choice.loss)
         attempts.append(Attempt(limit, None))
         work.clear()

@@ -34,7 +34,7 @@ from slidesparse.calibrate.resume import DISTILLED, WorkFolder, finished_bytes, 
 from slidesparse.calibrate.roles import roles_of
 from slidesparse.calibrate.rotation import rotated_reader, rotation_obstacle, untie_head
 from slidesparse.calibrate.smoothing import find_smoothing, smoothed_reader
-from slidesparse.calibrate.task import Progress, Task, no_progress, prepare
+from slidesparse.calibrate.task import Calibration, Progress, Task, no_progress, prepare
 from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.converted import open_checkpoint, restore
 from slidesparse.checkpoint.names import SCALE, WEIGHT, ZERO_POINT
@@ -63,7 +63,7 @@ from slidesparse.checkpoint.storage import (
     is_inside,
 )
 from slidesparse.convert.budget import Choice, layers
-from slidesparse.convert.choose import Outcome, estimate, loss_cache, prune_within
+from slidesparse.convert.choose import Outcome, estimate, loss_cache, prune_within, require_usable
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.plan import ConversionPlan, Output, Planner
 from slidesparse.convert.report import Facts, Report, layer_rows, read_back
@@ -127,14 +127,17 @@ def convert(
                 "slidesparse synth writes it for measuring"
             )
     require_free_name(source, out)
+    if options.calibration and not dry_run:
+        require_resumable(out, _asked(options, options.calibration), options.calibration.resume)
     checkpoint, _ = open_checkpoint(source)
     planner, rotation = _planner(checkpoint, options)
     unserved = ask(planner, skeletons) if skeletons else ""
     plan = planner.plan()
     task = _task(planner, plan) if options.calibration else None
     distillation = require_memory(task) if task and task.texts else ""
-    if options.budget:
-        loss_cache()  # refused here if it cannot be written, not after the model was rotated
+    if task and options.budget:  # what it lacks is refused here, not after the model was rotated
+        require_usable(task, options.budget)
+        loss_cache()
     _, left_out = _other_files(checkpoint)
     result = _Result(plan)
     if not dry_run:
@@ -228,13 +231,26 @@ def _task(planner: Planner, plan: ConversionPlan) -> Task:
     return prepare(planner.model, plan.patterns, plan.skipped, plan.quant, options.calibration, hold_back)
 
 
+def _asked(options: ConvertOptions, calibration: Calibration) -> dict[str, Any]:
+    """Return the options that must be equal for a run to resume another; data count by what they hold."""
+    return {
+        "--sparsity": options.pattern.ratio,
+        "--max-loss or --zeros": options.budget and asdict(options.budget),
+        "--quant": options.quant,
+        "--layer": [f"{regex}={pattern.ratio}" for regex, pattern in options.layer_patterns],
+        "--ignore": list(options.ignore),
+        "--samples": calibration.samples,
+        "--seqlen": calibration.seqlen,
+        "--rotate": calibration.rotate,
+        "--minutes": calibration.training_minutes if calibration.distill else None,
+        "sweeps": calibration.sweeps,
+        "epochs": calibration.epochs,
+    }
+
+
 def _state(task: Task, options: ConvertOptions, rotation: str) -> dict[str, Any]:
     """Return the values that must be equal for a run to resume another."""
-    return {
-        **task.state(),
-        "budget": options.budget and asdict(options.budget),
-        "rotate": rotation == ROTATED,
-    }
+    return {**_asked(options, task.calibration), **task.state(), "rotated": rotation == ROTATED}
 
 
 def _prune_and_write(
@@ -293,9 +309,12 @@ def _write_calibrated(
             calibrate(task, reader, work, progress)
         if task.texts:
             distilled = distill(task, reader, work, progress)
+        measured, trained = work.rows(), work.open_files(DISTILLED)
+        for number in range(task.model.blocks):
+            work.require(trained, task.shapes(number) if trained.files else {})
         with work.tensors(DISTILLED).reader() as codes:
             facts = _write(plan, out, ordered_reader(reader, codes), ordered_reader(codes, codes), progress)
-        rows = layer_rows(facts, work.rows(), METHOD)
+        rows = layer_rows(facts, measured, METHOD)
         work.remove()
     return _Result(plan, rows, dense.rotation, dense.smoothing, outcome, distilled)
 

@@ -7,9 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from calibration import DEVICES, calibrated, open_model, run, save, write_ids
-from checkpoints import config_of, tensors_of, write
-from test_sparsegpt import hessian_of, inputs, weights
+from calibration import (
+    DEVICES,
+    calibrated,
+    dequantized,
+    hessian_of,
+    inputs,
+    logits_of,
+    open_model,
+    run,
+    save,
+    weights,
+    write_ids,
+)
+from checkpoints import tensors_of
 from torch import Tensor
 
 from slidesparse.calibrate.inputs import output_error
@@ -23,21 +34,6 @@ from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import dequantize_rows, quantize_rows
 
 OUTLIER = 7  # a channel between up and down
-
-
-def logits_of(folder: Path) -> Tensor:
-    model = open_model(folder)
-    with model.checkpoint.reader() as reader:
-        return run(model, reader)
-
-
-def dequantized(folder: Path, out: Path) -> Path:
-    """Write a converted model with its weights dequantized."""
-    tensors, config = tensors_of(folder), config_of(folder)
-    for layer in [name.removesuffix("_scale") for name in tensors if name.endswith("_scale")]:
-        tensors[layer] = dequantize_rows(tensors[layer], tensors.pop(f"{layer}_scale"))
-    del config["quantization_config"]
-    return write(out, config, tensors)
 
 
 # Orders

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from calibration import DEVICES, calibrated, open_model, save, write_ids
 from checkpoints import LLAMA, bert, edit_json, llama, snapshot, tensors_of
-from commands import Done
 from torch import Tensor
 
 from slidesparse.calibrate import distill
@@ -58,6 +57,8 @@ def test_distillation_reduces_divergence_and_keeps_zeros(
     result = calibrated(source, tmp_path / "out", ids, **options, **case)
     assert result.distilled
     assert result.distilled.steps == 15
+    assert result.distillation.startswith("0.25 minutes on text.npy, 224 samples, 5376 tokens; about ")
+    assert result.distilled.summary.endswith("%; 15 steps in 0.25 minutes")
     assert result.distilled.after.divergence < 0.9 * result.distilled.before.divergence
     assert result.patterns == report.patterns
     before, after = tensors_of(tmp_path / "pruned"), tensors_of(tmp_path / "out")
@@ -182,20 +183,6 @@ def test_distillation_that_worsens_the_model_is_discarded(
     assert report.distilled
     assert report.distilled.after == report.distilled.before
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "pruned")
-
-
-def test_convert_tells_time_memory_and_result(
-    source: Path, tmp_path: Path, ids: str, text: tuple[str, ...]
-) -> None:
-    command = ["convert", source, tmp_path / "out", "-s", "2:4", "--calib", ids, "--seqlen", 24]
-    command += ["--device", "cpu", "--rotate", "off", "--distill", *text, "--minutes", 0.1]
-    for extra, words in (
-        (["--dry-run"], "0.1 minutes on text.npy, 224 samples, 5376 tokens; about "),
-        ([], "->"),
-    ):
-        process = Done(*command, *extra)
-        assert process.code == 0, process.err
-        assert words in next(line for line in process.out.splitlines() if line.startswith("distilled"))
 
 
 def test_unusable_texts_and_models_are_refused(source: Path, tmp_path: Path, ids: str) -> None:

@@ -1,83 +1,130 @@
-"""Calibrated conversions that are killed and resumed."""
+"""Calibrated conversions that are killed and resumed, and folders that others have damaged or planted."""
 
 from __future__ import annotations
 
+import json
 import os
+import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from calibration import DEVICES, Killed, calibrated, write_ids
-from checkpoints import llama, snapshot
+from calibration import DEVICES, Killed, calibrated, save, write_ids
+from checkpoints import snapshot
+from safetensors.torch import load_file, save_file
 
-from slidesparse.calibrate import pipeline, resume
+from slidesparse import files
+from slidesparse.calibrate import distill, learning
+from slidesparse.calibrate.resume import work_folder
+from slidesparse.convert import stream
 from slidesparse.convert.budget import Budget
-from slidesparse.errors import CalibrationError
+from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return llama(tmp_path / "source")
+BUDGET: dict[str, Any] = {"budget": Budget(max_loss=0.1, tokens=(16,)), "epochs": 0}
+EVERYTHING: dict[str, Any] = {"rotate": "on", "minutes": 12 / 60, **BUDGET}
 
 
 @contextmanager
-def dying_at_rename(monkeypatch: pytest.MonkeyPatch, call: int) -> Iterator[None]:
-    """Make the given call of os.rename raise Killed before it renames."""
-    rename, calls = os.rename, [0]
+def dying(monkeypatch: pytest.MonkeyPatch, at: int) -> Iterator[list[str]]:
+    """Raise Killed before the file number ``at`` of a work folder is renamed; yields the names of those before."""
+    rename, names = os.rename, list[str]()
 
-    def die(*arguments: Any) -> None:
-        calls[0] += 1
-        if calls[0] == call:
-            raise Killed
-        rename(*arguments)
+    def die(old: Path, new: Path) -> None:
+        if ".calibrated" in str(new):
+            names.append(Path(new).name)
+            if len(names) == at:
+                raise Killed
+        rename(old, new)
 
     with monkeypatch.context() as patch:
-        patch.setattr(resume.os, "rename", die)
-        yield
+        patch.setattr(os, "rename", die)
+        yield names
+
+
+def run(source: Path, out: Path, ids: str, **options: Any) -> Any:
+    """Convert with a clock that advances one second at each reading, so that distillations have the same steps."""
+    seconds = iter(range(10**6))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distill, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+        patch.setattr(distill, "SAVE_SECONDS", 5.0)
+        patch.setattr(distill, "SAVE_PART", 0)
+        patch.setattr(learning, "STEPS", 4)
+        return calibrated(source, out, ids, **options)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Calibrate once without a kill; the output does not depend on where the source lies."""
-    folder = tmp_path_factory.mktemp("whole")
-    calibrated(llama(folder / "source"), folder / "whole", write_ids(folder / "ids.npy"), finetune=1)
-    return folder / "whole"
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    save("llama", folder := tmp_path_factory.mktemp("model") / "source")
+    return folder
 
 
-@pytest.mark.parametrize("call", range(1, 6))
-def test_killed_while_saving_a_block_resumes(
-    source: Path, whole: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch, call: int
+@pytest.fixture
+def ids(tmp_path: Path) -> str:
+    return write_ids(tmp_path / "ids.npy", 12)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> tuple[str, ...]:
+    return (write_ids(tmp_path / "text.npy", 40),)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fine-tuned": {"epochs": 1},
+    "rotated, smoothed, budget": {"rotate": "on", "budget": Budget(zeros=0.3), "epochs": 0},
+    "distilled": {"minutes": 12 / 60, "epochs": 0},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_resumed_run_has_the_bytes_of_an_uninterrupted_one(
+    model: Path, tmp_path: Path, ids: str, text: tuple[str, ...], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run is killed before each rename: of the state, and of the rows and tensors of both blocks."""
-    options = {"finetune": 1}
-    with dying_at_rename(monkeypatch, call), pytest.raises(Killed):
-        calibrated(source, tmp_path / "out", ids, **options)
-    assert not (tmp_path / "out").exists()
-    if call > 3:  # a block is finished
-        with pytest.raises(CalibrationError, match="--resume"):
-            calibrated(source, tmp_path / "out", ids, **options)
-    pruned: list[int] = []
-    prune_block = pipeline._prune_block
+    """The run is killed before some of its saves; what was saved is not computed again."""
+    options = OPTIONS[name] | ({"distill": text} if name == "distilled" else {})
+    with dying(monkeypatch, 0) as saves:
+        run(model, tmp_path / "whole", ids, **options)
+    for point in random.Random(0).sample(range(1, len(saves) + 1), 5):
+        monkeypatch.setenv("SLIDESPARSE_CACHE", str(tmp_path / f"cache{point}"))
+        out = tmp_path / f"out{point}"
+        with dying(monkeypatch, point) as before, pytest.raises(Killed):
+            run(model, out, ids, **options)
+        with dying(monkeypatch, 0) as after:
+            report = run(model, out, ids, resume=True, **options)
+        assert snapshot(out) == snapshot(tmp_path / "whole")
+        finished = {n for n in before[:-1] if n.endswith(".safetensors") and not n.startswith("dist")}
+        assert not finished & {*after}
+        assert len(report.layers) == len(report.pruned)
+        assert report.rotation.startswith("the residual stream") == ("rotate" in options)
+        assert not work_folder(out).exists()
 
-    def counted(at: pipeline.Position) -> Any:
-        pruned.append(at.number)
-        return prune_block(at)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "_prune_block", counted)
-        report = calibrated(source, tmp_path / "out", ids, resume=True, **options)
-    finished = 0 if call < 4 else 1
-    assert pruned == list(range(finished, 2))
-    assert snapshot(tmp_path / "out") == snapshot(whole)
-    assert len(report.layers) == len(report.pruned)
-    assert all(row["error_pruned"] > 0 for row in report.layers)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ids.npy", "out", "source"]
+def test_resumed_budget_decides_as_before(
+    model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run of the same model fills the cache meanwhile, with losses by which it would decide otherwise."""
+    with dying(monkeypatch, 0) as saves:
+        whole = run(model, tmp_path / "whole", ids, **BUDGET)
+    assert saves.count("choice.json") >= 3  # at least two choices were tried
+    (cache,) = (Path(os.environ["SLIDESPARSE_CACHE"]) / "losses").glob("*.json")
+    entries = json.loads(cache.read_bytes())
+    other = [[group, dict(zip(by, reversed(by.values()), strict=True))] for group, by in entries]
+    for point in random.Random(1).sample(range(2, len(saves) + 1), 5):
+        cache.unlink()
+        with dying(monkeypatch, point), pytest.raises(Killed):
+            run(model, tmp_path / f"out{point}", ids, **BUDGET)
+        cache.write_text(json.dumps(other))
+        report = run(model, tmp_path / f"out{point}", ids, resume=True, **BUDGET)
+        assert report.patterns == whole.patterns
+        assert snapshot(tmp_path / f"out{point}") == snapshot(tmp_path / "whole")
 
 
 KILLED = """
@@ -98,18 +145,17 @@ def write_then_die(self, *arguments):
     if written == int(most):
         os.kill(os.getpid(), signal.SIGKILL)
 Writer.write = write_then_die
-calibration = Calibration(ids, seqlen=24, device=device, rotate="off", resume=True)
+calibration = Calibration((ids,), seqlen=24, device=device, rotate="off", resume=True)
 convert(source, out, ConvertOptions(SlidePattern(8), calibration=calibration))
 """
 
 
 @DEVICES
 def test_killed_by_a_signal_resumes(source: Path, tmp_path: Path, ids: str, device: str) -> None:
-    """The run is killed within the first block's 14 tensors, then within those of the output."""
-    for limit in (10, 14 + 14 + 9):
-        command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out"), ids, str(limit), device]
-        process = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=120, check=False)
-        assert process.returncode == -signal.SIGKILL
+    """Within the second block's 14 tensors."""
+    command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out"), ids, "20", device]
+    process = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=120, check=False)
+    assert process.returncode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
     threads = torch.get_num_threads()
     try:
@@ -119,35 +165,66 @@ def test_killed_by_a_signal_resumes(source: Path, tmp_path: Path, ids: str, devi
     finally:
         torch.set_num_threads(threads)
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ids.npy", "out", "source", "whole"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ids.npy", "out", "whole"]
+
+
+# What is refused
 
 
 CHANGES: list[tuple[dict[str, Any], str]] = [
-    ({"pattern": "4:6"}, "layers was {'model.layers.0."),
-    ({"quant": "fp8"}, "quant was 'int8', is 'fp8'"),
-    ({"method": "wanda"}, "method was 'sparsegpt', is 'wanda'"),
-    ({"samples": 3}, "samples was"),
+    ({"pattern": "4:6"}, "--sparsity was '6:8', is '4:6'"),
+    ({"quant": "fp8"}, "--quant was None, is 'fp8'"),
+    ({"samples": 3}, "--samples was 128, is 3"),
+    ({"seqlen": 20}, "--seqlen was 24, is 20"),
+    ({"rotate": "auto"}, "--rotate was 'off', is 'auto'"),
     ({"sweeps": 1}, "sweeps was 4, is 1"),
-    ({"target": "own"}, "finetune was 4, is 0; target was 'dense', is 'own'"),
-    ({"finetune": 2}, "finetune was 4, is 2"),
-    ({"skip": ["o_proj"]}, "layers was"),
-    ({"budget": Budget(zeros=0.2)}, "budget was None, is {"),
+    ({"epochs": 2}, "epochs was 0, is 2"),
+    ({"layer": ["o_proj=dense"]}, "--layer was [], is ['o_proj=dense']"),
+    ({"ignore": ["o_proj"]}, "--ignore was [], is ['o_proj']"),
+    ({"budget": Budget(zeros=0.2)}, "--max-loss or --zeros was None, is {"),
+    ({"minutes": 5.0}, "--minutes was 10.0, is 5.0"),
 ]
 
 
-def test_resuming_another_run_is_refused(
-    source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
+def test_other_options_are_refused_before_anything_is_read(
+    source: Path, tmp_path: Path, ids: str, text: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error names the option that differs, or the source."""
-    with dying_at_rename(monkeypatch, 4), pytest.raises(Killed):
-        calibrated(source, tmp_path / "out", ids)
-    for change, fact in CHANGES:
-        with pytest.raises(CalibrationError) as error:
-            calibrated(source, tmp_path / "out", ids, resume=True, **change)
-        assert fact in str(error.value)
-    os.utime(source / "model.safetensors")
+    """The error names the option that differs; later on, other data, and another source."""
+    options: dict[str, Any] = {"epochs": 0, "distill": text}
+    with dying(monkeypatch, 4), pytest.raises(Killed):
+        calibrated(source, tmp_path / "out", ids, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "open_checkpoint", lambda *_: pytest.fail("the source was read"))
+        for change, fact in CHANGES:
+            with pytest.raises(CalibrationError) as error:
+                calibrated(source, tmp_path / "out", ids, resume=True, **{**options, **change})
+            assert fact in str(error.value)
+        with pytest.raises(CalibrationError, match="with --resume"):
+            calibrated(source, tmp_path / "out", ids, **options)
+    with pytest.raises(CalibrationError, match="distill was"):
+        calibrated(source, tmp_path / "out", ids, resume=True, epochs=0, distill=(ids,))
+    with pytest.raises(CalibrationError, match="samples was"):
+        calibrated(source, tmp_path / "out", *text, resume=True, **options)
+    other = shutil.copytree(source, tmp_path / "other")
+    os.utime(other / "model.safetensors")
     with pytest.raises(CalibrationError, match="source was"):
-        calibrated(source, tmp_path / "out", ids, resume=True)
+        calibrated(other, tmp_path / "out", ids, resume=True, **options)
+
+
+def test_rotation_that_was_not_used_is_not_used_on_request(
+    model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--rotate auto` found that it prunes worse: blocks finished without it cannot go on with it."""
+    learn = learning.learn_rotation
+    monkeypatch.setattr(
+        learning, "learn_rotation", lambda *a: learning.LearnedRotation(learn(*a).rotation, 1.0, 2.0)
+    )
+    with dying(monkeypatch, 7), pytest.raises(Killed):
+        run(model, tmp_path / "out", ids, rotate="auto", epochs=0)
+    assert (work_folder(tmp_path / "out") / "layer-00000.safetensors").exists()
+    with pytest.raises(CalibrationError, match="--rotate was 'auto', is 'on'"):
+        run(model, tmp_path / "out", ids, rotate="on", epochs=0, resume=True)
+    assert run(model, tmp_path / "out", ids, rotate="auto", epochs=0, resume=True).rotation.startswith("not")
 
 
 def test_concurrent_calibration_is_refused(source: Path, tmp_path: Path, ids: str) -> None:
@@ -156,8 +233,123 @@ def test_concurrent_calibration_is_refused(source: Path, tmp_path: Path, ids: st
     def interfere(phase: str, done: int, total: int) -> None:
         if phase == "pruning" and not messages:
             with pytest.raises(CalibrationError, match="another calibration is writing") as error:
-                calibrated(source, tmp_path / "out", ids, finetune=0, resume=True)
+                calibrated(source, tmp_path / "out", ids, epochs=0, resume=True)
             messages.append(str(error.value))
 
-    calibrated(source, tmp_path / "out", ids, finetune=0, progress=interfere)
+    calibrated(source, tmp_path / "out", ids, epochs=0, progress=interfere)
     assert len(messages) == 1
+
+
+def test_work_folder_of_others_is_refused(
+    source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planted link, another user's folder, one that others may change, and a file in its place."""
+    out, victim = tmp_path / "out", tmp_path / "victim"
+    folder = work_folder(out)
+
+    def refused(words: str, resume: bool) -> None:
+        before = snapshot(tmp_path)
+        with pytest.raises(EnvironmentFault, match=words):
+            calibrated(source, out, ids, epochs=0, resume=resume)
+        assert snapshot(tmp_path) == before
+
+    victim.mkdir()
+    folder.symlink_to(victim)
+    for resume_run in (False, True):
+        refused("is a link", resume_run)
+    folder.unlink()
+    folder.symlink_to(tmp_path / "nowhere")
+    refused("cannot be created", False)
+    folder.unlink()
+    folder.write_text("a file")
+    refused("cannot be created", True)
+    folder.unlink()
+    folder.mkdir()
+    folder.chmod(0o777)
+    refused("may be changed by other users", False)
+    folder.chmod(0o755)
+    with dying(monkeypatch, 4), pytest.raises(Killed):
+        calibrated(source, out, ids, epochs=0)
+    owner = os.geteuid() + 1
+    monkeypatch.setattr(files.os, "geteuid", lambda: owner)
+    for resume_run in (False, True):
+        refused("belongs to another user", resume_run)
+
+
+UNREADABLE: list[Callable[[Path], object]] = [
+    lambda path: path.write_bytes(path.read_bytes()[:-9]),
+    lambda path: path.write_bytes(b""),
+    lambda path: (path.unlink(), os.mkfifo(path)),
+    lambda path: (path.unlink(), path.mkdir()),
+    lambda path: (path.rename(path.with_suffix(".x")), path.symlink_to(path.with_suffix(".x"))),
+]
+WRONG: list[Callable[[Path], object]] = [
+    lambda path: path.write_text(re.sub(r"\d+\.\d+", '"much"', path.read_text(), count=1)),
+    lambda path: path.write_text(re.sub(r"\d+\.\d+", "NaN", path.read_text(), count=1)),
+    lambda path: path.write_text(re.sub(r"\d+\.\d+", "9" * 4000, path.read_text(), count=1)),
+    *[
+        lambda path, text=text: path.write_text(text)
+        for text in ("Infinity", "9" * 4000, "[" * 10**5, "[{}]", "[null]", "[[1]]", '{"a": 1}')
+    ],
+]
+
+
+@pytest.fixture(scope="module")
+def interrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a work folder that has every kind of file."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    ids, text = write_ids(folder / "ids.npy", 12), write_ids(folder / "text.npy", 40)
+
+    def die(*_: Any) -> None:
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "_write", die)
+        with pytest.raises(Killed):
+            run(model, folder / "out", ids, distill=(text,), **EVERYTHING)
+    return folder
+
+
+FILES = "choice.json distilled.safetensors distilling.safetensors layer-00000.json layer-00000.safetensors losses.json "
+FILES += "rotation.json rotation.safetensors smoothing.safetensors state.json"
+
+
+@pytest.mark.parametrize("name", FILES.split())
+def test_damaged_work_is_refused_by_name(model: Path, interrupted: Path, tmp_path: Path, name: str) -> None:
+    """In one line, and never in torch's words; nothing is published."""
+    shutil.copytree(interrupted, tmp_path, dirs_exist_ok=True)
+    folder, text = work_folder(tmp_path / "out"), (str(tmp_path / "text.npy"),)
+    assert {path.name for path in folder.iterdir()} >= {*FILES.split()}
+    tensors = {} if name.endswith("json") else load_file(folder / name)
+    orders = (".rows", ".columns")
+    shortened = {key: x if key.endswith(orders) else x[:-1].clone() for key, x in tensors.items()}
+    renamed = {f"{key}.x": x for key, x in tensors.items()}
+    others = [lambda path, x=x: save_file(x, path) for x in (shortened, renamed)]
+    for damage in [*UNREADABLE, *(others if tensors else WRONG)]:
+        shutil.rmtree(folder)
+        shutil.copytree(work_folder(interrupted / "out"), folder)
+        damage(folder / name)
+        with pytest.raises(SlideSparseError) as error:
+            run(model, tmp_path / "out", str(tmp_path / "ids.npy"), distill=text, resume=True, **EVERYTHING)
+        assert name in str(error.value) or (name == "state.json" and "with other options" in str(error.value))
+        assert "\n" not in str(error.value)
+        assert not (tmp_path / "out").exists()
+
+
+def test_resumed_run_needs_less_disk_space(
+    source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what was written; the error of a full disk names --resume."""
+    required: list[int] = []
+    monkeypatch.setattr(stream, "require_space", lambda _, needed: required.append(needed))
+
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "read_back", full)
+        with pytest.raises(EnvironmentFault, match="with --resume"):
+            calibrated(source, tmp_path / "out", ids, epochs=0)
+    stored = sum(path.stat().st_size for path in work_folder(tmp_path / "out").glob("layer-*.safetensors"))
+    calibrated(source, tmp_path / "out", ids, epochs=0, resume=True)
+    assert required[0] - required[1] == stored > 0

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from calibration import DEVICES, calibrated, save, write_ids
+from calibration import DEVICES, calibrated, dequantized, logits_of, save, write_ids
 from checkpoints import DOWN, bert, config_of, llama, tensors_of, write
-from test_channels import dequantized, logits_of
 from torch import Tensor
 
 from slidesparse.calibrate import learning

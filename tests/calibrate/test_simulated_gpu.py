@@ -8,29 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from calibration import calibrated, random_decoder, write_ids
+from calibration import calibrated, save, write_ids
 from checkpoints import bert
 from simulated_gpu import simulated_gpu
 
 from slidesparse.checkpoint.inspection import inspect
 from slidesparse.convert.budget import Budget
 
-CASES: list[dict[str, Any]] = [
-    {"pattern": "6:8"},
-    {"pattern": "6:8", "quant": "fp8"},
-    {"pattern": "2:4@50%", "rotate": "off"},
-    {"pattern": "dense"},
-    {"pattern": "4:6", "method": "wanda"},
-    {"pattern": "4:6", "finetune": 0, "skip": ["o_proj"], "layout": "packed"},
-    {"budget": Budget(zeros=0.2)},
-    {"pattern": "6:8", "distill": True, "minutes": 0.01},
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama biased", {}),
+    ("llama biased", {"pattern": "4:6", "quant": "fp8", "epochs": 0, "layer": ["o_proj=dense"]}),
+    ("llama biased", {"budget": Budget(zeros=0.2)}),
+    ("llama biased", {"distill": True, "minutes": 0.01}),
+    ("qwen3_5_text", {}),
+    ("granitemoehybrid", {}),
 ]
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    random_decoder("Llama", mlp_bias=True).save_pretrained(tmp_path / "source")
-    return tmp_path / "source"
 
 
 def test_operations_on_two_devices_fail() -> None:
@@ -46,18 +38,16 @@ def test_operations_on_two_devices_fail() -> None:
             x.numpy()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_calibration_keeps_devices_apart(
-    source: Path, tmp_path: Path, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ids = write_ids(tmp_path / "ids.npy", 24)
-    options = {"rotate": "auto", "finetune": 1, **case}
+@pytest.mark.parametrize(("name", "case"), CASES, ids=str)
+def test_calibration_keeps_devices_apart(tmp_path: Path, name: str, case: dict[str, Any]) -> None:
+    save(name, tmp_path / "source")
+    options = {"rotate": "auto", "epochs": 1, **case}
     if options.pop("distill", False):
-        text = np.random.default_rng(1).integers(0, 100, (40, 24))
-        np.save(tmp_path / "text.npy", text)
-        options["distill"] = str(tmp_path / "text.npy")
+        np.save(tmp_path / "text.npy", np.random.default_rng(1).integers(0, 100, (40, 24)))
+        options["distill"] = (str(tmp_path / "text.npy"),)
     with simulated_gpu():
-        report = calibrated(source, tmp_path / "out", ids, device="cuda", **options)
+        ids = write_ids(tmp_path / "ids.npy", 24)
+        report = calibrated(tmp_path / "source", tmp_path / "out", ids, device="cuda", **options)
     assert inspect(tmp_path / "out").violations == 0
     assert report.layers
     assert all(0 < row["error_quantized"] < 0.9 for row in report.layers)  # 1 if all weights were zero

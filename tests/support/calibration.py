@@ -10,19 +10,22 @@ import numpy as np
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from checkpoints import LLAMA, convert
+from checkpoints import LLAMA, config_of, convert, tensors_of, write
 from tiny import build, fill
 from torch import Tensor, nn
 
+from slidesparse.calibrate.inputs import Hessian
 from slidesparse.calibrate.model import Model
 from slidesparse.calibrate.task import Calibration
 from slidesparse.checkpoint.skeleton import Skeleton
 from slidesparse.checkpoint.storage import Checkpoint, Reader
 from slidesparse.convert.report import Report
+from slidesparse.quantize import dequantize_rows
 
 IDS = torch.from_numpy(np.random.default_rng(0).integers(3, 128, (2, 24)))
 LINEARS = sorted(LLAMA.linears())
 TOKENS = (6, 24)  # number of samples, sequence length
+Patch = pytest.MonkeyPatch
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
@@ -64,3 +67,40 @@ def run(model: Model, reader: Reader, ids: Tensor = IDS) -> Tensor:
     for number in range(model.blocks):
         x = model.load(reader, number).output(x)
     return ends.logits(x) if model.skeleton.generates else x
+
+
+def logits_of(folder: Path) -> Tensor:
+    """Run the model of a checkpoint."""
+    model = open_model(folder)
+    with model.checkpoint.reader() as reader:
+        return run(model, reader)
+
+
+def dequantized(folder: Path, out: Path) -> Path:
+    """Write a converted model with its weights dequantized."""
+    tensors, config = tensors_of(folder), config_of(folder)
+    for layer in [name.removesuffix("_scale") for name in tensors if name.endswith("_scale")]:
+        tensors[layer] = dequantize_rows(tensors[layer], tensors.pop(f"{layer}_scale"))
+    del config["quantization_config"]
+    return write(out, config, tensors)
+
+
+def inputs(tokens: int, k: int, seed: int = 0) -> Tensor:
+    """Correlated inputs [tokens, k] in float64 whose columns differ in size, as those of activations do."""
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(k, k, generator=generator, dtype=torch.float64) * 0.5 / k**0.5
+    sizes = torch.rand(k, generator=generator, dtype=torch.float64) + 0.1
+    x = torch.randn(tokens, k, generator=generator, dtype=torch.float64)
+    return x @ (mixing + torch.eye(k, dtype=torch.float64)) * sizes + 0.2
+
+
+def weights(n: int, k: int, seed: int = 1) -> Tensor:
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def hessian_of(x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    hessian = Hessian(x.shape[1], dtype=dtype)
+    for part in x.split(100):
+        hessian.add(part.reshape(1, *part.shape))
+    assert hessian.tokens == len(x)
+    return hessian.matrix

@@ -1,0 +1,292 @@
+"""Calibration samples from texts, conversations and token ids, in the forms in which people have them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import struct
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import permutations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from calibration import open_model
+from checkpoints import llama
+
+from slidesparse.calibrate import samples as module
+from slidesparse.calibrate.model import Model
+from slidesparse.calibrate.samples import Samples, _sample_each_text, load_samples
+from slidesparse.checkpoint.tokens import is_dataset, tokenizer_of
+from slidesparse.errors import EnvironmentFault, SlideSparseError
+
+END = 9
+TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} [E] {% endfor %}"
+
+
+@pytest.fixture
+def decoder(tmp_path: Path) -> Model:
+    """A decoder whose tokenizer knows the words a, b, c and d, and ends texts with token 9."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    folder = llama(tmp_path / "model")
+    words = {"a": 1, "b": 2, "c": 3, "d": 4, "user": 5, "assistant": 6, "[E]": END}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="d"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A [E]", special_tokens=[("[E]", END)])
+    tokenizer.add_special_tokens(["[E]"])
+    tokenizer.enable_truncation(3)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return open_model(folder)
+
+
+def texts(folder: Path, *lines: object) -> str:
+    path = folder / "calib.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
+    return str(path)
+
+
+def load(data: str | Iterable[str], model: Model, *options: Any) -> Samples:
+    return load_samples([data] if isinstance(data, str) else [*data], model, *options)
+
+
+def rows(samples: Samples) -> list[list[int]]:
+    return [sample.tolist() for sample in samples.ids]
+
+
+def test_decoder_samples_are_cut_from_one_token_stream(decoder: Model, tmp_path: Path) -> None:
+    """Texts are shuffled, empty ones skipped, and the tokenizer's own truncation to 3 tokens is ignored."""
+    path = texts(tmp_path, {"text": "a b c a b c a"}, "b", {"text": "  "}, {"text": "c c", "source": "x"})
+    samples = load(path, decoder, 10, 4)
+    assert [len(row) for row in rows(samples)] == [4, 4, 4]
+    found = [token for row in rows(samples) for token in row]
+    documents = [1, 2, 3, 1, 2, 3, 1, END], [2, END], [3, 3, END]
+    assert found in [[*a, *b, *c][:12] for a, b, c in permutations(documents)]
+    assert samples.note == "calib.jsonl give 3 samples of at most 4 tokens, 10 were requested"
+    fewer = load(path, decoder, 2, 4)
+    assert rows(fewer) == rows(samples)[:2]
+    assert fewer.note == ""
+    assert fewer.digest != samples.digest
+
+
+def test_encoder_samples_are_single_texts_with_end_token(
+    decoder: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Model, "is_causal", False)
+    path = texts(tmp_path, "a b c a b c a", "b", "c c")
+    samples = load(path, decoder, 3, 5)
+    assert sorted(rows(samples)) == [[1, 2, 3, 1, END], [2, END], [3, 3, END]]
+    assert rows(load(path, decoder, 3, 5)) == rows(samples)
+    # A text has no tokens if the tokenizer drops all of its characters
+    assert [row.tolist() for row in _sample_each_text(iter([[1, 2], [], [3]]), 5, 8)] == [[1, 2], [3]]
+
+
+TURNS = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
+TURN_IDS = [5, 1, 2, END, 6, 3, END]  # the template holds the end tokens; no other is added
+
+
+def test_conversations_have_the_ids_of_their_chat_template(decoder: Model, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = decoder.checkpoint.folder
+    assert AutoTokenizer.from_pretrained(folder).apply_chat_template(TURNS)["input_ids"] == TURN_IDS
+    path = texts(tmp_path, {"messages": TURNS, "id": 7}, {"messages": []}, {"messages": TURNS})
+    assert rows(load(path, decoder, 2, 7)) == [TURN_IDS, TURN_IDS]
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(SlideSparseError, match="has no chat template for these messages"):
+        load(path, decoder, 2, 7)
+
+
+def test_plain_text_is_sampled_from_all_of_it(
+    decoder: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces that end at the ends of lines; a byte order mark is no text."""
+    monkeypatch.setattr(module, "PIECE", 6)
+    path = tmp_path / "book.txt"
+    path.write_text("".join(f"{word} {word} {word}\n" for word in "abcd" * 50), encoding="utf-8-sig")
+    tokens = {token for row in rows(load(str(path), decoder, 5, 8)) for token in row}
+    assert tokens == {1, 2, 3, 4, END}
+    assert load(str(path), decoder, None, 8).tokens == (200 * 3 + 100) // 8 * 8  # two lines a piece
+
+
+def test_parquet_has_the_samples_of_the_same_lines(decoder: Model, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow, which reads Parquet, is not installed")
+    import pyarrow
+
+    lines = [{"text": "a b c"}, {"text": "b"}, {"text": ""}, {"text": "c c"}]
+    expected = rows(load(texts(tmp_path, *lines), decoder, 9, 3))
+    parquet.write_table(pyarrow.Table.from_pylist(lines), tmp_path / "texts.parquet")
+    assert rows(load(str(tmp_path / "texts.parquet"), decoder, 9, 3)) == expected
+    parquet.write_table(pyarrow.Table.from_pylist([{"messages": TURNS}]), tmp_path / "chat.parquet")
+    assert rows(load(str(tmp_path / "chat.parquet"), decoder, 1, 7)) == [TURN_IDS]
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1")
+    with pytest.raises(SlideSparseError, match="is not a Parquet file"):
+        load(str(tmp_path / "broken.parquet"), decoder)
+
+
+def test_hub_dataset_is_read_no_further_than_needed(decoder: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hub is what no machine of the tests has; datasets have more text than fits into memory."""
+    read: list[int] = []
+
+    class Endless:
+        def shuffle(self, seed: int, buffer_size: int) -> Iterator[dict[str, str]]:
+            for number in itertools.count():
+                read.append(number)
+                yield {"text": "a b c"}
+
+    library = SimpleNamespace(load_dataset=lambda name, split, streaming: Endless())
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    assert rows(load("teknium/OpenHermes-2.5", decoder, 3, 4)) == [[1, 2, 3, END]] * 3
+    assert len(read) == 3
+
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no\nnetwork")
+
+    library.load_dataset = unreachable
+    with pytest.raises(
+        SlideSparseError, match=r"neither a file here nor a dataset .*ConnectionError: no network"
+    ):
+        load("org/name", decoder)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(
+        EnvironmentFault, match="--calib: org/name needs the package datasets.*pip install datasets"
+    ):
+        load("org/name", decoder)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [("org/name", True), ("org/name-2.5", True), ("org/v1.0.1", True)]
+    + [
+        (name, False)
+        for name in ("texts/calib.jsonl", "a/b.csv", "./x", "../x", "a/b/c", "a", "/a/b", "a/b.json2")
+    ],
+)
+def test_names_of_datasets_are_not_those_of_missing_files(data: str, expected: bool) -> None:
+    assert is_dataset(data) == expected
+
+
+def test_several_sources_contribute_equal_shares(decoder: Model, tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.full((9, 4), 1))
+    np.save(tmp_path / "b.npy", np.full((2, 4), 2))
+    samples = load((str(tmp_path / "a.npy"), str(tmp_path / "b.npy"), "random"), decoder, 7, 4)
+    assert rows(samples)[:5] == [[1] * 4] * 3 + [[2] * 4] * 2
+    assert samples.origin == "a.npy and b.npy and random tokens"
+    short = load((str(tmp_path / "a.npy"), str(tmp_path / "b.npy")), decoder, 10, 4)
+    assert short.note == "a.npy and b.npy give 7 samples of at most 4 tokens, 10 were requested"
+    with pytest.raises(SlideSparseError, match="--calib: .*missing.jsonl' is not a file"):
+        load((str(tmp_path / "a.npy"), str(tmp_path / "missing.jsonl")), decoder, 7, 4)
+
+
+def test_samples_of_an_id_file(decoder: Model, tmp_path: Path) -> None:
+    path = tmp_path / "ids.npy"
+    np.save(path, np.arange(30, dtype=np.uint16).reshape(5, 6))
+    assert rows(load(str(path), decoder, 5, 4)) == [[6 * i + j for j in range(4)] for i in range(5)]
+    chosen = rows(load(str(path), decoder, 3, 6))
+    assert chosen == sorted(chosen)
+    assert len(chosen) == 3
+    np.save(path, np.arange(23))
+    assert rows(load(str(path), decoder, 9, 10)) == [list(range(10)), list(range(10, 20))]
+
+
+def test_random_tokens_come_with_a_note(decoder: Model) -> None:
+    samples = load("random", decoder, 3, 7)
+    assert [len(row) for row in rows(samples)] == [7, 7, 7]
+    assert "only to try things out" in samples.note
+    assert samples.digest == load("random", decoder, 3, 7).digest
+
+
+def npy(shape: str, content: bytes = b"") -> bytes:
+    """Return a file of int64 whose header says this shape."""
+    header = f"{{'descr': '<i8', 'fortran_order': False, 'shape': {shape}}}".encode()
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + content
+
+
+REFUSED: dict[str, tuple[bytes | str, str]] = {
+    "missing.jsonl": ("", "missing.jsonl' is not a file; give FILE.jsonl"),
+    "texts.csv": ("a", "texts.csv' is not a supported type of file; give FILE.jsonl"),
+    "bad.jsonl": ('{"text": "a"}\n{"prompt": "a"}\n', "bad.jsonl, line 2 (KeyError: 'text'): give {"),
+    "number.jsonl": ("7\n", "number.jsonl, line 1 (AttributeError"),
+    "null.jsonl": ('{"text": null}', "null.jsonl, line 1 (TypeError: the text is a NoneType)"),
+    "turn.jsonl": ('{"messages": [{"role": "user"}]}', "turn.jsonl, line 1 (KeyError: 'content')"),
+    "tool.jsonl": ('{"messages": [{"role": "user", "content": null}]}', "has no text as its content"),
+    "turns.jsonl": ('{"messages": ["hello"]}', "turns.jsonl, line 1 (TypeError"),
+    "broken.jsonl": ("plain text\n", "broken.jsonl, line 1 is not JSON"),
+    "half.jsonl": ('"half of a pair: \\ud83d"\n', "half.jsonl, line 1 (UnicodeEncodeError"),
+    "deep.jsonl": ("[" * 100_000, "deep.jsonl, line 1 is not JSON"),
+    "latin.txt": (b"caf\xe9", "latin.txt is not text in UTF-8"),
+    "empty.jsonl": ('\n""\n', "gives no sample of 500 tokens; give more text"),
+    "short.jsonl": ('"a b c"\n', "gives no sample of 500 tokens; give more text, or a smaller --seqlen"),
+    "empty.npy": (b"", "empty.npy is not an array of numbers"),
+    "none.npy": (npy("(0,)"), "gives no sample of 500 tokens; give more text"),
+    "large.npy": (npy(f"({2**50},)"), "large.npy is not an array of numbers"),
+    "larger.npy": (npy(f"({2**62}, 8)"), "larger.npy is not an array of numbers"),
+    "largest.npy": (npy(f"({10**30},)"), "largest.npy is not an array of numbers"),
+    "negative.npy": (
+        npy("(1, 2)", struct.pack("<2q", 2, -1)),
+        "negative.npy holds token ids from -1 to 2, but",
+    ),
+    "other.npy": (npy("(1, 2)", struct.pack("<2q", 0, 40)), "from 0 to 40, but the vocabulary of "),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_unusable_data_are_refused_in_one_line(decoder: Model, tmp_path: Path, name: str) -> None:
+    content, words = REFUSED[name]
+    if content:
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    elif isinstance(content, bytes):
+        (tmp_path / name).touch()
+    with pytest.raises(SlideSparseError) as error:
+        load(str(tmp_path / name), decoder, 4, 500)
+    assert words in str(error.value)
+    assert str(error.value).startswith("--calib")
+    assert "\n" not in str(error.value)
+
+
+def test_arrays_of_other_kinds_are_refused(decoder: Model, tmp_path: Path) -> None:
+    path = tmp_path / "x.npy"
+    np.save(path, np.ones((2, 2)))
+    with pytest.raises(SlideSparseError, match=r"holds float64 \[2, 2\]; token ids are integers"):
+        load(str(path), decoder)
+    np.save(path, np.array([{}], dtype=object), allow_pickle=True)
+    with pytest.raises(SlideSparseError, match="x.npy is not an array of numbers"):
+        load(str(path), decoder)
+    for options, words in (((0,), "--samples 0"), ((4, 1000), "--seqlen 1000 must be from 2 to 512")):
+        with pytest.raises(SlideSparseError, match=words):
+            load("random", decoder, *options)
+
+
+def test_texts_without_a_tokenizer_are_refused(
+    decoder: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, folder = texts(tmp_path, "a b"), decoder.checkpoint.folder
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(EnvironmentFault, match="pip install tokenizers"):
+        load(path, decoder)
+    monkeypatch.undo()
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(SlideSparseError, match="the tokenizer of .* cannot be read"):
+        load(path, decoder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    (folder / "tokenizer").mkdir()
+    with pytest.raises(SlideSparseError, match="has no tokenizer"):
+        load(path, decoder)
+
+
+def test_code_of_a_tokenizer_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers would ask on the terminal whether to trust it."""
+    questions: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question: questions.append(question) or "n")
+    code = {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}
+    config = {"tokenizer_class": "OwnTokenizer", "auto_map": code}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(SlideSparseError, match="custom code"):
+        tokenizer_of(tmp_path)
+    assert not questions
