@@ -307,8 +307,12 @@ def test_environment_faults_exit_3(source: Path, tmp_path: Path, monkeypatch: py
         result = Done(*convert_command(source, tmp_path / "out"))
     assert (result.code, "no space left" in result.err) == (3, True)
 
-    def refuse(path: Path, *arguments: object, **options: object) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
+    mkdir = Path.mkdir
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> None:
+        if path.is_relative_to(tmp_path):
+            raise PermissionError(13, "Permission denied", str(path))
+        mkdir(path, *arguments, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "mkdir", refuse)
