@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -49,11 +50,8 @@ class State:
 
         self.left = folder / "left"  # copied to folder/case for each case
         os.environ["SLIDESPARSE_CACHE"] = str(self.left / "cache")
-        with patch.object(stream, "_write", die):
-            try:
-                calibrated(self.source, self.left / "out", self.ids, **OPTIONS)
-            except Killed:
-                pass
+        with patch.object(stream, "_write", die), suppress(Killed):
+            calibrated(self.source, self.left / "out", self.ids, **OPTIONS)
         tuned.save(SUBJECT, [(PROBLEM, Tuned("a", 1.0, (("b", 1.5),), 9))])
         os.environ["SLIDESPARSE_CACHE"] = str(folder / "case" / "cache")
 
@@ -111,24 +109,28 @@ def damage(path: Path, rng: random.Random) -> str:
 def run(first: int, count: int, report: Callable[[int, str, str], None]) -> Counter[str]:
     """Judge ``count`` cases from ``first`` on; ``report`` gets number, damage and message of each defect."""
     counts: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as name, patch.object(learning, "STEPS", 2):
-        with patch.dict(os.environ), patch.object(os, "fsync", lambda descriptor: None):
-            state = State(Path(name))
-            for number in range(first, first + count):
-                rng = random.Random(number)
-                shutil.copytree(state.left, state.out.parent)
-                kind = rng.choice(sorted(COMMANDS))
-                path = rng.choice(state.files(kind))
-                what = f"{path.name}: {damage(path, rng)}"
-                try:
-                    result = fuzz.outcome(lambda kind=kind: COMMANDS[kind](state))
-                    if result == "violations":
-                        raise fuzz.Defect("the checkpoint violates its patterns")
-                    counts[f"{kind}: {result}"] += 1
-                except fuzz.Defect as defect:
-                    counts["defect"] += 1
-                    report(number, what, str(defect))
-                shutil.rmtree(state.out.parent)
+    with (
+        tempfile.TemporaryDirectory(prefix="fuzz-") as name,
+        patch.object(learning, "STEPS", 2),
+        patch.object(os, "fsync", lambda descriptor: None),
+        patch.dict(os.environ),
+    ):
+        state = State(Path(name))
+        for number in range(first, first + count):
+            rng = random.Random(number)
+            shutil.copytree(state.left, state.out.parent)
+            kind = rng.choice(sorted(COMMANDS))
+            path = rng.choice(state.files(kind))
+            what = f"{path.name}: {damage(path, rng)}"
+            try:
+                result = fuzz.outcome(lambda kind=kind: COMMANDS[kind](state))
+                if result == "violations":
+                    raise fuzz.Defect("the checkpoint violates its patterns")
+                counts[f"{kind}: {result}"] += 1
+            except fuzz.Defect as defect:
+                counts["defect"] += 1
+                report(number, what, str(defect))
+            shutil.rmtree(state.out.parent)
     return counts
 
 
