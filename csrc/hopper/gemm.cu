@@ -4,6 +4,7 @@
 #include <map>
 #include <mutex>
 #include <tuple>
+#include <utility>
 
 #include "gemm.cuh"
 #include "stream_k.cuh"
@@ -51,22 +52,13 @@ const char* EncodeMatrix(CUtensorMap* map, CUtensorMapDataType type, int element
 
 template <class Type>
 GemmKernel KernelOf(const Configuration& c, bool mixed) {
-  switch (c.tokens) {
-    case 8:
-      return FindGemm<Type, 8>(c.strips, c.stream_k, mixed);
-    case 16:
-      return FindGemm<Type, 16>(c.strips, c.stream_k, mixed);
-    case 32:
-      return FindGemm<Type, 32>(c.strips, c.stream_k, mixed);
-    case 64:
-      return FindGemm<Type, 64>(c.strips, c.stream_k, mixed);
-    case 128:
-      return FindGemm<Type, 128>(c.strips, c.stream_k, mixed);
-    case 256:
-      return FindGemm<Type, 256>(c.strips, c.stream_k, mixed);
-    default:
-      return {};
+  constexpr std::pair<int, decltype(&FindGemm<Type, 8>)> kByTokens[] = {
+      {8, FindGemm<Type, 8>},   {16, FindGemm<Type, 16>},   {32, FindGemm<Type, 32>},
+      {64, FindGemm<Type, 64>}, {128, FindGemm<Type, 128>}, {256, FindGemm<Type, 256>}};
+  for (const auto& [tokens, find] : kByTokens) {
+    if (c.tokens == tokens) return find(c.strips, c.stream_k, mixed);
   }
+  return {};
 }
 
 // Whether a kernel was compiled and accepts the cluster, of which each CTA loads whole swizzle

@@ -216,11 +216,11 @@ const char* slidesparse_hopper_quantize(const SlidesparseHopperPlan* plan, std::
                                         void* total, void* q, void* scale_x, void* stream) {
   const bool adds = prologue == SLIDESPARSE_ADD_RMS_NORM;
   const bool norm = adds || prologue == SLIDESPARSE_RMS_NORM;
-  if (!IsType(type) || norm != (gain != nullptr) || adds != (residual != nullptr) ||
-      adds != (total != nullptr)) {
+  if (!IsType(type) || prologue < 0 || prologue > SLIDESPARSE_SILU_MUL ||
+      norm != (gain != nullptr) || adds != (residual != nullptr) || adds != (total != nullptr)) {
     return Fail(
         "type %d and prologue %d with a gain at %p, a residual at %p and its sum at %p: types are "
-        "1 to 3, norms have a gain, norms of sums all three, and nothing else any",
+        "1 to 3, prologues 0 to 3, norms have a gain, norms of sums all three, the others none",
         type, prologue, gain, residual, total);
   }
   QuantizeArguments arguments = plan->quantize;
