@@ -119,9 +119,8 @@ class Plan(Protocol):
 
 def require_operand(dtype: torch.dtype) -> str:
     """Return the name of an operand's dtype.  Raises LibraryError for one that no backend multiplies."""
-    for name in OPERANDS:
-        if DTYPES.get(name) == dtype:
-            return name
+    if NAMES.get(dtype) in OPERANDS:
+        return NAMES[dtype]
     raise LibraryError(
         f"weights and activations of {dtype} cannot be multiplied, only {', '.join(OPERANDS)} can: quantize to int8 "
         "or fp8"

@@ -133,15 +133,6 @@ def test_configurations_fit_as_many_ctas_as_named() -> None:
         assert native.fit(f"split:2x256/1x{splits}/1", INT8).stages == 5, splits
 
 
-def test_candidates_are_sorted_by_predicted_time() -> None:
-    wide = Layer.of(37888, 5376, TWO_FOUR, 0, INT8, 16)
-    candidates = native.candidates(wide, 64, 48)
-    assert len(candidates) == 48
-    assert [us for _, us in candidates] == sorted(us for _, us in candidates)
-    assert {text.partition(":")[0] for text, _ in candidates} == {"split", "stream"}
-    assert [text for text, _ in native.candidates(wide, 64, 5)] == [text for text, _ in candidates[:5]]
-
-
 @pytest.mark.parametrize(
     ("m", "n", "k"),
     [(1, 333, 1000), (7, 4608, 512), (16, 65, 8192), (40, 640, 64), (100, 201, 777), (300, 513, 1536)],
@@ -328,7 +319,7 @@ def test_flags_of_destroyed_graphs_are_used_again(few_tiles: Streamed) -> None:
 
 
 @triton.jit
-def occupy(stop: Tensor) -> None:
+def occupy(stop):  # type: ignore[no-untyped-def]
     """Keep SMs busy until ``stop`` [1] int32 is not zero."""
     while tl.load(stop, volatile=True) == 0:
         pass
@@ -360,22 +351,6 @@ def test_stream_k_ends_while_another_kernel_holds_half_of_the_sms() -> None:
     torch.cuda.synchronize()
     assert (in_time, held) == (True, True)
     assert product.mismatches.tolist() == [0, 0]
-
-
-def test_capture_on_new_streams_has_zeroed_flags(few_tiles: Streamed) -> None:
-    """Any number of streams get flags during capture, and replays leave them zero."""
-    few_tiles.mismatches.zero_()
-    for _ in range(3):
-        torch.cuda.synchronize()
-        stream = torch.cuda.Stream()
-        graph = few_tiles.capture(0, 1, stream)
-        for _ in range(3):
-            graph.replay()
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            few_tiles.run(1)
-    torch.cuda.synchronize()
-    assert few_tiles.mismatches.tolist() == [0, 0]
 
 
 def test_plan_serves_any_token_count_during_capture() -> None:

@@ -140,16 +140,6 @@ def test_fused_operators_equal_two_calls(pattern: str, k: int, dtype: torch.dtyp
                 assert_same_bits(output, expected_output)
 
 
-def test_fused_operators_of_no_tokens() -> None:
-    packed_layer = layer("hopper", "6:8", INT8, 64, 64)
-    for output, width in zip(
-        run_fused_operators(case(0, 64, torch.bfloat16), packed_layer.arguments(None, torch.bfloat16)),
-        (64,) * 4,
-        strict=True,
-    ):
-        assert output.shape == (0, width)
-
-
 def test_graph_of_decoder_blocks_equals_eager() -> None:
     """As in a decoder, the sum of one layer is the residual of the next, and kernels overlap."""
     k = 1024

@@ -67,15 +67,6 @@ def test_quantized_codes_of_every_16_bit_number(dtype: torch.dtype) -> None:
             check_codes(x, SlidePattern(4).layout(x.shape[1]), dtype)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_quantized_codes_at_every_phase(pattern: str) -> None:
-    parsed = SlidePattern.parse(pattern)
-    assert parsed.length
-    for phase in range(parsed.length):
-        for k in (1, 97, 1000):
-            check_codes(rows(5, k, torch.bfloat16), parsed.layout(k, phase), INT8)
-
-
 def run_config(
     packed_layer: PackedLayer, config: str, x: Tensor, bias: Tensor | None, out: torch.dtype
 ) -> Callable[[], Tensor]:
@@ -176,22 +167,16 @@ def random_case(rng: random.Random, index: int) -> tuple[str, Tensor]:
     return name, is_wrong.sum()
 
 
-def check_random_cases(count: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "seed"),
+    [(200, 7), *(pytest.param(1000, seed, marks=pytest.mark.slow) for seed in range(20, 30))],
+)
+def test_linear_of_random_layers(count: int, seed: int) -> None:
     rng = random.Random(seed)
     names, mismatches = zip(*(random_case(rng, index) for index in range(count)), strict=True)
     counts = torch.stack(mismatches).tolist()
     failures = [f"{name}: {number} wrong" for name, number in zip(names, counts, strict=True) if number]
     assert not failures, f"{len(failures)} of {len(names)}: {failures[:5]}"
-
-
-def test_linear_of_200_random_layers() -> None:
-    check_random_cases(200, 7)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20, 30))
-def test_linear_of_10000_random_layers(seed: int) -> None:
-    check_random_cases(1000, seed)
 
 
 @pytest.mark.parametrize("dtype", [INT8, FP8])

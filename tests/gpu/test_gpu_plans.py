@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +23,6 @@ from slidesparse.quantize import FP8, INT8
 pytestmark = pytest.mark.gpu
 
 SIDE = 256  # N and K
-ROOT = Path(__file__).parents[2]
 KINDS = [(backend, dtype) for backend in BACKENDS for dtype in ("int8", "fp8")]
 
 
@@ -283,50 +279,5 @@ def test_cusparselt_refuses_unaligned_weights() -> None:
     for n, k in ((40, 64), (64, 40)):
         with pytest.raises(LibraryError, match=f"multiples of 32, found {n} x {k}"):
             LIBRARIES["cusparselt"].operand(torch.zeros(n, k, dtype=INT8, device=gpu()))
-
-
-# This runs in its own process, as a library that crashes, or a kernel that reads host memory, would end all tests.
-# The result is one line of JSON, as the library may print other lines.
-REFUSALS = """
-import json
-import torch
-from slidesparse import gemm
-from slidesparse.gemm.problem import TWO_FOUR, Problem
-
-LIBRARY = gemm.get("cusparselt")
-
-def words(call):
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-device, host = torch.device("cuda", 0), torch.zeros(64, 64, dtype=torch.int8)
-found = [
-    words(lambda: LIBRARY.plan(Problem("int8", "int32", 40, 64, 16), device)),
-    words(lambda: LIBRARY.plan(Problem("int8", "int32", 64, 64, 16), device, "9999")),
-    words(lambda: LIBRARY.operand(host)),
-    words(lambda: LIBRARY.pack(host, TWO_FOUR)),
-]
-torch.cuda.synchronize()
-found.append(str(int(torch.ones(2, device=device).sum())))
-print(chr(10) + json.dumps(found), flush=True)
-"""
-
-
-def test_cusparselt_refuses_invalid_calls_and_cpu_weights() -> None:
-    process = subprocess.run(
-        [sys.executable, "-c", REFUSALS], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
-    )
-    assert process.returncode == 0, f"{process.returncode}: {process.stdout}{process.stderr[-2000:]}"
-    lines = [line for line in process.stdout.splitlines() if line.startswith("[")]
-    sides, algorithm, *elsewhere, works = json.loads(lines[-1])
-    assert sides.startswith("LibraryError: cusparseLt")
-    assert "int8 [16, 64] @ [40, 64].T -> int32" in sides
-    assert algorithm.startswith("LibraryError: cusparseLt")
-    assert "int8 [16, 64] @ [64, 64].T -> int32" in algorithm
-    assert algorithm.endswith("by algorithm 9999")
-    for line in elsewhere:
-        assert (line or "nothing was raised").startswith(("LibraryError: ", "ValueError: ")), line
-        assert "on cpu" in line, line
-    assert works == "2"
+    with pytest.raises(LibraryError, match=r"cusparseLt.* int8 \[16, 64\] @ \[40, 64\].T -> int32"):
+        LIBRARIES["cusparselt"].plan(Problem("int8", "int32", 40, 64, 16), gpu())

@@ -23,6 +23,7 @@ from slidesparse.gemm.problem import (
     DTYPES,
     MIN_ROWS,
     NAMES,
+    TWO_FOUR,
     LibraryError,
     Problem,
     Tensors,
@@ -126,6 +127,10 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
         )
         for dtype in (torch.int32, torch.float32, torch.uint8)
     },
+    "a weight on the CPU": (
+        lambda: CuSparseLt().pack(torch.zeros(64, 64, dtype=torch.int8), TWO_FOUR),
+        "packs weights on a GPU, but this one is on cpu",
+    ),
     # a library gets only pointers, and would read beyond the end of the weight
     **{
         f"{backend.name} weight {dtype} {shape}": (
