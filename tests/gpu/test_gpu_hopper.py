@@ -134,29 +134,6 @@ def test_configurations_fit_as_many_ctas_as_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k"),
-    [(1, 333, 1000), (7, 4608, 512), (16, 65, 8192), (40, 640, 64), (100, 201, 777), (300, 513, 1536)],
-)
-def test_every_configuration_gives_equal_products(m: int, n: int, k: int) -> None:
-    """Products are bitwise equal, also where K is split, and no configuration is refused."""
-    packed_layer = layer("hopper", "2:4", INT8, n, k)
-    q, scale_x, bias = codes(m, k, seed=5), scales(m, 5), normal(1, n, 6)[0]
-    columns = packed_layer.layer.columns
-    lifted = torch.nn.functional.pad(packed_layer.lifted(q), (0, columns - packed_layer.layout.slided))
-    expected = scaled(exact(q, packed_layer.weight), packed_layer, scale_x, bias, torch.bfloat16)
-    problem = Problem("int8", "bf16", n, columns, m, "both", True)
-    out = torch.empty_like(expected)
-    configs = configurations(n, k, m)
-    assert {config.partition(":")[0] for config in configs} == {"split", "stream"}
-    for config in configs:
-        plan = BACKEND.plan(problem, gpu(), config)
-        for _ in range(2):  # a workspace must be left unchanged
-            out.fill_(torch.nan)
-            plan.run(Tensors(lifted, packed_layer.packed, out, packed_layer.scale, scale_x, bias))
-            assert torch.equal(out, expected), config
-
-
-@pytest.mark.parametrize(
     ("m", "pattern"), [(1, "6:8"), (64, "6:8"), (64, "2:4"), (3000, "6:8"), (3000, "2:4")]
 )
 def test_product_waits_for_codes_of_the_kernel_before(m: int, pattern: str) -> None:

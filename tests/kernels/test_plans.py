@@ -127,6 +127,17 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
         )
         for dtype in (torch.int32, torch.float32, torch.uint8)
     },
+    **{
+        f"a product {dtype} -> {out}": (
+            lambda dtype=dtype, out=out: CuSparseLt().plan(Problem(dtype, out, 64, 64, 16), CPU),
+            f"products are .* asked for {dtype} .* -> {out}",
+        )
+        for dtype, out in (("fp4", "bf16"), ("int8", "fp32"))
+    },
+    "scales by cuSPARSELt": (
+        lambda: CuSparseLt().plan(Problem("int8", "int32", 64, 64, 16, "both"), CPU),
+        r"asked for .* \* scale_w \* scale_x",
+    ),
     "a weight on the CPU": (
         lambda: CuSparseLt().pack(torch.zeros(64, 64, dtype=torch.int8), TWO_FOUR),
         "packs weights on a GPU, but this one is on cpu",

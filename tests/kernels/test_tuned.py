@@ -71,23 +71,21 @@ def test_far_more_tokens_use_a_neighbouring_shape() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"dtype": "fp8"}, {"out": "int32"}, {"scale": "none"}, {"bias": True}, {"n": 4640}, {"k": 5344}],
+    [
+        *({"dtype": "fp8"}, {"out": "int32"}, {"scale": "none"}, {"bias": True}, {"n": 4640}, {"k": 5344}),
+        *({"library": "cublaslt"}, {"version": "0.8.1"}, {"gpu": "NVIDIA H100"}, {"capability": (9, 1)}),
+    ],
     ids=str,
 )
-def test_lookup_needs_equal_problems_apart_from_m(change: dict[str, object]) -> None:
-    save_results((64, "a"))
-    assert choose(PROBLEM) == "a"
-    assert choose(replace(PROBLEM, **change)) is None
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"library": "cublaslt"}, {"version": "0.8.1"}, {"gpu": "NVIDIA H100"}, {"capability": (9, 1)}],
-    ids=str,
-)
-def test_tables_are_separate_per_library_version_and_gpu(change: dict[str, object], cache: Path) -> None:
+def test_lookup_needs_equal_problems_apart_from_m_and_the_same_machine(
+    change: dict[str, object], cache: Path
+) -> None:
     assert save_results((64, "a")) == cache / FILE
-    assert choose(PROBLEM, replace(SUBJECT, **change)) is None
+    assert choose(PROBLEM) == "a"
+    if hasattr(SUBJECT, next(iter(change))):
+        assert choose(PROBLEM, replace(SUBJECT, **change)) is None
+    else:
+        assert choose(replace(PROBLEM, **change)) is None
 
 
 def test_entries_written_before_0_2_0_are_read_and_kept(cache: Path) -> None:
