@@ -66,6 +66,7 @@ COMMON: dict[str, Any] = {
     "gpu_memory_utilization": 0.02,
 }
 STOCK_KERNELS = {"quantization": "compressed-tensors"}  # vLLM's, under a model that only the plugin has
+CODES = torch.int8, torch.float8_e4m3fn
 YARDSTICKS = {"exact": "float64", "rounded": "bfloat16"}
 
 # Prompts and what is generated stay within one block of keys of FlashAttention 3 (128 for heads of 64), which it cannot
@@ -253,12 +254,12 @@ class GpuEngines:
 
 
 def edit_codes(folder: Path, layers: str, change: Callable[[Tensor], Tensor]) -> None:
-    """Change the INT8 weights of layers with ``layers`` in their names."""
+    """Change the quantized weights of layers with ``layers`` in their names, as floats."""
     for path in folder.glob("*.safetensors"):
         tensors = load_file(path)
         for name, tensor in tensors.items():
-            if layers in name and tensor.dtype == torch.int8:
-                tensors[name] = change(tensor)
+            if layers in name and tensor.dtype in CODES:
+                tensors[name] = change(tensor.float()).to(tensor.dtype)
         save_file(tensors, path, metadata={"format": "pt"})
 
 
@@ -270,7 +271,7 @@ def prune_codes(folder: Path, pattern: Pattern) -> None:
     layers = {}
     for path in folder.glob("*.safetensors"):
         for name, tensor in load_file(path).items():
-            if tensor.dtype == torch.int8:
+            if tensor.dtype in CODES:
                 layers[name.removesuffix(".weight")] = LayerEntry(pattern, tensor.shape[1])
     block[KEY] = Metadata(pattern, "dense", layers).to_json()
     (folder / "config.json").write_text(json.dumps(config))
