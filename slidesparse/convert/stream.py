@@ -210,13 +210,10 @@ def _planner(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Planner, 
 def _sparse(planner: Planner, reader: Reader) -> str | None:
     """Return the reason not to rotate a model that has a layer already pruned to the pattern, or None."""
     pattern = planner.options.pattern
+    if pattern.density == 1 or pattern.length is None:  # nothing is pruned
+        return None
     for spec in (planner.checkpoint.require(name + WEIGHT) for name in planner.skeleton.layers):
-        if (
-            pattern.length is None
-            or spec.columns < pattern.length
-            or spec.dtype not in FLOATS
-            or not spec.rows
-        ):
+        if spec.columns < pattern.length or spec.dtype not in FLOATS or not spec.rows:
             continue
         if obeys(reader.rows(spec.name, next(spec.chunks())), pattern):
             return f"{spec.name} already satisfies {pattern.ratio}, which rotation would undo"
