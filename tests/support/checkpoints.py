@@ -23,6 +23,7 @@ from slidesparse.convert.options import ConvertOptions, parse_layer_pattern
 from slidesparse.convert.report import Report
 from slidesparse.pattern import SlidePattern, parse_pattern
 from slidesparse.quantize import FP8, INT8, quantize_rows
+from slidesparse.serving import Skeletons
 from slidesparse.slide import bits
 
 MODEL = "model.safetensors"
@@ -201,6 +202,7 @@ def convert(
     *,
     dry_run: bool = False,
     progress: Progress = no_progress,
+    skeletons: Skeletons | None = None,
     layer: Sequence[str] = (),
     **options: Any,
 ) -> Report:
@@ -210,7 +212,7 @@ def convert(
         layer_patterns=tuple(map(parse_layer_pattern, layer)),
         **{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()},
     )
-    return stream.convert(source, out, parsed, dry_run=dry_run, progress=progress)
+    return stream.convert(source, out, parsed, dry_run=dry_run, progress=progress, skeletons=skeletons)
 
 
 def refused(
