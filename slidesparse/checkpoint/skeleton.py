@@ -84,7 +84,7 @@ class Skeleton:
         """The checkpoint's names of the linear layers of all blocks."""
         return [self.layer(i, name) for i in range(len(self.blocks)) for name in self.linears(i)]
 
-    def missing(self) -> list[str]:
+    def _missing(self) -> list[str]:
         """Return the weights of the linear layers of blocks that the checkpoint lacks.
 
         Where transformers computes parameters of a block from other tensors, it alone knows what they need.
@@ -104,7 +104,7 @@ class Skeleton:
         Args:
             widths: K of layers whose weights may be stored with other columns.
         """
-        if missing := self.missing():
+        if missing := self._missing():
             wrapped = next(
                 (name for name in self.checkpoint.tensors if name.endswith(f".{missing[0]}")), None
             )
@@ -292,18 +292,15 @@ def _build(checkpoint: Checkpoint, config: Any) -> nn.Module:
     named = getattr(transformers, architecture or "", None)
     causal = (architecture or "").endswith("ForCausalLM")
     auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
-    kind = named if isinstance(named, type) and hasattr(named, "_from_config") else None
+    is_model = isinstance(named, type) and hasattr(named, "_from_config")
+    make: Any = named._from_config if is_model else auto.from_config  # type: ignore[union-attr]
     with meta_parameters(), torch.no_grad():
         try:
             for attention in ("sdpa", "eager"):
+                # other implementations of experts need memory of their own
+                options = {"attn_implementation": attention, "experts_implementation": "eager"}
                 try:
-                    options = {"attn_implementation": attention, "dtype": torch.float32}
-                    options |= {
-                        "experts_implementation": "eager"
-                    }  # others need experts in memory of their own
-                    model = (
-                        kind._from_config(config, **options) if kind else auto.from_config(config, **options)
-                    )
+                    model = make(config, dtype=torch.float32, **options)
                     break
                 except ValueError:
                     if attention == "eager":

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import slidesparse
 from slidesparse.calibrate.model import Model
@@ -28,7 +28,6 @@ from slidesparse.checkpoint.storage import (
     Checkpoint,
     CheckpointError,
     TensorSpec,
-    Writer,
     plan_file,
 )
 from slidesparse.checkpoint.w8a8 import KINDS
@@ -70,12 +69,6 @@ class Output:
     layer: str | None = None  # name of the layer, if the tensor is a weight to quantize
     pattern: Pattern | None = None  # None: not pruned
 
-    def write(self, writer: Writer, row: int, weight: Tensor, scale: Tensor | None) -> None:
-        """Write rows of a quantized weight, [n, K] or [n, K'], starting at ``row``, and their scales [n, 1]."""
-        writer.write(self.specs[0].name, row, weight)
-        if len(self.specs) > 1 and scale is not None:
-            writer.write(self.specs[1].name, row, scale)
-
 
 @dataclass(frozen=True)
 class ConversionPlan:
@@ -104,12 +97,6 @@ class ConversionPlan:
     def rewritten(self) -> str:
         """A description of the changes to the source's quantization."""
         return "; ".join(self.source.changes([output.layer for output in self.outputs if output.layer]))
-
-    @property
-    def experts(self) -> dict[str, int]:
-        """The number of routed experts' matrices in W8A8, and of unchanged ones."""
-        kept = sum(reason == JOINED or naming.is_expert(name) for name, reason in self.kept.items())
-        return {"w8a8": sum(reason == ROUTED for reason in self.skipped.values()), "kept": kept}
 
     @property
     def bytes_in(self) -> int:
@@ -256,7 +243,12 @@ class Planner:
         kept = {name: BY_SOURCE for name in layers if self.source.is_float(name)} | kept
         for name, stored in self.checkpoint.tensors.items():
             if len(stored.spec.shape) == 3 and naming.joined_experts(name):
-                kept[name] = self._joined(stored.spec)
+                if stored.spec.dtype not in FLOATS:
+                    raise CheckpointError(
+                        f"tensor {name} holds several routed experts in {stored.spec.dtype}, which vLLM cannot load; "
+                        "start from the original checkpoint, or one with a tensor for each expert"
+                    )
+                kept[name] = JOINED
         chosen = [name for name in candidates if name not in kept]
         if not chosen:
             raise CheckpointError("every linear layer is ignored, so nothing is left to prune; ignore fewer")
@@ -272,16 +264,6 @@ class Planner:
             return []  # vLLM itself refuses a part of a fused layer
         groups = (tuple(name for name in group if name in layers) for group in fused)
         return [group for group in groups if len(group) > 1]
-
-    @staticmethod
-    def _joined(spec: TensorSpec) -> str:
-        """Return why routed experts in one tensor are left unchanged.  Raises CheckpointError for quantized ones."""
-        if spec.dtype not in FLOATS:
-            raise CheckpointError(
-                f"tensor {spec.name} holds several routed experts in {spec.dtype}, which vLLM cannot load; start from "
-                "the original checkpoint, or one with a tensor for each expert"
-            )
-        return JOINED
 
     @staticmethod
     def _require_none_ignored(source: Quantized, kept: Iterable[str]) -> None:

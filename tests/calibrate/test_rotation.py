@@ -172,7 +172,7 @@ def test_rotated_model_has_the_outputs_of_the_source(
     actual = logits_of(dequantized(tmp_path / "out", tmp_path / "floats"))
     assert float((actual - exact).norm()) <= 0.05 * float(exact.norm())
     original, written = tensors_of(tmp_path / "source"), tensors_of(tmp_path / "floats")
-    for layer in [*report.kept, *report.skipped]:
+    for layer in [*report.plan.kept, *report.plan.skipped]:
         if f"{layer}.weight" in original and "_proj" in layer:
             assert not torch.allclose(written[f"{layer}.weight"], original[f"{layer}.weight"], rtol=0.1)
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from models import Decoder, float_tensors, quantization_config
@@ -24,7 +23,6 @@ from slidesparse.convert.report import Report
 from slidesparse.pattern import SlidePattern, parse_pattern
 from slidesparse.quantize import FP8, INT8, quantize_rows
 from slidesparse.serving import Skeletons
-from slidesparse.slide import bits
 
 MODEL = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -228,26 +226,3 @@ def refused(
     assert snapshot(source) == before
     assert sorted(path.name for path in source.parent.iterdir()) == names
     return message
-
-
-def packed(dense: Path, out: Path, shards: int = 1) -> Path:
-    """Write a converted checkpoint in the packed layout of version 0.2: weights without the zeros of their blocks.
-
-    ::
-
-        X.weight [N, K]  ->  X.compressed [N, V], X.bitmask uint8 [N, ceil(K / 8)], X.shape int64 [2, 1]
-    """
-    config, tensors = config_of(dense), tensors_of(dense)
-    block = config["quantization_config"]
-    block["slidesparse"]["layout"], block["quant_method"] = "packed", "slidesparse"
-    for name, entry in block["slidesparse"]["layers"].items():
-        length, weight = parse_pattern(entry["pattern"]).length, tensors.pop(f"{name}.weight")
-        kept = torch.zeros(weight.shape, dtype=torch.bool)
-        for start in range(0, weight.shape[1], length):
-            zeros = (weight[:, start : start + length].float() == 0).to(torch.int8)
-            order = zeros.argsort(dim=1, stable=True)[:, : length - 2]  # non-zeros, then zeros, from the left
-            kept[:, start : start + length].scatter_(1, order, True)
-        values = bits(weight)[kept].view(len(weight), -1).view(weight.dtype)
-        tensors[f"{name}.compressed"], tensors[f"{name}.shape"] = values, torch.tensor(weight.shape)[:, None]
-        tensors[f"{name}.bitmask"] = torch.from_numpy(np.packbits(kept.numpy(), axis=1, bitorder="little"))
-    return write(out, config, tensors, shards)
