@@ -22,10 +22,9 @@ from torch import Tensor, nn
 
 from slidesparse.checkpoint.names import WEIGHT, architecture_of
 from slidesparse.checkpoint.storage import CONFIG, QUANTIZATION, TEXT_CONFIG, Checkpoint, CheckpointError
-from slidesparse.errors import EnvironmentFault, shown
+from slidesparse.errors import shown
 
 TIED = "tie_word_embeddings"  # key of config.json: whether the output head is the embedding
-TRANSFORMERS = "5.0"  # the oldest release whose conversion mapping is read
 MAX_LAYERS = 1024  # blocks and other counts of modules, which take time to make; 126 in Llama 3.1 405B
 
 
@@ -33,7 +32,7 @@ class Skeleton:
     """The model of a checkpoint without weights.
 
     Raises CheckpointError for a model that transformers does not know, whose config.json it refuses, or that has no
-    linear layer of the usual form, and EnvironmentFault where transformers is missing or too old.
+    linear layer of the usual form.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -228,24 +227,10 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _library() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise EnvironmentFault(
-            f"the package transformers, which knows the layers of models, cannot be imported ({error}): pip install "
-            f"'transformers>={TRANSFORMERS}'"
-        ) from error
-    if int(transformers.__version__.split(".")[0]) < int(TRANSFORMERS.split(".")[0]):
-        raise EnvironmentFault(
-            f"transformers {transformers.__version__} is too old: pip install 'transformers>={TRANSFORMERS}'"
-        )
-    return transformers
-
-
 def _read_config(checkpoint: Checkpoint) -> Any:
     """Return transformers' config of a checkpoint, without its quantization."""
-    transformers = _library()
+    import transformers
+
     # transformers writes infinite numbers in a way of its own, which this function reads
     read, _ = transformers.PreTrainedConfig.get_config_dict(checkpoint.folder, local_files_only=True)
     _require_few_layers(read, checkpoint.folder)
@@ -288,7 +273,9 @@ def _refused(folder: Path, error: Exception) -> CheckpointError:
 
 def _build(checkpoint: Checkpoint, config: Any) -> nn.Module:
     """Return the model with parameters on the meta device: of the class that config.json names, or the usual one."""
-    transformers, architecture = _library(), architecture_of(checkpoint.config)
+    import transformers
+
+    architecture = architecture_of(checkpoint.config)
     named = getattr(transformers, architecture or "", None)
     causal = (architecture or "").endswith("ForCausalLM")
     auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModel

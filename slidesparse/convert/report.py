@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,5 @@ class Report:
     @property
     def sensitivity(self) -> list[str]:
         """The pruned layers by descending relative output error; empty without calibration."""
-        return [row["name"] for row in sorted(self.layers, key=lambda row: (-final_error(row), row["name"]))]
-
-
-def final_error(row: Mapping[str, Any]) -> float:
-    """Return the final relative output error of a layer."""
-    return float(row.get("error_finetuned", row["error_quantized"]))
+        errors = {row["name"]: row.get("error_finetuned", row["error_quantized"]) for row in self.layers}
+        return sorted(errors, key=lambda name: (-errors[name], name))

@@ -47,6 +47,10 @@ class Source(ABC):
 
     metadata: Metadata | None = None  # of a source that was pruned before
     heads: Mapping[str, Scheme] = {}  # lm_heads that are quantized and must be written as floats
+    requantizes = False  # whether scales and activations are not the source's
+    replaces_ignore = (
+        True  # whether the output's ignore list is written anew, not the source's with additions
+    )
 
     def __init__(
         self, checkpoint: Checkpoint, quant: str | None, quantization: Quantization = UNQUANTIZED
@@ -153,6 +157,7 @@ class Quantized(Source):
         super().__init__(checkpoint, quant, quantization)
         self._block, self._asked = dict(block), quant
         self.requantizes = self.quantization.rewritten(has_experts)
+        self.replaces_ignore = quantization.method == FP8_METHOD
         for scheme in self.quantization.schemes:
             if not scheme.block and quant not in (None, scheme.quant):
                 raise CheckpointError(
@@ -247,11 +252,6 @@ class Quantized(Source):
             **dict.fromkeys(of_heads, ""),  # said of the head
             **dict.fromkeys(zero_points, said),
         }
-
-    @property
-    def replaces_ignore(self) -> bool:
-        """Whether the output's ignore list is written anew, not the source's with additions."""
-        return self.quantization.method == FP8_METHOD
 
     def changes(self, layers: Collection[str]) -> Iterator[str]:
         counts: Counter[str] = Counter()
