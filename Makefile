@@ -1,6 +1,7 @@
-# make demo   a real model, pruned, packed and served by real vLLM
-# make test   lint, types and tests
-# make compat the serving tests by several releases of vLLM, into docs/compatibility.md
+# make demo       a real model, pruned, packed and served by real vLLM
+# make test       lint, types and tests
+# make test-cpus  all tests as on a processor with SSE alone, with AVX2 alone, and with one thread
+# make compat     the serving tests by several releases of vLLM, into docs/compatibility.md
 # The first of them makes ./.venv, once; what goes in depends on whether `nvidia-smi -L` finds a GPU.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -12,10 +13,17 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check -qq
 CPP = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 EXTRAS := $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),cuda,cpu)
 
-.PHONY: help demo test compat lint format typecheck pytest clean venv
+# What a result may not depend on: the instructions that libraries choose by the processor, which these variables limit.
+SSE := ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2
+AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+NUMERICS := tests/math tests/golden tests/calibrate tests/kernels/test_operators.py
+PARALLEL := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+.PHONY: help demo test test-cpus compat lint format typecheck pytest clean venv
 
 help:
-	@sed -n 's/^# //p' Makefile | head -n 4
+	@sed -n 's/^# //p' Makefile | head -n 5
 
 venv: $(STAMP)
 
@@ -80,11 +88,18 @@ typecheck: venv
 # Without a GPU two files at a time, then what cannot bear others beside it. One GPU is for one test at a time.
 pytest: venv
 ifeq ($(EXTRAS)$(ARGS),cpu)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"
+	@$(BIN)/python $(PARALLEL) -m "not alone"
 	@$(BIN)/python -m pytest -m alone
+	@echo "Numerics and calibration again, as on a processor with SSE alone"
+	@$(SSE) $(BIN)/python -m pytest -n 2 -q -m "not alone and not vllm" $(NUMERICS)
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
+
+test-cpus: venv
+	@$(SSE) $(BIN)/python $(PARALLEL) -m "not alone"
+	@$(AVX2) $(BIN)/python $(PARALLEL) -m "not alone"
+	@$(ONE_THREAD) $(BIN)/python -m pytest -m "not alone"
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,7 +3,7 @@
 Importing this package needs no GPU, no Triton, no compiled code and no torch.
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 import sys as _sys
 from importlib.machinery import ModuleSpec as _ModuleSpec

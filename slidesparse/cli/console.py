@@ -142,8 +142,7 @@ def _progress_lines() -> Callable[[str, int, int], None]:
         if called - printed < LINE_SECONDS or not 0 < done < total:
             return
         printed, took = called, called - began
-        err.print(
-            f"{phase} {done / total:.0%} in {took:.0f} s, about {took * (total - done) / done:.0f} s left"
-        )
+        left = f", about {took * (total - done) / done:.0f} s left" if 20 * done >= total else ""
+        err.print(f"{phase} {done / total:.0%} in {took:.0f} s{left}")
 
     return advance
