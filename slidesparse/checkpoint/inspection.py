@@ -105,11 +105,8 @@ def _inspect_layer(
                 candidates = []
         candidates = [pattern for pattern in candidates if violations(values, pattern) is None]
         dense += [dense_blocks(values)] if mixed else []
-    if mixed and (lacking := missing(torch.cat(dense), mixed)):
-        broken, first = (
-            lacking,
-            f"{name}: {lacking} blocks more must be 2:4; convert the original model again",
-        )
+    if mixed and (broken := missing(torch.cat(dense), mixed)):
+        first = f"{name}: {broken} blocks more must be 2:4; convert the original model again"
     satisfied = candidates[0] if candidates else None
     in_features = entry.in_features if entry else spec.columns
     shown = entry.pattern if entry else satisfied

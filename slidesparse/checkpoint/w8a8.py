@@ -41,11 +41,6 @@ class Scheme:
         """The safetensors dtype of the weight."""
         return KINDS[self.quant][1]
 
-    @property
-    def native(self) -> bool:
-        """Whether the plugin serves this scheme unchanged."""
-        return self.block is None and self.activations == "per token"
-
 
 @dataclass(frozen=True)
 class Quantization:
@@ -70,9 +65,10 @@ class Quantization:
 
     def rewritten(self, experts: bool) -> bool:
         """Return whether the source must be requantized, for the plugin or for ``experts`` with per-tensor scales."""
-        native = all(scheme.native for scheme in self.schemes)
-        by_tensor = any(scheme.strategy == "tensor" for scheme in self.schemes)
-        return self.method == FP8_METHOD or not native or (experts and by_tensor)
+        return self.method == FP8_METHOD or any(
+            scheme.block or scheme.activations != "per token" or (experts and scheme.strategy == "tensor")
+            for scheme in self.schemes
+        )
 
     def ignores(self, layer: str) -> bool:
         """Return whether the ignore list contains a layer, by name or by a ``re:`` regex."""

@@ -255,23 +255,22 @@ def _summarize(report: Report, dry_run: bool) -> None:
         others = Counter(p.ratio for p in plan.patterns.values() if p != plan.pattern)
         for pattern, count in others.items():
             show("", f"{count} of them at {pattern}")
-    if plan.rewritten:
-        show("source", plan.rewritten)
-    if report.samples:
-        show("method", f"{METHOD}, calibrated with {report.samples}")
-    if report.rotation:
-        show("rotation", report.rotation)
-    if report.smoothing:
-        show("smoothing", report.smoothing)
-    if report.distillation:
-        show("distilled", report.distilled.summary if report.distilled else report.distillation)
-    for title, names in (("unpruned", plan.skipped), ("unchanged", plan.kept)):
+    for title, text in {
+        "source": plan.rewritten,
+        "method": report.samples and f"{METHOD}, calibrated with {report.samples}",
+        "rotation": report.rotation,
+        "smoothing": report.smoothing,
+        "distilled": report.distilled.summary if report.distilled else report.distillation,
+    }.items():
+        if text:
+            show(title, text)
+    for title, treatment, names in (
+        ("unpruned", "quantized but not pruned", plan.skipped),
+        ("unchanged", "neither pruned nor quantized again", plan.kept),
+    ):
         by_reason = defaultdict(list)
         for name, reason in names.items():
             by_reason[reason].append(name)
-        treatment = (
-            "quantized but not pruned" if title == "unpruned" else "neither pruned nor quantized again"
-        )
         for reason, layers in sorted(by_reason.items()):
             weights = "1 weight" if len(layers) == 1 else f"{len(layers)} weights"
             show(title, f"{weights} {treatment} ({reason}): {_join_names(layers)}")

@@ -19,8 +19,9 @@ from slidesparse.calibrate.losses import LayerGroup, Losses
 from slidesparse.convert.times import (
     DEFAULT_GPU,
     DEFAULT_TOKENS,
-    LayerTimes,
+    STOCK,
     Shape,
+    layer_fits,
     name_of,
 )
 from slidesparse.errors import CalibrationError
@@ -225,19 +226,18 @@ def allocation_problem(
         quant: "int8" or "fp8".
         fixed: [N, K] of the linear layers that stay dense, whose time and weights count, too.
     """
-    times = None if budget.zeros is not None else LayerTimes.of(budget.gpu)
+    fits = layer_fits(budget.gpu) if budget.zeros is None else {}
     all_shapes = [*shapes.values(), *fixed]
-    baseline = {
-        m: sum(times.stock_us(quant, shape, m) for shape in all_shapes) if times else 1.0
-        for m in budget.tokens
-    }
+
+    def us(name: str, shape: Shape, tokens: int) -> float:
+        a, b = fits[quant, name, tokens]
+        return a + b * shape[0] * shape[1]
+
+    baseline = {m: sum(us(STOCK, shape, m) for shape in all_shapes) for m in budget.tokens if fits}
 
     def share(pattern: SlidePattern | None, shape: Shape) -> float:
-        if times is None:
-            return 0.0
-        return sum(times.us(quant, pattern, shape, m) / baseline[m] for m in budget.tokens) / len(
-            budget.tokens
-        )
+        parts = [us(name_of(pattern), shape, m) / time for m, time in baseline.items()]
+        return sum(parts) / len(parts) if parts else 0.0
 
     candidates: Candidates = {}
     for group, (n, k) in shapes.items():
@@ -249,4 +249,4 @@ def allocation_problem(
             )
         candidates[group] = tuple(options)
     fixed_time = sum(share(None, shape) for shape in fixed)
-    return AllocationProblem(candidates, sum(n * k for n, k in all_shapes), times is None, fixed_time)
+    return AllocationProblem(candidates, sum(n * k for n, k in all_shapes), not fits, fixed_time)

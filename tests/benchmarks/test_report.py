@@ -20,7 +20,7 @@ from benchmarks.report import (
     within_rounds,
 )
 from benchmarks.tables import read
-from slidesparse.convert.times import LayerTimes
+from slidesparse.convert.times import layer_fits
 
 
 def csv(folder: Path, name: str, header: Iterable[str], lines: Iterable[str]) -> Path:
@@ -113,9 +113,9 @@ def test_shipped_fits_are_as_close_to_the_measured_layers_as_stated() -> None:
     """The bounds are those that slidesparse/convert/times.py states: on average by pattern and tokens, and at worst."""
     gpus = ("nvidia-h200", report.H200, 0.09), ("nvidia-h100-80gb-hbm3", report.H100, 0.07)
     for gpu, folder, overall in gpus:
-        times, errors = LayerTimes.of(gpu), []
+        fits, errors = layer_fits(gpu), []
         for (dtype, pattern, tokens), us in measured_layers(folder).items():
-            a, b = times.fits[dtype, pattern][tokens]
+            a, b = fits[dtype, pattern, tokens]
             off = [abs((a + b * n * k) / measured - 1) for (n, k), measured in us.items()]
             assert sum(off) / len(off) < 0.155, (dtype, pattern, tokens)
             errors += off

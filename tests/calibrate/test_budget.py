@@ -30,7 +30,7 @@ from slidesparse.convert import choose, stream
 from slidesparse.convert.budget import PATTERNS, AllocationProblem, Budget, Candidate, Choice
 from slidesparse.convert.choose import Attempt, next_limit
 from slidesparse.convert.report import Report
-from slidesparse.convert.times import DEFAULT_GPU, LayerTimes, default_gpu
+from slidesparse.convert.times import DEFAULT_GPU, default_gpu, layer_fits
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 from slidesparse.pattern import SlidePattern
 
@@ -144,19 +144,6 @@ def test_invalid_budgets_are_refused(values: dict[str, Any], message: str) -> No
 # Times
 
 
-def test_times_follow_the_fits_and_lie_between_measured_tokens() -> None:
-    times = LayerTimes.of(DEFAULT_GPU)
-    shape, pattern = (4608, 3584), SlidePattern(8)
-    a, b = times.fits["int8", "6:8"][16]
-    assert times.us("int8", pattern, shape, 16) == pytest.approx(a + b * shape[0] * shape[1])
-    low, high = (times.us("int8", pattern, shape, tokens) for tokens in (16, 32))
-    assert low < times.us("int8", pattern, shape, 23) < high
-    most_tokens = max(times.fits["int8", "6:8"])
-    last = times.us("int8", pattern, shape, most_tokens)
-    assert times.us("int8", pattern, shape, 2 * most_tokens) == pytest.approx(2 * last)
-    assert times.us("int8", None, shape, 16) != times.stock_us("int8", shape, 16)
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3"), ("NVIDIA L40S", DEFAULT_GPU), (None, DEFAULT_GPU)],
@@ -167,7 +154,7 @@ def test_default_gpu_is_that_of_the_machine_if_it_has_times(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: name is not None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     assert default_gpu() == expected
-    assert LayerTimes.of(default_gpu())
+    assert layer_fits(default_gpu())
 
 
 # Losses

@@ -341,7 +341,6 @@ def test_fp8_layers_outside_blocks_are_rewritten_unpruned(
     assert after["mtp.in.weight_scale"].shape == (LLAMA.vocabulary, 1)
     assert_same_bits(after[f"{DOWN}.weight"], tensors[f"{DOWN}.weight"])
     assert after["lm_head.weight"].dtype == torch.bfloat16
-    assert not any(name.startswith("lm_head.weight_scale") for name in after)
     error = after["lm_head.weight"].float() - tensors["lm_head.weight"].float()
     assert error.abs().max() <= tensors["lm_head.weight"].abs().max() / 16  # that of FP8's three bits
     assert set(block_of(tmp_path / "out")["ignore"]) == {"lm_head", DOWN}

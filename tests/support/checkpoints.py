@@ -52,20 +52,9 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], shar
     return folder
 
 
-def llama(
-    folder: Path, shards: int = 1, dtype: torch.dtype = torch.bfloat16, **changed: Tensor | None
-) -> Path:
-    """Write a float Llama-style model.
-
-    ``changed`` replaces tensors, or removes them if None; ``__`` in a keyword stands for a dot in the tensor's name.
-    """
+def llama(folder: Path, shards: int = 1, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Write a float Llama-style model."""
     tensors = {name: tensor.to(dtype) for name, tensor in float_tensors(LLAMA).items()}
-    for key, tensor in changed.items():
-        name = key.replace("__", ".")
-        if tensor is None:
-            del tensors[name]
-        else:
-            tensors[name] = tensor
     return write(folder, LLAMA.config(), tensors, shards)
 
 
@@ -85,7 +74,7 @@ def w8a8(folder: Path, quant: str = "int8", strategy: str = "channel") -> Path:
     return write(folder, {**LLAMA.config(), "quantization_config": block}, tensors)
 
 
-def bert(folder: Path, architecture: str = "BertModel") -> Path:
+def bert(folder: Path) -> Path:
     """Write a two-layer BERT-like encoder with a pooler, and a tokenizer of the words w0 to w49."""
     generator = torch.Generator().manual_seed(1)
     tensors = {
@@ -108,7 +97,7 @@ def bert(folder: Path, architecture: str = "BertModel") -> Path:
         for name, shape in shapes.items():
             tensors[f"encoder.layer.{i}.{name}.weight"] = torch.randn(*shape, generator=generator)
             tensors[f"encoder.layer.{i}.{name}.bias"] = torch.randn(shape[0], generator=generator)
-    config = {"architectures": [architecture], "model_type": "bert", "hidden_act": "gelu", "hidden_size": 32}
+    config = {"architectures": ["BertModel"], "model_type": "bert", "hidden_act": "gelu", "hidden_size": 32}
     config |= {"intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 50}
     write(folder, config | {"max_position_embeddings": 16}, tensors)
     write_tokenizer(folder, [f"w{i}" for i in range(50)])
@@ -120,12 +109,8 @@ def bert(folder: Path, architecture: str = "BertModel") -> Path:
 def write_tokenizer(folder: Path, words: Sequence[str]) -> None:
     """Write a tokenizer.json whose tokens are ``words``, separated by spaces."""
     model = {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(words)}, "unk_token": words[0]}
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [],
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "model": model,
-    }
+    splitter = {"type": "WhitespaceSplit"}
+    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": splitter, "model": model}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
@@ -182,7 +167,7 @@ def edit_header(path: Path, text: str | None = None, **changed: dict[str, Any]) 
     if text is None:
         header = json.loads(raw[8 : 8 + length])
         for name, entry in changed.items():
-            header[name.replace("__", ".")].update(entry)
+            header[name].update(entry)
         text = json.dumps(header)
     encoded = text.encode()
     path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + raw[8 + length :])
