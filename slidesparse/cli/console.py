@@ -26,7 +26,7 @@ from slidesparse.errors import ENVIRONMENT, INTERRUPTED, SlideSparseError
 LINE_SECONDS = 30.0  # least time between two lines of progress in a log
 MAX_COLUMNS = 1000  # characters of a table's line
 # Packages that commands import when they need them
-LIBRARIES = ("datasets", "huggingface_hub", "numpy", "pyarrow", "tokenizers", "torch", "transformers")
+LIBRARIES = ("datasets", "huggingface_hub", "numpy", "pyarrow", "regex", "torch", "transformers")
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
