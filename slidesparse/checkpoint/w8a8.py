@@ -9,7 +9,7 @@ because their layers would run on vLLM's own kernels and gain nothing from the p
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -175,14 +175,19 @@ def _require_scale(scale: TensorSpec, scheme: Scheme, shape: tuple[int, ...]) ->
         )
 
 
-def new_block(quant: str, ignore: Sequence[str], kv_cache: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return a new ``quantization_config``: per-channel weights and dynamic per-token activations."""
+def new_block(
+    quant: str, unquantized: Iterable[str] = (), kv_cache: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return a new ``quantization_config``: per-channel weights and dynamic per-token activations.
+
+    Its ignore list holds lm_head and the names of ``unquantized`` layers, sorted.
+    """
     return {
         "quant_method": COMPRESSED_TENSORS,
         "format": f"{KINDS[quant][0]}-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], **_arguments(quant)}},
-        "ignore": list(ignore),
+        "ignore": ["lm_head", *sorted(set(unquantized) - {"lm_head"})],
         **({"kv_cache_scheme": dict(kv_cache)} if kv_cache else {}),
     }
 
@@ -217,7 +222,7 @@ def rewritten_block(
     """
     quants = sorted({quant for quant, _ in written.values()})
     if source.method == FP8_METHOD:
-        return new_block(quants[0], ignore_list(unquantized), source.kv_cache)
+        return new_block(quants[0], unquantized, source.kv_cache)
     groups = {}
     for name, group in block["config_groups"].items():
         if name in written:
@@ -419,8 +424,3 @@ def _refusal(problem: str, allowed: str) -> CheckpointError:
         f"the source's quantization_config has {problem}; only {allowed} supported. Start from the original "
         "checkpoint, or quantize it as W8A8 with dynamic per-token activations"
     )
-
-
-def ignore_list(unquantized: Iterable[str]) -> list[str]:
-    """Return the ignore list of a newly quantized checkpoint: lm_head and the unquantized layers, sorted."""
-    return ["lm_head", *sorted(set(unquantized) - {"lm_head"})]

@@ -23,7 +23,6 @@ from slidesparse.checkpoint.w8a8 import (
     KINDS,
     Quantization,
     Scheme,
-    ignore_list,
     kv_scale_names,
     new_block,
     parse_block,
@@ -137,7 +136,7 @@ class Floats(Source):
         return quantize_rows(values, DTYPES[KINDS[self._quant][1]], "cuda")
 
     def config(self, layers: Collection[str], ignored: Collection[str]) -> dict[str, Any]:
-        return new_block(self._quant, ignore_list(ignored), self.quantization.kv_cache)
+        return new_block(self._quant, ignored, self.quantization.kv_cache)
 
 
 class Quantized(Source):
