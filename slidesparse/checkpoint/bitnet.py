@@ -65,7 +65,7 @@ def as_int8(checkpoint: Checkpoint) -> Checkpoint:
             tensors[scale.name] = stored._replace(spec=scale)
         elif name.removesuffix(SCALE) not in forms:
             tensors[name] = stored
-    config = {**checkpoint.config, "quantization_config": new_block("int8", ["lm_head"])}
+    config = {**checkpoint.config, "quantization_config": new_block("int8")}
     return BitNetCheckpoint(
         checkpoint.folder, config, checkpoint.index, checkpoint.files, tensors, checkpoint, forms, inverse
     )
