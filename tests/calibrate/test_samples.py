@@ -115,8 +115,8 @@ def test_plain_text_is_sampled_from_all_of_it(
 
 
 def test_parquet_has_the_samples_of_the_same_lines(decoder: Model, tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow, which reads Parquet, is not installed")
     import pyarrow
+    from pyarrow import parquet
 
     lines = [{"text": "a b c"}, {"text": "b"}, {"text": ""}, {"text": "c c"}]
     expected = rows(load(texts(tmp_path, *lines), decoder, 9, 3))
