@@ -15,7 +15,7 @@ A wrong guess changes results by about as much as they are; a right one by round
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -237,8 +237,24 @@ def _guess_residual(block: Block, x: Tensor) -> Residual | None:
         for name, module in block.module.named_modules()
         if {n: tuple(p.shape) for n, p in module.named_parameters()} == {"weight": (hidden,)}
     }
+    layers = {name: block.module.get_submodule(name) for group in block.groups for name in group}
+    norms = find_readers(candidates, layers, lambda: block.output(x))
+    readers = {name for names in norms.values() for name in names}
+    writers = tuple(
+        name for name in layers if len(block.weights[name + WEIGHT]) == hidden and name not in readers
+    )
+    if not readers or not writers:
+        return None
+    unit = unit_of(candidates[next(iter(norms))], block.model)
+    return None if unit is None else Residual(norms, unit, writers)
+
+
+def find_readers(
+    norms: Mapping[str, nn.Module], layers: Mapping[str, nn.Module], run: Callable[[], object]
+) -> dict[str, tuple[str, ...]]:
+    """Return the names of the ``layers`` that read the output of each of the ``norms``, both run by ``run``."""
     outputs: dict[int, str] = {}
-    norms: dict[str, list[str]] = {}
+    found: dict[str, tuple[str, ...]] = {}
     kept: list[Tensor] = []  # so that no two have the same address
 
     def wrote(name: str, out: Any) -> None:
@@ -246,31 +262,19 @@ def _guess_residual(block: Block, x: Tensor) -> Residual | None:
             kept.append(out)
             outputs[out.data_ptr()] = name
 
-    def read(name: str, value: Tensor) -> Tensor:
-        if (norm := outputs.get(value.data_ptr())) is not None:
-            norms.setdefault(norm, []).append(name)
-        return value
+    def read(name: str, args: tuple[Any, ...]) -> None:
+        if (norm := outputs.get(args[0].data_ptr())) is not None:
+            found[norm] = (*found.get(norm, ()), name)
 
-    observed = block.copy()
-    observed.read = read
     with ExitStack() as stack:
-        for name, module in candidates.items():
-            hook = module.register_forward_hook(lambda _, args, out, n=name: wrote(n, out))
+        for name, module in norms.items():
+            hook = module.register_forward_hook(lambda _, args, out, name=name: wrote(name, out))
             stack.callback(hook.remove)
-        observed.output(x)
-    readers = {name for names in norms.values() for name in names}
-    writers = tuple(
-        name
-        for group in block.groups
-        for name in group
-        if len(block.weights[name + WEIGHT]) == hidden and name not in readers
-    )
-    if not readers or not writers:
-        return None
-    unit = unit_of(candidates[next(iter(norms))], block.model)
-    if unit is None:
-        return None
-    return Residual({name: tuple(names) for name, names in norms.items()}, unit, writers)
+        for name, module in layers.items():
+            hook = module.register_forward_pre_hook(lambda _, args, name=name: read(name, args))
+            stack.callback(hook.remove)
+        run()
+    return found
 
 
 def unit_of(norm: nn.Module, model: Model) -> float | None:
@@ -315,9 +319,9 @@ def rotations(
             add_change(changes, name + WEIGHT, partial(fold, gain, q))
     if pair and r is not None:
         for name in (pair.writers[0] + WEIGHT, pair.writers[0] + BIAS):
-            add_change(changes, name, partial(_rotate_head_rows, r), mixes_rows=True)
+            add_change(changes, name, partial(rotate_rows, r), mixes_rows=True)
         heads = r.repeat_interleave(pair.heads // pair.kv_heads, 0)
-        add_change(changes, pair.reader + WEIGHT, partial(_rotate_head_columns, heads))
+        add_change(changes, pair.reader + WEIGHT, partial(rotate_columns, heads))
     if q is not None:
         for name in residual.writers:
             for full in (name + WEIGHT, name + BIAS):
@@ -330,10 +334,12 @@ def fold(gain: Tensor, q: Tensor | None, w: Tensor, _: slice) -> Tensor:
     return w * gain if q is None else (w * gain) @ q
 
 
-def _rotate_head_rows(r: Tensor, w: Tensor, _: slice) -> Tensor:
-    rotated: Tensor = r.mT @ w.view(len(r), r.shape[1], -1)
+def rotate_rows(r: Tensor, w: Tensor, _: slice | None = None) -> Tensor:
+    """Return R^T w for w [N, ...] and a block-diagonal R, whose blocks are ``r`` [heads, width, width]."""
+    rotated: Tensor = r.mT @ w.reshape(len(r), r.shape[1], -1)
     return rotated.view_as(w)
 
 
-def _rotate_head_columns(r: Tensor, w: Tensor, _: slice) -> Tensor:
+def rotate_columns(r: Tensor, w: Tensor, _: slice | None = None) -> Tensor:
+    """Return w R for w [N, K] and a block-diagonal R, whose blocks are ``r`` [heads, width, width]."""
     return torch.einsum("nha,hab->nhb", w.unflatten(1, (len(r), -1)), r).flatten(1)

@@ -311,7 +311,7 @@ def interrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 FILES = "choice.json distilled.safetensors distilling.safetensors layer-00000.json layer-00000.safetensors losses.json "
-FILES += "rotation.json rotation.safetensors smoothing.safetensors state.json"
+FILES += "rotation.safetensors smoothing.safetensors state.json"
 
 
 @pytest.mark.parametrize("name", FILES.split())
