@@ -16,9 +16,10 @@ from slidesparse.calibrate.model import Model
 from slidesparse.checkpoint.tokens import (
     FORMS,
     Document,
+    cut,
     is_dataset,
     read_documents,
-    read_ids,
+    read_samples,
     require_ids,
     tokenizer_of,
 )
@@ -123,7 +124,7 @@ def _load(data: str, model: Model, samples: int, length: int, option: str) -> Sa
     path = Path(data)
     try:
         if path.is_file() and path.suffix == ".npy":
-            sequences = _read_sample_ids(path, length)
+            sequences = read_samples(path, length)
             chosen = [sequences[i] for i in sorted(generator.permutation(len(sequences))[:samples])]
         else:
             take = _cut_stream if model.is_causal else _sample_each_text
@@ -188,15 +189,6 @@ def _random_samples(generator: np.random.Generator, model: Model, samples: int, 
     return Samples(tuple(torch.from_numpy(row) for row in drawn), "random tokens", note)
 
 
-def _read_sample_ids(path: Path, length: int) -> list[np.ndarray]:
-    """Return the samples of a ``.npy`` file: its rows truncated to ``length``, or its stream cut into samples."""
-    ids = read_ids(path)
-    if ids.ndim == 1:
-        usable = len(ids) // length * length
-        return list(ids[:usable].reshape(-1, length))
-    return [row[:length] for row in ids] if ids.shape[1] > 1 else []
-
-
 def _cut_stream(encoded: Iterator[list[int]], samples: int, length: int) -> list[np.ndarray]:
     """Join documents and cut them into samples, reading no more than needed."""
     parts: list[np.ndarray] = []
@@ -206,8 +198,7 @@ def _cut_stream(encoded: Iterator[list[int]], samples: int, length: int) -> list
         tokens += len(ids)
         if tokens >= samples * length:
             break
-    count = min(samples, tokens // length)
-    return list(np.concatenate(parts)[: count * length].reshape(count, length)) if parts else []
+    return cut(np.concatenate(parts), length)[:samples] if parts else []
 
 
 def _sample_each_text(encoded: Iterator[list[int]], samples: int, length: int) -> list[np.ndarray]:

@@ -185,23 +185,9 @@ def divergence(p_ids: Array, p_logprobs: Array, q_ids: Array, q_logprobs: Array)
     so this is a lower bound, and exact if both list the whole vocabulary.
     """
     divergences = np.empty(len(p_ids))
-    step = max(1, 2**24 // max(1, p_ids.shape[1] * q_ids.shape[1]))
-    for start in range(0, len(p_ids), step):
-        part = slice(start, start + step)
-        order = np.argsort(q_ids[part], axis=1)
-        sorted_ids = np.take_along_axis(q_ids[part], order, axis=1)
-        positions = np.stack(
-            [np.searchsorted(row, tokens) for row, tokens in zip(sorted_ids, p_ids[part], strict=True)]
-        )
-        positions = positions.clip(max=sorted_ids.shape[1] - 1)
-        shared = np.take_along_axis(sorted_ids, positions, axis=1) == p_ids[part]
-        q = np.take_along_axis(np.take_along_axis(q_logprobs[part], order, axis=1), positions, axis=1)
-        p = p_logprobs[part].astype(np.float64)
-        share = np.where(shared, np.exp(p), 0.0)
-        listed = (share * (p - q)).sum(-1)
-        p_rest = (1 - share.sum(-1)).clip(min=0)
-        q_rest = (1 - np.where(shared, np.exp(q.astype(np.float64)), 0.0).sum(-1)).clip(min=1e-12)
-        divergences[part] = listed + np.where(
-            p_rest > 0, p_rest * np.log(np.maximum(p_rest, 1e-300) / q_rest), 0.0
-        )
+    for i, tokens in enumerate(zip(p_ids, q_ids, strict=True)):
+        _, of_p, of_q = np.intersect1d(*tokens, assume_unique=True, return_indices=True)
+        p, q = p_logprobs[i, of_p].astype(np.float64), q_logprobs[i, of_q].astype(np.float64)
+        p_rest, q_rest = max(0.0, 1 - np.exp(p).sum()), max(1e-12, 1 - np.exp(q).sum())
+        divergences[i] = (np.exp(p) * (p - q)).sum() + p_rest * np.log((p_rest or q_rest) / q_rest)
     return divergences

@@ -77,7 +77,7 @@ def test_decoder_samples_are_cut_from_one_token_stream(decoder: Model, tmp_path:
 def test_encoder_samples_are_single_texts_with_end_token(
     decoder: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Model, "is_causal", False)
+    monkeypatch.setattr(decoder, "is_causal", False)
     path = texts(tmp_path, "a b c a b c a", "b", "c c")
     samples = load(path, decoder, 3, 5)
     assert sorted(rows(samples)) == [[1, 2, 3, 1, END], [2, END], [3, 3, END]]
