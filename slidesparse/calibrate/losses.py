@@ -21,7 +21,7 @@ from torch import Tensor
 
 from slidesparse.calibrate.finetune import InputRounder
 from slidesparse.calibrate.inputs import gather_statistics, host_memory
-from slidesparse.calibrate.model import Block, fast_products
+from slidesparse.calibrate.model import Block, Ends, Model, fast_products
 from slidesparse.calibrate.pipeline import (
     BlockRun,
     block_counter,
@@ -82,7 +82,7 @@ def layer_losses(
     losses = {group: known[group] for group in groups if group in known}
     if len(losses) == len(groups):
         return losses
-    criterion = Criterion(task, reader)
+    criterion = Criterion(task.model, task.model.ends(reader))
     blocks = _BlockCache(task, reader)
     report = block_counter(task, "measuring", progress)
     for run in run_blocks(task, reader, 1):
@@ -180,9 +180,8 @@ class _BlockCache:
 class Criterion:
     """Compares models by the outputs of their last block, [batch, tokens, hidden]."""
 
-    def __init__(self, task: Task, reader: Reader) -> None:
-        model = task.model
-        self._logits = model.ends(reader).logits if model.skeleton.generates else None
+    def __init__(self, model: Model, ends: Ends) -> None:
+        self._logits = ends.logits if model.skeleton.generates else None
         self._vocabulary = model.vocabulary
         self._pool = _pooling(model.checkpoint)
 
@@ -238,7 +237,7 @@ def whole_loss(task: Task, reader: Reader, work: WorkFolder, progress: Progress)
     """
     assert task.held_back
     held = replace(task, samples=task.held_back)
-    dtype, criterion, total, count = NAMES[task.quant], Criterion(task, reader), 0.0, 0
+    dtype, criterion, total, count = NAMES[task.quant], Criterion(task.model, task.model.ends(reader)), 0.0, 0
     report = block_counter(task, "judging", progress)
     for run in run_blocks(held, reader, 2, to_the_end=True):
         assert run.dense
