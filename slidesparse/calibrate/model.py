@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
 
 from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.checkpoint.names import SCALE, WEIGHT, other_use
@@ -248,9 +249,10 @@ class Model:
         """Raise CalibrationError if what blocks are passed depends on tokens, weights or other blocks."""
         ids = torch.arange(TRACED_TOKENS)[None] % self.vocabulary
         first, second = self._record(torch.zeros_like(ids), 0.0), self._record(ids, 1.0)
-        from_blocks = [value for value in self.other_outputs or () if isinstance(value, Tensor)]
-        passed = [value for call in first for value in _tensors(call)]
-        if any(a is b for a in passed for b in from_blocks) or not _equal(first, second):
+        passed, others = _tensors(first), _tensors(second)
+        from_blocks = {id(value) for value in self.other_outputs or ()}
+        differ = len(passed) != len(others) or not all(map(torch.equal, passed, others))
+        if differ or any(id(value) in from_blocks for value in passed):
             raise CalibrationError(
                 f"the blocks of {type(self.skeleton.model).__name__} read more than hidden states and positions, so "
                 "that they cannot be run one at a time; prune the model without --calib"
@@ -419,24 +421,9 @@ class Block:
         return caught[0]
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a nested argument."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for entry in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(entry)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Return whether two nested arguments are equal."""
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.shape == b.shape and bool(torch.equal(a, b))
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(_equal, a, b))
-    return True  # objects, such as caches
+def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in nested arguments."""
+    return [entry for entry in tree_leaves(value) if isinstance(entry, Tensor)]
 
 
 def _convert(model: Any, state: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

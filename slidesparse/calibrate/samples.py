@@ -29,7 +29,6 @@ RANDOM = "random"
 SAMPLES, SEQLEN = 128, 2048
 VALIDATION_INTERVAL = 8  # one in this many samples is in the validation split
 MAX_TOKENS = 2**26  # where all of a text is read; half a GiB
-MAX_RANDOM_TOKENS = 2**28  # tokens, 2 GiB
 PIECE = 2**14  # characters of a text that is cut into documents at the ends of lines
 SEED = 0
 
@@ -177,11 +176,6 @@ def _require_valid(samples: int | None, seqlen: int | None, model: Model) -> Non
 
 def _random_samples(generator: np.random.Generator, model: Model, samples: int, length: int) -> Samples:
     """Return samples of random tokens, for trials."""
-    if samples * length > MAX_RANDOM_TOKENS:
-        raise CalibrationError(
-            f"--samples {samples} of {length} random tokens are more than the limit of {MAX_RANDOM_TOKENS} tokens; "
-            f"{SAMPLES} samples are usual"
-        )
     drawn = generator.integers(0, model.vocabulary, (samples, length))
     note = (
         "random tokens do not represent the text that the model will serve; use them only to try things out"
