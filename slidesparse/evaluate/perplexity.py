@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,54 +53,14 @@ def ratio(above: Array, below: Array) -> Array:
     return np.asarray(above.sum(-1, dtype=np.float64) / below.sum(-1, dtype=np.float64))
 
 
-@dataclass(frozen=True)
-class PairedComparison:
-    """A comparison of a model with a reference on the same tokens."""
-
-    perplexity: Interval  # perplexity of the reference
-    delta_pct: Interval  # relative increase in perplexity over the reference, in percent; paired
-    top1: Interval  # share of positions with the same most likely token
-    kl: Interval  # mean KL(reference || model) in nats; see `divergence`
-    exact: bool  # whether KL covers the whole vocabulary; otherwise it is a lower bound
-
-
-@dataclass(frozen=True)
-class Perplexity:
-    """The metrics of a model, and its comparison with a reference."""
-
-    model: str
-    against: str | None
-    windows: int
-    tokens: int
-    perplexity: Interval
-    comparison: PairedComparison | None
-    served_by: str
-    against_served_by: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        fields = asdict(self)
-        compared = fields.pop("comparison")
-        if compared is None:
-            del fields["against"], fields["against_served_by"]
-            return fields
-        kl = "kl" if compared["exact"] else "kl_at_least"
-        return fields | {
-            "against_perplexity": compared["perplexity"],
-            "delta_pct": compared["delta_pct"],
-            "top1_agreement": compared["top1"],
-            kl: compared["kl"],
-        }
-
-
 def measure(
     model: Path,
     ids: Sequence[Sequence[int]],
     against: Path | None = None,
     top: int = TOP,
     engine: Engine | None = None,
-) -> Perplexity:
-    """Score the windows ``ids`` with ``model`` and with ``against``.
+) -> dict[str, Any]:
+    """Score the windows ``ids`` with ``model`` and with ``against``; return what `summarize` does.
 
     Perplexity is exp of the mean negative log-probability of all tokens but the first of each window; intervals
     resample windows.  Raises SlideSparseError for unusable options or ids, and if an engine fails.
@@ -113,7 +73,7 @@ def measure(
     engine = engine or Engine()
     scored = engine.score(model, ids, top)
     reference = engine.score(against, ids, top) if against else None
-    return summarize(str(model), str(against) if against else None, ids, scored, reference)
+    return summarize(str(model), str(against), ids, scored, reference)
 
 
 def _require_top(ids: Sequence[Sequence[int]], top: int, vocabulary: int | None) -> None:
@@ -132,40 +92,39 @@ def _require_top(ids: Sequence[Sequence[int]], top: int, vocabulary: int | None)
 
 
 def summarize(
-    model: str, against: str | None, ids: Sequence[Sequence[int]], scored: Scored, reference: Scored | None
-) -> Perplexity:
-    """Compute the metrics from the engines' arrays."""
+    model: str, against: str, ids: Sequence[Sequence[int]], scored: Scored, reference: Scored | None
+) -> dict[str, Any]:
+    """Compute the metrics from the engines' arrays, each as an `Interval`.
+
+    They are named as ``--json`` prints them.  With a reference: its perplexity; "delta_pct", the relative increase in
+    perplexity over it, in percent, paired; "top1_agreement", the share of positions with the same most likely token;
+    and "kl", the mean KL(reference || model) in nats, or "kl_at_least" if the tokens are not the whole vocabulary.
+    """
     lengths = np.asarray([len(sample) - 1 for sample in ids])
     losses = _sum_by_window(-scored.arrays["logprobs"], lengths)
-    comparison = None
-    if reference is not None:
-        comparison = _compare(losses, scored, reference, lengths)
-    return Perplexity(
-        model=model,
-        against=against,
-        windows=len(ids),
-        tokens=int(lengths.sum()),
-        perplexity=bootstrap(_perplexity, losses, lengths),
-        comparison=comparison,
-        served_by=scored.served_by,
-        against_served_by=reference.served_by if reference else "",
-    )
-
-
-def _compare(losses: Array, scored: Scored, reference: Scored, lengths: Array) -> PairedComparison:
+    result: dict[str, Any] = {
+        "model": model,
+        "windows": len(ids),
+        "tokens": int(lengths.sum()),
+        "perplexity": bootstrap(_perplexity, losses, lengths),
+        "served_by": scored.served_by,
+    }
+    if reference is None:
+        return result
     reference_losses = _sum_by_window(-reference.arrays["logprobs"], lengths)
     same = scored.arrays["top_ids"][:, 0] == reference.arrays["top_ids"][:, 0]
     kl = divergence(*(s.arrays[name] for s in (reference, scored) for name in ("top_ids", "top_logprobs")))
     mass = np.exp(reference.arrays["top_logprobs"].astype(np.float64)).sum(-1).min()
-    return PairedComparison(
-        perplexity=bootstrap(_perplexity, reference_losses, lengths),
-        delta_pct=bootstrap(
+    return result | {
+        "against": against,
+        "against_served_by": reference.served_by,
+        "against_perplexity": bootstrap(_perplexity, reference_losses, lengths),
+        "delta_pct": bootstrap(
             lambda a, b, n: 100 * (np.exp(ratio(a, n) - ratio(b, n)) - 1), losses, reference_losses, lengths
         ),
-        top1=bootstrap(ratio, _sum_by_window(same, lengths), lengths),
-        kl=bootstrap(ratio, _sum_by_window(kl, lengths), lengths),
-        exact=bool(mass > 1 - 1e-4),
-    )
+        "top1_agreement": bootstrap(ratio, _sum_by_window(same, lengths), lengths),
+        "kl" if mass > 1 - 1e-4 else "kl_at_least": bootstrap(ratio, _sum_by_window(kl, lengths), lengths),
+    }
 
 
 def _perplexity(losses: Array, lengths: Array) -> Array:
