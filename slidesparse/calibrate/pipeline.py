@@ -22,9 +22,9 @@ from slidesparse.blocks import obeys
 from slidesparse.calibrate.finetune import Finetuned, finetune
 from slidesparse.calibrate.inputs import Hessian, HiddenStates, Stream, gather_statistics, output_error
 from slidesparse.calibrate.model import Block
-from slidesparse.calibrate.permutation import find_order, layer_orders, may_permute
+from slidesparse.calibrate.permutation import find_order, may_permute
 from slidesparse.calibrate.resume import WorkFolder
-from slidesparse.calibrate.roles import find_roles
+from slidesparse.calibrate.roles import find_roles, layer_orders
 from slidesparse.calibrate.sparsegpt import compensated_target, damping_for, factor, pruner
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.names import SCALE, WEIGHT
@@ -32,7 +32,7 @@ from slidesparse.checkpoint.storage import Reader
 from slidesparse.errors import CalibrationError
 from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
 
-METHOD = "sparsegpt"
+METHOD, SWEEPS = "sparsegpt", 4  # and passes that refine a layer afterwards
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 
 
@@ -235,7 +235,7 @@ def _prune_rows(
     columns = slice(None) if order is None else order
     back = slice(None) if order is None else order.argsort()
     h = hessian.matrix[columns][:, columns]
-    prune = pruner(h, hessian.tokens, run.task.calibration.sweeps, run.task.ternary)
+    prune = pruner(h, hessian.tokens, SWEEPS, run.task.ternary)
     for pattern in dict.fromkeys(patterns[name] for name in remaining):
         names = [name for name in remaining if patterns[name] == pattern]
         w = torch.cat([remaining[name] for name in names])[:, columns]

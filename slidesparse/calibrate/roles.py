@@ -24,13 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slidesparse.calibrate.changes import Changes, add_change
+from slidesparse.calibrate.changes import Change, Changes, add_change, changed
 from slidesparse.calibrate.model import Block, Model
-from slidesparse.checkpoint.names import BIAS, WEIGHT
+from slidesparse.checkpoint.names import BIAS, SCALE, WEIGHT
 from slidesparse.checkpoint.storage import Reader
 
 SAME = 1e-2  # relative difference of results that still are the same: products on a GPU may round to TF32
 TOKENS = 16
+ROWS, COLUMNS = ".rows", ".columns"  # suffixes of a layer's name: the order of its outputs, and of its inputs
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,8 @@ def _find_pair(block: Block, group: tuple[str, ...], x: Tensor) -> Pair | None:
     """Return the pair whose reader is the only layer of ``group``, or None."""
     (reader,) = group
     for pair in _guess_pairs(block, reader):
-        order = random_order(pair, block.model.device)
-        if _equivalent(permuted(block, pair, order), block, reader, x):
+        orders = layer_orders(block, pair, random_order(pair, block.model.device))
+        if _equivalent(_changed(block, permutations(orders)), block, reader, x):
             return replace(pair, scaled=_find_scaled(block, pair, x))
     return None
 
@@ -166,15 +167,24 @@ def random_order(pair: Pair, device: torch.device) -> Tensor:
     return (inner[:, None] + starts).flatten().to(device)
 
 
-def permuted(block: Block, pair: Pair, order: Tensor) -> Block:
-    """Return the block with the channels of a pair in another ``order`` [K]."""
-    changed = block.copy()
-    changed.weights[pair.reader + WEIGHT] = block.weights[pair.reader + WEIGHT][:, order]
-    for writer in pair.writers:
-        rows = pair.rows(order, len(block.weights[writer + WEIGHT]))
-        for name in (name for name in (writer + WEIGHT, writer + BIAS) if name in block.weights):
-            changed.weights[name] = block.weights[name][rows]
-    return changed
+def layer_orders(block: Block, pair: Pair, order: Tensor) -> dict[tuple[str, str], Tensor]:
+    """Return the permutations that put the columns of a pair's reader in ``order`` [K], by layer and suffix."""
+    orders = {(pair.reader, COLUMNS): order}
+    for name in pair.writers:
+        orders[name, ROWS] = pair.rows(order, len(block.weights[name + WEIGHT]))
+    return orders
+
+
+def permutations(orders: Mapping[tuple[str, str], Tensor]) -> Changes:
+    """Return the changes that permute layers by ``orders``, those of `layer_orders`."""
+    changes: Changes = {}
+    for (layer, kind), order in orders.items():
+        if kind == COLUMNS:
+            add_change(changes, layer + WEIGHT, lambda w, _, order=order: w[:, order])  # type: ignore[misc]
+        else:
+            for full in (layer + suffix for suffix in (WEIGHT, BIAS, SCALE)):
+                add_change(changes, full, lambda w, _, order=order: w[order], mixes_rows=True)  # type: ignore[misc]
+    return changes
 
 
 def _find_scaled(block: Block, pair: Pair, x: Tensor) -> tuple[str, int] | None:
@@ -184,27 +194,41 @@ def _find_scaled(block: Block, pair: Pair, x: Tensor) -> tuple[str, int] | None:
     factors = torch.rand(pair.width, generator=torch.Generator().manual_seed(1)).to(x.device) + 0.5
     for writer in reversed(pair.writers):
         for first in reversed(range(0, pair.copies * pair.width, pair.width)):
-            if _equivalent(scaled(block, pair.reader, writer, first, factors), block, pair.reader, x):
-                return writer, first
+            found = writer, first
+            changes = scalings(replace(pair, scaled=found), factors, len(block.weights[writer + WEIGHT]))
+            if _equivalent(_changed(block, changes), block, pair.reader, x):
+                return found
     return None
 
 
-def scaled(block: Block, reader: str, writer: str, first: int, factors: Tensor) -> Block:
-    """Return the block with rows of ``writer``, from ``first`` on, divided by ``factors`` [K]."""
-    changed = block.copy()
-    changed.weights[reader + WEIGHT] = block.weights[reader + WEIGHT] * factors
-    rows = slice(first, first + len(factors))
-    for name in (name for name in (writer + WEIGHT, writer + BIAS) if name in block.weights):
-        w = block.weights[name].clone()
-        w[rows] /= factors[:, None] if w.dim() > 1 else factors
-        changed.weights[name] = w
-    return changed
+def scalings(pair: Pair, factors: Tensor, count: int) -> Changes:
+    """Return the changes that multiply the columns of a pair's reader by ``factors`` [K], and divide rows of a writer.
+
+    The writer is that of ``pair.scaled``, and has ``count`` rows.
+    """
+    assert pair.scaled
+    writer, first = pair.scaled
+    by_row = factors.new_ones(count)
+    by_row[first : first + len(factors)] = factors
+
+    def divide(w: Tensor, rows: slice) -> Tensor:
+        return w / by_row[rows].reshape(-1, *(1,) * (w.dim() - 1))
+
+    multiply = Change(lambda w, _: w * factors)
+    return {pair.reader + WEIGHT: multiply, writer + WEIGHT: Change(divide), writer + BIAS: Change(divide)}
 
 
-def _equivalent(changed: Block, block: Block, layer: str, x: Tensor) -> bool:
+def _changed(block: Block, changes: Changes) -> Block:
+    """Return the block with its weights changed."""
+    copy = block.copy()
+    copy.weights = changed(block.weights, changes)
+    return copy
+
+
+def _equivalent(other: Block, block: Block, layer: str, x: Tensor) -> bool:
     """Return whether two blocks agree in the output of a linear layer, before its bias, and in what they add to x."""
-    outputs = [nn.functional.linear(b.input(layer, x), b.weights[layer + WEIGHT]) for b in (changed, block)]
-    return same(*outputs) and same(changed.output(x) - x, block.output(x) - x)
+    outputs = [nn.functional.linear(b.input(layer, x), b.weights[layer + WEIGHT]) for b in (other, block)]
+    return same(*outputs) and same(other.output(x) - x, block.output(x) - x)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -221,12 +245,8 @@ def _find_residual(block: Block, x: Tensor) -> Residual | None:
     if residual is None:
         return None
     q = random_rotation(block.model.hidden, x.device)
-    changed = block.copy()
-    for name, change in rotations(residual, block.weights, q).items():
-        w = block.weights[name]
-        changed.weights[name] = change.apply(w.double(), slice(0, len(w))).float()
-    rotated = x @ q.float()
-    commutes = same(changed.output(rotated) - rotated, (block.output(x) - x) @ q.float())
+    turned, rotated = _changed(block, rotations(residual, block.weights, q)), x @ q.float()
+    commutes = same(turned.output(rotated) - rotated, (block.output(x) - x) @ q.float())
     return residual if commutes else None
 
 

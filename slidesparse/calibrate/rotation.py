@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from slidesparse.calibrate.changes import ChangedReader, Changes, add_change
+from slidesparse.calibrate.changes import ChangedReader, Changes, add_change, changed
 from slidesparse.calibrate.model import Ends, Model
 from slidesparse.calibrate.roles import (
     Pair,
@@ -117,10 +117,7 @@ class _EndsRoles:
             if roles is None:
                 return None
             q = random_rotation(model.hidden, model.device)
-            weights = dict(ends.weights)
-            for name, change in roles.changes(weights, q).items():
-                w = weights[name]
-                weights[name] = change.apply(w.double(), slice(0, len(w))).float()
+            weights = changed(ends.weights, roles.changes(ends.weights, q))
             rotated, ids = Ends(model, weights), torch.arange(TOKENS)[None] % model.vocabulary
             x, turned = ends.embed(ids), rotated.embed(ids)
             commutes = same(turned, x @ q.float()) and same(rotated.logits(turned), ends.logits(x))
@@ -186,6 +183,6 @@ def rotated_reader(
         r = rotation.r[number].to(device) if rotation and number in rotation.r else None
         pair = value_pair(block_roles) if r is not None else None
         names = dict.fromkeys(stored, torch.empty(0)) | weights
-        changed = rotations(residual, names, q, pair, r)
-        changes |= {stored[name]: change for name, change in changed.items()}
+        of_block = rotations(residual, names, q, pair, r)
+        changes |= {stored[name]: change for name, change in of_block.items()}
     return ChangedReader(reader, changes, torch.float64, device)

@@ -27,9 +27,9 @@ from slidesparse.calibrate.inputs import Stream
 from slidesparse.calibrate.model import Model, fast_products
 from slidesparse.calibrate.pipeline import block_counter, run_blocks
 from slidesparse.calibrate.resume import SMOOTHING, WorkFolder
-from slidesparse.calibrate.roles import Pair, Roles, find_roles, roles_of
+from slidesparse.calibrate.roles import Pair, Roles, find_roles, roles_of, scalings
 from slidesparse.calibrate.task import Progress, Task
-from slidesparse.checkpoint.names import BIAS, WEIGHT
+from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.checkpoint.storage import Reader
 from slidesparse.quantize import dequantize_rows, quantize_rows
 
@@ -156,11 +156,8 @@ def smoothed_reader(reader: Reader, model: Model, factors: Mapping[str, Tensor])
             factor = factors.get(model.full_name(number, pair.reader))
             if factor is None or pair.scaled is None or not bool((factor != 1).any()):
                 continue
-            writer, first = model.full_name(number, pair.scaled[0]), pair.scaled[1]
-            by_row = factor.new_ones(reader.checkpoint.require(writer + WEIGHT).rows)
-            by_row[first : first + len(factor)] = factor
-            reads = model.full_name(number, pair.reader) + WEIGHT
-            add_change(changes, reads, lambda w, _, factor=factor: w * factor)  # type: ignore[misc]
-            for name in (writer + WEIGHT, writer + BIAS):
-                add_change(changes, name, lambda w, rows, by_row=by_row: w / by_row[rows, None])  # type: ignore[misc]
+            writer = model.full_name(number, pair.scaled[0]) + WEIGHT
+            for name, change in scalings(pair, factor, reader.checkpoint.require(writer).rows).items():
+                layer, _, kind = name.rpartition(".")
+                add_change(changes, f"{model.full_name(number, layer)}.{kind}", change.apply)
     return ChangedReader(reader, changes, torch.float32)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from slidesparse.calibrate.changes import Change, ChangedReader, Changes
 from slidesparse.calibrate.model import Model, fused_layers
-from slidesparse.calibrate.permutation import layer_orders, may_permute, ordered_reader
+from slidesparse.calibrate.permutation import may_permute, ordered_reader
 from slidesparse.calibrate.resume import WorkFolder
-from slidesparse.calibrate.roles import Pair, random_order, roles_of
+from slidesparse.calibrate.roles import Pair, layer_orders, random_order, roles_of
 from slidesparse.calibrate.rotation import rotated_reader, rotation_obstacle, untie_head
 from slidesparse.calibrate.smoothing import smoothed_reader
 from slidesparse.checkpoint.storage import Checkpoint, CheckpointError, Reader
