@@ -31,7 +31,7 @@ from torch.func import functional_call
 from torch.nn.attention import sdpa_kernel
 
 from slidesparse.calibrate.finetune import ATTENTION, BETAS, PIECE_TOKENS, fake_quantize, learning_rate_factor
-from slidesparse.calibrate.inputs import host_memory
+from slidesparse.calibrate.inputs import free_bytes
 from slidesparse.calibrate.losses import Criterion
 from slidesparse.calibrate.model import Block, fast_products
 from slidesparse.calibrate.resume import DISTILLED, DISTILLING, WorkFolder
@@ -141,17 +141,11 @@ def memory_bytes(task: Task) -> int:
 def require_memory(task: Task) -> str:
     """Describe the time and memory that distillation takes.  Raises EnvironmentFault if memory is short."""
     assert task.texts
-    needed = memory_bytes(task) / 1e9
-    if task.device.type == "cuda":
-        available, gpu = torch.cuda.mem_get_info(task.device)[0], torch.cuda.get_device_name(task.device)
-        capacity = f"{gpu} has {available / 1e9:.0f} GB free"
-    else:
-        available = host_memory()
-        capacity = f"this machine has {available / 1e9:.0f} GB"
-    if needed > available / 1e9:
+    needed, available = (count / 1e9 for count in (memory_bytes(task), free_bytes(task.device)))
+    if needed > available:
         raise EnvironmentFault(
-            f"--distill trains all layers at once, which takes about {needed:.0f} GB of memory, but {capacity}; leave "
-            "--distill out, or use a GPU with more memory"
+            f"--distill trains all layers at once, which takes about {needed:.0f} GB of memory, but the device "
+            f"{task.device} has {available:.0f} GB; leave --distill out, or use a GPU with more memory"
         )
     return f"{task.calibration.training_minutes:g} minutes on {task.texts[0].summary}; about {needed:.1f} GB of memory"
 

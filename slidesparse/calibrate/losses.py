@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
 from slidesparse.calibrate.finetune import InputRounder
-from slidesparse.calibrate.inputs import gather_statistics, host_memory
+from slidesparse.calibrate.inputs import free_bytes, gather_statistics
 from slidesparse.calibrate.model import Block, Ends, Model, fast_products
 from slidesparse.calibrate.pipeline import (
     BlockRun,
@@ -41,8 +41,7 @@ from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
 
 LOSS_TOKENS = {"cpu": 4096, "cuda": 16384}  # tokens to measure a layer's loss on; at least one batch
 LOGITS_PER_CHUNK = 2**25  # logits computed at a time
-CACHE_DEVICE_PART = 2  # cached blocks may take 1 / CACHE_DEVICE_PART of a GPU's free memory
-CACHE_HOST_PART = 4  # or 1 / CACHE_HOST_PART of host memory
+CACHE_PART = {"cpu": 4, "cuda": 2}  # cached blocks may take 1 / CACHE_PART of the free memory
 POOLING = "1_Pooling/config.json"  # of sentence-transformers
 FIRST_TOKEN = "pooling_mode_cls_token"
 
@@ -155,10 +154,7 @@ class _BlockCache:
     def __init__(self, task: Task, reader: Reader) -> None:
         self._task, self._reader = task, reader
         self._cache: dict[int, Block] = {}
-        if task.device.type == "cuda":
-            self._free_bytes = torch.cuda.mem_get_info(task.device)[0] // CACHE_DEVICE_PART
-        else:
-            self._free_bytes = host_memory() // CACHE_HOST_PART
+        self._free_bytes = free_bytes(task.device) // CACHE_PART[task.device.type]
 
     def load(self, number: int) -> Block:
         """Return a block."""

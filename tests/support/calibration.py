@@ -29,7 +29,6 @@ CPU = torch.device("cpu")
 IDS = torch.from_numpy(np.random.default_rng(0).integers(3, 128, (2, 24)))
 LINEARS = sorted(LLAMA.linears())
 TOKENS = (6, 24)  # number of samples, sequence length
-Patch = pytest.MonkeyPatch
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
