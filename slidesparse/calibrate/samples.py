@@ -98,7 +98,12 @@ def load_samples(
 
     Raises SlideSparseError for unusable data, EnvironmentFault without a tokenizer library.
     """
-    _require_valid(samples, seqlen, model)
+    if samples is not None and samples < 1:
+        raise CalibrationError(f"--samples {samples} is too few; the least is 1, the default {SAMPLES}")
+    if seqlen is not None and not 2 <= seqlen <= model.longest:
+        raise CalibrationError(
+            f"--seqlen {seqlen} must be from 2 to {model.longest}, the maximum sequence length of this model"
+        )
     length = seqlen or min(SEQLEN, model.longest)
     total = samples or max(1, MAX_TOKENS // length)
     shares = [total // len(data) + (i < total % len(data)) for i in range(len(data))]
@@ -162,16 +167,6 @@ def _pieces(data: str) -> Iterator[Document]:
             stop = text.find("\n", start + PIECE) + 1 or len(text)
             yield text[start:stop]
             start = stop
-
-
-def _require_valid(samples: int | None, seqlen: int | None, model: Model) -> None:
-    """Raise CalibrationError for a number that is out of range."""
-    if samples is not None and samples < 1:
-        raise CalibrationError(f"--samples {samples} is too few; the least is 1, the default {SAMPLES}")
-    if seqlen is not None and not 2 <= seqlen <= model.longest:
-        raise CalibrationError(
-            f"--seqlen {seqlen} must be from 2 to {model.longest}, the maximum sequence length of this model"
-        )
 
 
 def _random_samples(generator: np.random.Generator, model: Model, samples: int, length: int) -> Samples:
