@@ -14,7 +14,6 @@ from slidesparse.cli.console import Json, application, out, warn
 from slidesparse.errors import SlideSparseError
 
 if TYPE_CHECKING:
-    from slidesparse.evaluate.engine import Engine
     from slidesparse.evaluate.perplexity import Interval
 
 
@@ -75,14 +74,12 @@ def perplexity(
     if seqlen is None:
         seqlen = window_of(model, *([against] if against else []))
     ids = windows(data, model, seqlen, samples)
-    result = measure(model, ids, against, top, _engine(option, log))
+    result = measure(model, ids, against, top, _arguments(option), log)
     _warn(result)
     print(json.dumps(result, default=asdict, indent=2)) if as_json else _show_perplexity(result)
 
 
-def _engine(options: list[str] | None, log: Path | None) -> Engine:
-    from slidesparse.evaluate.engine import Engine
-
+def _arguments(options: list[str] | None) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for text in options or []:
         name, separator, value = text.partition("=")
@@ -92,7 +89,7 @@ def _engine(options: list[str] | None, log: Path | None) -> Engine:
             arguments[name] = json.loads(value)
         except ValueError:
             arguments[name] = value
-    return Engine(arguments, log)
+    return arguments
 
 
 def _warn(result: dict[str, Any]) -> None:

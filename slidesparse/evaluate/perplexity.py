@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 
 from slidesparse.checkpoint.tokens import require_ids
 from slidesparse.errors import SlideSparseError
-from slidesparse.evaluate.engine import Engine, Scored
+from slidesparse.evaluate.engine import Scored, score
 from slidesparse.evaluate.texts import config_number
 from slidesparse.evaluate.worker import MAX_LOGPROBS_AT_ONCE
 
@@ -58,7 +58,8 @@ def measure(
     ids: Sequence[Sequence[int]],
     against: Path | None = None,
     top: int = TOP,
-    engine: Engine | None = None,
+    options: Mapping[str, Any] | None = None,
+    log: Path | None = None,
 ) -> dict[str, Any]:
     """Score the windows ``ids`` with ``model`` and with ``against``; return what `summarize` does.
 
@@ -70,9 +71,8 @@ def measure(
         if vocabulary:
             require_ids(ids, vocabulary, "--data", folder)
         _require_top(ids, top, vocabulary)
-    engine = engine or Engine()
-    scored = engine.score(model, ids, top)
-    reference = engine.score(against, ids, top) if against else None
+    scored = score(model, ids, top, options, log)
+    reference = score(against, ids, top, options, log) if against else None
     return summarize(str(model), str(against), ids, scored, reference)
 
 

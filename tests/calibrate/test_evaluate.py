@@ -14,7 +14,7 @@ from commands import Done
 
 from slidesparse.errors import SlideSparseError
 from slidesparse.evaluate import engine, perplexity
-from slidesparse.evaluate.engine import Engine, Scored
+from slidesparse.evaluate.engine import Scored
 from slidesparse.evaluate.perplexity import bootstrap
 from slidesparse.evaluate.texts import window_of, windows
 
@@ -188,6 +188,8 @@ def test_errors_in_a_log_are_few_and_short() -> None:
     assert len(first) < 600
     assert others == ["RuntimeError: the engine died"] * 4
     assert engine.find_errors("INFO starting\nsegmentation fault") == "INFO starting\nsegmentation fault"
+    reason = "pydantic_core.ValidationError: 1 validation error for ModelConfig\n  Value error, max_model_len (9) is"
+    assert engine.find_errors(f"INFO starting\n{reason}\n    For further information visit a page") == reason
 
 
 def test_top_beyond_vocabulary_or_memory_is_refused(
@@ -212,51 +214,6 @@ def test_top_beyond_vocabulary_or_memory_is_refused(
 # The engine
 
 
-FAKE = """
-import json, os, sys
-import numpy as np
-request = json.load(sys.stdin)
-if os.environ["VLLM_LOGGING_LEVEL"] == "INFO":
-    print('INFO SlideSparse summary: {"words": "6:8 (2 of every 8 pruned): 8 layers sparse"}')
-if request["model"] == "broken":
-    print("ERROR ValueError: no such architecture")
-    sys.exit(1)
-if request["model"] == "refused":
-    print("pydantic_core.ValidationError: 1 validation error for ModelConfig")
-    print("  Value error, max_model_len (9) is greater than the derived one")
-    print("    For further information visit a page")
-    sys.exit(1)
-np.savez(sys.argv[1], lengths=np.full(len(request["ids"]), request["options"]["max_model_len"]))
-"""
-
-
-@pytest.fixture
-def fake_engine_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "fake_worker.py").write_text(FAKE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(engine, "WORKER", "fake_worker")
-    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: object())
-
-
-@pytest.mark.usefixtures("fake_engine_worker")
-def test_engine_runs_in_a_process_and_returns_arrays_and_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # would hide the plugin's line
-    log = tmp_path / "log"
-    result = Engine(log=log).score(Path("model"), [[1, 2, 3], [4]], 1)
-    assert result.arrays["lengths"].tolist() == [
-        4,
-        4,
-    ]  # max_model_len, which leaves room for a generated token
-    assert result.served_by == "6:8 (2 of every 8 pruned): 8 layers sparse"
-    with pytest.raises(SlideSparseError, match="broken:\nERROR ValueError: no such architecture"):
-        Engine({"max_model_len": 9}, log).score(Path("broken"), [[1]], 1)
-    with pytest.raises(SlideSparseError, match=r"for ModelConfig\n  Value error, max_model_len \(9\) .*one$"):
-        Engine({"max_model_len": 9}).score(Path("refused"), [[1]], 1)
-    assert [line for line in log.read_text().splitlines() if line[0:1] == "#"] == ["# model", "# broken"]
-
-
 def test_missing_vllm_is_reported(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None)
     (folder / "a.txt").write_text("a b c d")
@@ -273,12 +230,12 @@ def without_engine(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Replace engines by fakes whose results depend on the name of the model."""
     requests: list[Any] = []
 
-    def score(self: Engine, model: Path, ids: Any, top: int) -> Scored:
-        requests.append((self.options, model.name, top))
+    def score(model: Path, ids: Any, top: int, options: Any, log: None) -> Scored:
+        requests.append((options, model.name, top))
         count = sum(len(sample) - 1 for sample in ids)
         return scored(np.full(count, -2.0 - 0.1 * (model.name == "other")), distributions(count, 0), top)
 
-    monkeypatch.setattr(Engine, "score", score)
+    monkeypatch.setattr(perplexity, "score", score)
     return requests
 
 
