@@ -1,8 +1,8 @@
 """Mixed weights of dense and 2:4 blocks: find the blocks that are 2:4, and choose those to prune.
 
 The Hopper kernels multiply a weight [N, K] in blocks of 64 out-features, a strip, by 128 in-features.  Each is stored
-dense or 2:4.  A `MixedPattern` asks for a share of the blocks of every strip, so that strips take equally long; the
-columns of each eighth of K have about the same share too, so that tensor-parallel shards of either kind do::
+dense or 2:4.  A `MixedPattern` asks for a share of the blocks of every strip, so that strips take equally long, and of
+the columns, so that tensor-parallel shards of either kind have it, too::
 
     strip 0     | 2:4 | dense | 2:4   | dense |     2:4@50%
     strip 1     | dense | 2:4 | dense | 2:4   |
@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from itertools import pairwise
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from slidesparse import slide
@@ -25,7 +22,6 @@ from slidesparse.slide import nonzero
 
 STRIP = 64  # out-features of a block
 BLOCK = 128  # in-features
-PARTS = 8  # parts of the columns with about the same share of 2:4 blocks each
 
 
 def strips_of(n: int) -> int:
@@ -64,48 +60,12 @@ def obeys(w: Tensor, pattern: Pattern) -> bool:
     return slide.obeys(w, pattern)
 
 
-def choose_blocks(costs: Tensor, share: Fraction) -> Tensor:
-    """Choose the blocks that become 2:4: those of least cost, as many in each strip.
+def choose_blocks(strips: int, blocks: int, share: Fraction) -> Tensor:
+    """Choose the blocks that become 2:4, evenly over a weight: bool [strips, blocks].
 
-    Args:
-        costs: [N, G] any float dtype, not negative: what it costs to make each group of four columns 2:4.
-        share: of the blocks of a weight; rounded up to whole blocks over the strips from the first on.
-
-    Returns:
-        bool [N, G]: whether a group lies in a block that becomes 2:4.
+    They are ``share`` of all blocks, rounded up, and as many in each strip, at places that differ from strip to strip.
     """
-    rows, groups = costs.shape
-    strips, blocks, of_block = strips_of(rows), blocks_of(groups * HARDWARE_LENGTH), BLOCK // HARDWARE_LENGTH
-    padded = torch.nn.functional.pad(costs, (0, blocks * of_block - groups, 0, strips * STRIP - rows))
-    sums = padded.view(strips, STRIP, blocks, of_block).sum((1, 3), dtype=torch.float64).cpu()
-    ends = [math.ceil(number * share * blocks) for number in range(strips + 1)]
-    ranks = sums.argsort(dim=1, stable=True).argsort(1)
-    chosen = ranks < (torch.tensor(ends[1:]) - torch.tensor(ends[:-1]))[:, None]
-    _balance(sums.numpy(), chosen.numpy())
-    mask = chosen.repeat_interleave(STRIP, 0)[:rows].repeat_interleave(of_block, 1)[:, :groups]
-    return mask.to(costs.device)
-
-
-def _balance(costs: NDArray[np.float64], chosen: NDArray[np.bool_]) -> None:
-    """Swap blocks within strips, the cheapest swap first, until each part of the columns has its share.
-
-    Args:
-        costs: [strips, blocks].
-        chosen: the same shape; changed in place.
-    """
-    edges = np.linspace(0, chosen.shape[1], PARTS + 1).round().astype(int)
-    parts = [slice(start, stop) for start, stop in pairwise(edges.tolist())]
-    targets = chosen.mean() * np.diff(edges) * len(chosen)
-    while True:
-        excess = np.array([chosen[:, part].sum() for part in parts]) - targets
-        if excess.max() < 1 and excess.min() > -1:
-            return
-        most, least = parts[excess.argmax()], parts[excess.argmin()]
-        out = np.where(chosen[:, most], costs[:, most], -np.inf)
-        into = np.where(chosen[:, least], np.inf, costs[:, least])
-        dearer = into.min(1) - out.max(1)
-        strip = dearer.argmin()
-        if not np.isfinite(dearer[strip]):
-            return
-        chosen[strip, most.start + out[strip].argmax()] = False
-        chosen[strip, least.start + into[strip].argmin()] = True
+    places = torch.arange(blocks) + torch.arange(strips)[:, None]
+    numbers = torch.arange(strips)[:, None] * blocks + places % blocks
+    # Those where ceil(number * share) grows
+    return -numbers * share.numerator % share.denominator < share.numerator

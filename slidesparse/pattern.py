@@ -49,19 +49,17 @@ class SlidePattern:
         if self.length is None or (HARDWARE_LENGTH <= self.length <= MAX_LENGTH and self.length % 2 == 0):
             return
         raise PatternError(
-            f"a sparsity pattern has an even block length from {HARDWARE_LENGTH} to {MAX_LENGTH}, "
-            f"found {self.length}; use one of {EXAMPLES}"
+            f"block length {self.length} is not an even number from {HARDWARE_LENGTH} to {MAX_LENGTH}; "
+            f"use one of {EXAMPLES}"
         )
 
     @classmethod
-    def parse(cls, text: str | SlidePattern) -> SlidePattern:
+    def parse(cls, text: str) -> SlidePattern:
         """Read ``"6:8"`` (non-zeros : length) or ``"2_8"`` (zeros _ length): the same pattern.
 
         Raises PatternError that names what was found, what is allowed and, where it can be guessed, what was meant.
         """
-        if isinstance(text, SlidePattern):
-            return text
-        normalized = str(text).strip().lower()
+        normalized = text.strip().lower()
         if normalized in ("2_inf", "2_\N{INFINITY}"):
             return cls(None)
         match = re.fullmatch(r"([0-9]{1,9})([:_])([0-9]{1,9})", normalized)
@@ -80,11 +78,6 @@ class SlidePattern:
             raise PatternError(
                 f"sparsity {shown(text)} prunes {zeros} of every {length} weights, "
                 f"but the windows cover exactly {ZEROS} of an even number; use one of {EXAMPLES}{hint}"
-            )
-        if length % 2 or length < HARDWARE_LENGTH:
-            raise PatternError(
-                f"sparsity {shown(text)} has block length {length}, but blocks of {HARDWARE_LENGTH} or more, "
-                f"even, are needed; use one of {EXAMPLES}"
             )
         return cls(length)
 

@@ -1,8 +1,8 @@
 """Prune a weight to its pattern by magnitude.  Pure torch, any device.
 
 This removes the two least important weights of each block of L in a row.  Padding counts as zeros, so a tail block of
-t < L weights loses max(0, t - (L - 2)) of them.  With a `MixedPattern`, only the blocks of 64 x 128 weights where the
-removed weights have the least sum of squares are pruned.
+t < L weights loses max(0, t - (L - 2)) of them.  With a `MixedPattern`, only the blocks of 64 x 128 weights that
+`slidesparse.blocks.choose_blocks` names are pruned.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slidesparse.blocks import choose_blocks
+from slidesparse import blocks
 from slidesparse.pattern import HARDWARE_LENGTH, ZEROS, MixedPattern, Pattern, SlidePattern
 from slidesparse.slide import bits, blocks_of
 
@@ -25,8 +25,37 @@ def prune(w: Tensor, pattern: Pattern, phase: int = 0) -> Tensor:
     Returns:
         A new [N, K] of the same dtype; every kept weight unchanged bit for bit.
     """
-    importance = w.float().abs() if isinstance(pattern, MixedPattern) else _magnitude(w)
-    return prune_by_importance(w, importance, pattern, phase)
+    if isinstance(pattern, MixedPattern):
+        rows, columns = w.shape
+        chosen = blocks.choose_blocks(blocks.strips_of(rows), blocks.blocks_of(columns), pattern.share)
+        chosen = chosen.to(w.device).repeat_interleave(blocks.STRIP, 0)[:rows]
+        chosen = chosen.repeat_interleave(blocks.BLOCK, 1)[:, :columns]
+        pruned = prune(w, SlidePattern(HARDWARE_LENGTH))
+        return torch.where(chosen, bits(pruned), bits(w)).view(w.dtype)
+    if pattern.length is None:
+        return w.clone()
+    layout = pattern.layout(w.shape[1], phase)
+    right = layout.padded - layout.in_features - phase
+    scores = _magnitude(w)
+    if layout.blocks and (phase or right):
+        scores = torch.nn.functional.pad(scores, (phase, right), value=-1)
+    scores = scores.reshape(-1, layout.length).t().contiguous()  # [L, blocks]: position by position
+    least = scores[0].minimum(scores[1])
+    second = scores[0].maximum(scores[1])
+    for position in scores[2:]:
+        second = second.minimum(position.maximum(least))
+        least = least.minimum(position)
+    ties = ZEROS - (least < second).to(torch.int8)  # how many weights equal to the second may go
+    pruned = blocks_of(bits(w), layout).flatten(0, 1).clone()
+    for position, column in zip(scores, pruned.unbind(-1), strict=True):
+        tie = (position == second).to(torch.int8).mul_(ties > 0)
+        ties -= tie
+        column *= (tie == 0) & (position >= second)
+    return (
+        pruned.view(w.shape[0], layout.padded)[:, phase : phase + layout.in_features]
+        .contiguous()
+        .view(w.dtype)
+    )
 
 
 def _magnitude(w: Tensor) -> Tensor:
@@ -35,41 +64,3 @@ def _magnitude(w: Tensor) -> Tensor:
         return w.to(torch.int16).abs_()
     as_integers = bits(w)
     return as_integers & torch.iinfo(as_integers.dtype).max
-
-
-def prune_by_importance(w: Tensor, importance: Tensor, pattern: Pattern, phase: int = 0) -> Tensor:
-    """Zero the two least important weights of each block; see `prune`.
-
-    ``importance`` is [N, K] of any signed real dtype, nowhere negative and without NaN.
-    """
-    if isinstance(pattern, MixedPattern):
-        pruned = prune_by_importance(w, importance, SlidePattern(HARDWARE_LENGTH))
-        lost = torch.where(bits(pruned) == bits(w), 0.0, importance.float().square())
-        lost = torch.nn.functional.pad(lost, (0, -w.shape[1] % HARDWARE_LENGTH))
-        chosen = choose_blocks(lost.unflatten(1, (-1, HARDWARE_LENGTH)).sum(-1), pattern.share)
-        chosen = chosen.repeat_interleave(HARDWARE_LENGTH, 1)[:, : w.shape[1]]
-        return torch.where(chosen, bits(pruned), bits(w)).view(w.dtype)
-    if pattern.length is None:
-        return w.clone()
-    layout = pattern.layout(w.shape[1], phase)
-    right = layout.padded - layout.in_features - phase
-    scores = importance
-    if layout.blocks and (phase or right):
-        scores = torch.nn.functional.pad(importance, (phase, right), value=-1)
-    scores = scores.reshape(-1, layout.length).t().contiguous()  # [L, blocks]: position by position
-    least = scores[0].minimum(scores[1])
-    second = scores[0].maximum(scores[1])
-    for position in scores[2:]:
-        second = second.minimum(position.maximum(least))
-        least = least.minimum(position)
-    ties = ZEROS - (least < second).to(torch.int8)  # how many weights equal to the second may go
-    blocks = blocks_of(bits(w), layout).flatten(0, 1).clone()
-    for position, column in zip(scores, blocks.unbind(-1), strict=True):
-        tie = (position == second).to(torch.int8).mul_(ties > 0)
-        ties -= tie
-        column *= (tie == 0) & (position >= second)
-    return (
-        blocks.view(w.shape[0], layout.padded)[:, phase : phase + layout.in_features]
-        .contiguous()
-        .view(w.dtype)
-    )

@@ -144,41 +144,17 @@ def slide(w: Tensor, pattern: SlidePattern, phase: int = 0, layer: str = "weight
 
 
 def _slide_blocks(blocks: Tensor, out: Tensor) -> None:
-    """Write blocks [B, L] as windows ``out`` [B, N-1, 4], integers of the same width; ``out`` is contiguous.
-
-    It works column by column on all blocks at once, each column contiguous: an operation on vectors with gaps takes
-    ten times as long, so the two transpositions pay.
-    """
-    values = transposed(bits(blocks))
-    present = nonzero(values.view(blocks.dtype)).view(torch.int8)
-    (length, count), windows = values.shape, out.shape[1]
-    slots = values.new_empty(windows * HARDWARE_LENGTH, count)
-    zeros = torch.zeros(count, dtype=torch.int8 if length < 2**7 else torch.int32, device=blocks.device)
-    for j in range(windows + 1):
-        first, second = present[2 * j], present[2 * j + 1]
-        nonzeros = first + second
-        zeros += 2 - nonzeros
-        early = nonzeros - (ZEROS - zeros).clamp_(min=0)  # c_j - r_j, in order within the pair
-        take = torch.minimum(first, early)
-        takes = (take, early - take)
-        if j == windows:  # the last pair has no later window; a -0.0 there must not be lost
-            takes = (torch.ones_like(first), torch.ones_like(first))
-        for i in range(STRIDE):
-            value, is_early = values[2 * j + i], takes[i].to(values.dtype)
-            if j > 0:
-                torch.mul(value, is_early, out=slots[HARDWARE_LENGTH * j - STRIDE + i])
-            if j < windows:
-                torch.mul(value, 1 - is_early, out=slots[HARDWARE_LENGTH * j + i])
-    flat = out.view(count, windows * HARDWARE_LENGTH)
-    if flat.is_cpu:
-        flat.numpy()[...] = slots.numpy().T
-    else:
-        flat.copy_(slots.t())
-
-
-def transposed(x: Tensor) -> Tensor:
-    """Return x.T, contiguous; on a CPU NumPy copies small integers four times as fast as torch does."""
-    return torch.from_numpy(x.numpy().T.copy("C")) if x.is_cpu else x.t().contiguous()
+    """Write blocks [B, L] as windows ``out`` [B, N-1, 4], integers of the same width."""
+    pairs = bits(blocks).unflatten(1, (-1, 2))
+    present = nonzero(blocks).unflatten(1, (-1, 2)).view(torch.int8)
+    nonzeros = present[..., 0] + present[..., 1]
+    zeros = (2 - nonzeros).cumsum(1, dtype=torch.int32)
+    early = nonzeros - (ZEROS - zeros).clamp_(min=0)  # c_j - r_j, in order within the pair
+    first = torch.minimum(present[..., 0], early)
+    is_early = torch.stack((first, early - first), -1).to(pairs.dtype)
+    is_early[:, -1] = 1  # the last pair has no later window; a -0.0 there must not be lost
+    out[..., :STRIDE] = (pairs * (1 - is_early))[:, :-1]
+    out[..., STRIDE:] = (pairs * is_early)[:, 1:]
 
 
 def unslide(slided: Tensor, pattern: SlidePattern, in_features: int, phase: int = 0) -> Tensor:

@@ -38,6 +38,14 @@ def add_change(
         changes[name] = Change(lambda w, rows: apply(first(w, rows), rows), before.mixes_rows or mixes_rows)
 
 
+def changed(weights: Mapping[str, Tensor], changes: Changes) -> dict[str, Tensor]:
+    """Return ``weights``, float32, with the ``changes`` of those that are there, computed in float64."""
+    return {
+        name: changes[name].apply(w.double(), slice(0, len(w))).float() if name in changes else w
+        for name, w in weights.items()
+    }
+
+
 class ChangedReader(Reader):
     """Reads the tensors of ``reader``, those in ``changes`` changed.
 

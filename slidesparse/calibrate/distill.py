@@ -26,13 +26,13 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import sdpa_kernel
 
 from slidesparse.calibrate.finetune import ATTENTION, BETAS, PIECE_TOKENS, fake_quantize, learning_rate_factor
-from slidesparse.calibrate.inputs import host_memory
+from slidesparse.calibrate.inputs import free_bytes
+from slidesparse.calibrate.losses import Criterion
 from slidesparse.calibrate.model import Block, fast_products
 from slidesparse.calibrate.resume import DISTILLED, DISTILLING, WorkFolder
 from slidesparse.calibrate.task import Progress, Task
@@ -137,17 +137,11 @@ def memory_bytes(task: Task) -> int:
 def require_memory(task: Task) -> str:
     """Describe the time and memory that distillation takes.  Raises EnvironmentFault if memory is short."""
     assert task.texts
-    needed = memory_bytes(task) / 1e9
-    if task.device.type == "cuda":
-        available, gpu = torch.cuda.mem_get_info(task.device)[0], torch.cuda.get_device_name(task.device)
-        capacity = f"{gpu} has {available / 1e9:.0f} GB free"
-    else:
-        available = host_memory()
-        capacity = f"this machine has {available / 1e9:.0f} GB"
-    if needed > available / 1e9:
+    needed, available = (count / 1e9 for count in (memory_bytes(task), free_bytes(task.device)))
+    if needed > available:
         raise EnvironmentFault(
-            f"--distill trains all layers at once, which takes about {needed:.0f} GB of memory, but {capacity}; leave "
-            "--distill out, or use a GPU with more memory"
+            f"--distill trains all layers at once, which takes about {needed:.0f} GB of memory, but the device "
+            f"{task.device} has {available:.0f} GB; leave --distill out, or use a GPU with more memory"
         )
     return f"{task.calibration.training_minutes:g} minutes on {task.texts[0].summary}; about {needed:.1f} GB of memory"
 
@@ -205,7 +199,7 @@ class _Training:
         self._per_step = min(len(self._training_ids), max(1, STEP_TOKENS[kind] // length))
         self._per_piece = max(1, PIECE_TOKENS[kind] // length)
         ends = model.ends(reader)
-        self._embed, self._logits = ends.embed, ends.logits
+        self._embed, self._logits, self._criterion = ends.embed, ends.logits, Criterion(model, ends)
         self._runs: dict[tuple[str, frozenset[str]], Callable[..., Tensor]] = {}
         self._dense: list[Block] = []
         self._pruned: list[Block] = []  # without the weights that are trained
@@ -330,7 +324,8 @@ class _Training:
     def _divergence_gradient(self, x: Tensor, targets: Tensor, tokens: int) -> Tensor:
         """Return the gradient to x of the divergence, summed and divided by ``tokens``."""
         pieces: list[Tensor] = []
-        for rows, target_rows in self._chunks(x, targets):
+        size = max(1, LOGITS_PER_CHUNK // self._task.model.vocabulary)
+        for rows, target_rows in zip(*(y.flatten(0, 1).split(size) for y in (x, targets)), strict=True):
             with torch.enable_grad():
                 rows = rows.detach().requires_grad_()
                 logits = self._logits(rows)
@@ -340,28 +335,16 @@ class _Training:
 
     def _validation_loss(self) -> Loss:
         """Return the loss on the held-out samples."""
-        totals = torch.zeros(2, dtype=torch.float64, device=self._device)
-        samples, tokens = self._validation_ids.shape
-        followed = torch.arange(1, tokens + 1, device=self._device) < tokens
+        divergence = entropy = 0.0
         for ids in self._validation_ids.split(self._per_piece):
             x = target = self._embed(ids)
             for number in range(len(self._dense)):
                 target = self._dense_output(number, target)
                 x = self._pruned_output(number, self._served_weights(number), x)
-            following = ids.roll(-1, 1).to(self._device)[..., None]
-            counted = followed.expand(len(ids), -1)[..., None]
-            for rows, target_rows, token, counts in self._chunks(x, target, following, counted):
-                predicted = self._logits(rows).log_softmax(-1)
-                expected = self._logits(target_rows).log_softmax(-1)
-                totals[0] += F.kl_div(predicted, expected, reduction="sum", log_target=True)
-                totals[1] += ((expected - predicted).gather(-1, token) * counts).sum()
-        divergence, entropy = totals.tolist()
-        return Loss(divergence / (samples * tokens), entropy / (samples * (tokens - 1)))
-
-    def _chunks(self, *states: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Yield rows [some tokens, width] of each of ``states`` [samples, tokens, width], LOGITS_PER_CHUNK at once."""
-        size = max(1, LOGITS_PER_CHUNK // self._task.model.vocabulary)
-        yield from zip(*(x.flatten(0, 1).split(size) for x in states), strict=True)
+            divergence += self._criterion.distances(target, [x])[0]
+            entropy += self._criterion.loss(target, x, ids)
+        tokens = self._validation_ids.numel()
+        return Loss(divergence / tokens, entropy / tokens)
 
     # Saving
 

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ def finetune(
     targets: HiddenStates,
     pruned: Mapping[str, Tensor],
     quantized: Collection[str],
-    dtype: torch.dtype | None,
+    dtype: torch.dtype,
     epochs: int,
 ) -> Finetuned:
     """Train the linear layers ``pruned`` of the block ``stream.block``, whose input is ``stream.states``.
@@ -76,7 +77,7 @@ def finetune(
         targets: d, in the same shapes as the states.
         pruned: [N, K] float32 by name; zeros stay zero.
         quantized: names of the linear layers that are served quantized.
-        dtype: torch.int8 or torch.float8_e4m3fn, or None for no rounding.
+        dtype: torch.int8 or torch.float8_e4m3fn.
     """
     device = targets.device
     with (
@@ -96,15 +97,14 @@ class _Trainer:
         targets: HiddenStates,
         pruned: Mapping[str, Tensor],
         quantized: Collection[str],
-        dtype: torch.dtype | None,
+        dtype: torch.dtype,
     ) -> None:
         self._states, self._targets, self._dtype = stream.states, targets, dtype
         self._block = stream.block.copy()
         replaced = {name + WEIGHT for name in pruned}  # `_load_weights` sets them
         weights = self._block.weights.items()
         self._block.weights = {name: w.clone() for name, w in weights if name not in replaced}
-        if dtype is not None:
-            self._block.read = InputRounder(dtype, quantized)
+        self._block.read = InputRounder(dtype, quantized)
         self._values = {name: w.clone().requires_grad_() for name, w in pruned.items()}
         self._kept = {name: w != 0 for name, w in pruned.items()}
         tokens = sum(samples * length for samples, length, _ in targets.shapes)
@@ -176,10 +176,7 @@ class _Trainer:
     def _load_weights(self) -> None:
         """Put the current weights, rounded, into the block."""
         for name, w in self._values.items():
-            weight = w * self._kept[name]
-            self._block.weights[name + WEIGHT] = (
-                weight if self._dtype is None else fake_quantize(weight, self._dtype)
-            )
+            self._block.weights[name + WEIGHT] = fake_quantize(w * self._kept[name], self._dtype)
 
     @torch.no_grad()
     def _validation_error(self) -> float:
@@ -197,19 +194,17 @@ class _Trainer:
 
 def _pieces(shapes: list[torch.Size], max_tokens: int) -> tuple[list[_Piece], list[_Piece]]:
     """Return the pieces of the training and validation splits; equal below VALIDATION_INTERVAL samples."""
-    training: list[_Piece] = []
-    validation: list[_Piece] = []
+    splits: dict[bool, list[_Piece]] = {False: [], True: []}  # by whether samples are for validation
     first = 0
     for batch, (samples, tokens, _) in enumerate(shapes):
-        step, start = max(1, max_tokens // tokens), 0
-        while start < samples:
-            alone = (first + start) % VALIDATION_INTERVAL == VALIDATION_INTERVAL - 1
-            room = 1 if alone else VALIDATION_INTERVAL - 1 - (first + start) % VALIDATION_INTERVAL
-            stop = min(samples, start + min(step, room))
-            (validation if alone else training).append((batch, slice(start, stop)))
-            start = stop
+        step = max(1, max_tokens // tokens)
+        flags = [(first + i) % VALIDATION_INTERVAL == VALIDATION_INTERVAL - 1 for i in range(samples)]
+        for validates, group in groupby(range(samples), flags.__getitem__):
+            places = list(group)
+            pieces = [places[i : i + step] for i in range(0, len(places), step)]
+            splits[validates] += [(batch, slice(piece[0], piece[-1] + 1)) for piece in pieces]
         first += samples
-    return training, validation or training
+    return splits[False], splits[True] or splits[False]
 
 
 def learning_rate_factor(part: float) -> float:

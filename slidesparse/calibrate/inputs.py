@@ -40,7 +40,7 @@ class HiddenStates:
         self.device = device
         nbytes = sum(shape.numel() for shape in self.shapes) * 4 * streams
         self._home = torch.device("cpu")
-        if device.type == "cuda" and nbytes <= _free_device_bytes(device) // DEVICE_PART:
+        if device.type == "cuda" and nbytes <= free_bytes(device) // DEVICE_PART:
             self._home = device
         elif nbytes > host_memory() // HOST_PART:
             raise CalibrationError(
@@ -71,8 +71,10 @@ def host_memory() -> int:
     return nbytes
 
 
-def _free_device_bytes(device: torch.device) -> int:
-    """Return the free bytes of a GPU, including those that torch has reserved but does not use."""
+def free_bytes(device: torch.device) -> int:
+    """Return the free bytes of a GPU, those included that torch has reserved but does not use, or `host_memory`."""
+    if device.type != "cuda":
+        return host_memory()
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -32,8 +33,8 @@ from slidesparse.calibrate.finetune import ATTENTION, fixed_order
 from slidesparse.calibrate.inputs import HiddenStates, gather_statistics
 from slidesparse.calibrate.model import Block, Model, fast_products
 from slidesparse.calibrate.pipeline import BlockRun, block_counter, run_blocks
-from slidesparse.calibrate.resume import GAIN, ROTATION, WorkFolder, finite
-from slidesparse.calibrate.roles import Roles, roles_of
+from slidesparse.calibrate.resume import ROTATION, WorkFolder
+from slidesparse.calibrate.roles import Roles, roles_of, rotate_columns, rotate_rows
 from slidesparse.calibrate.rotation import Rotation, rotated_reader, value_pair
 from slidesparse.calibrate.sparsegpt import damping_for, factor
 from slidesparse.calibrate.task import Progress, Task
@@ -42,7 +43,7 @@ from slidesparse.checkpoint.storage import Reader
 from slidesparse.errors import CalibrationError
 
 ROTATING = "rotating"  # the phase in progress reports
-Q = "q"  # name of the stored matrix
+Q, LOSSES = "q", "losses"  # names of the stored matrix, and of the losses without and with the rotation
 STEPS, WARM_UP = 100, 5
 RATE = 0.012  # peak learning rate: radians a step in each plane of Q, for a hidden size of 512
 BETAS = (0.9, 0.95)
@@ -71,16 +72,16 @@ def _shapes(model: Model, roles: list[Roles]) -> dict[str, tuple[int, ...]]:
 
 def find_rotation(task: Task, reader: Reader, work: WorkFolder, progress: Progress) -> LearnedRotation:
     """Return the rotation saved in ``work``, or learn one by `learn_rotation` and save it there."""
-    saved = work.read_tensors(ROTATION, _shapes(task.model, roles_of(task.model, reader)))
-    gain = work.read_json(GAIN, lambda value: (finite(value["before"]), finite(value["after"])))
-    if saved is not None and gain is not None:
-        q = saved.pop(Q)
-        return LearnedRotation(Rotation(q, {int(number): r for number, r in saved.items()}), *gain)
-    learned = learn_rotation(task, reader, progress)
-    work.write_json(GAIN, {"before": learned.before, "after": learned.after})
-    matrices = {str(number): r.contiguous() for number, r in learned.rotation.r.items()}
-    work.write_tensors(ROTATION, {Q: learned.rotation.q, **matrices})
-    return learned
+    shapes = _shapes(task.model, roles_of(task.model, reader))
+    saved = work.read_tensors(ROTATION, {**shapes, LOSSES: (2,)})
+    if saved is None:
+        learned = learn_rotation(task, reader, progress)
+        losses = torch.tensor([learned.before, learned.after], dtype=torch.float64)
+        matrices = {str(number): r.contiguous() for number, r in learned.rotation.r.items()}
+        work.write_tensors(ROTATION, {Q: learned.rotation.q, LOSSES: losses, **matrices})
+        return learned
+    q, (before, after) = saved.pop(Q), saved.pop(LOSSES).tolist()
+    return LearnedRotation(Rotation(q, {int(number): r for number, r in saved.items()}), before, after)
 
 
 @torch.inference_mode(False)
@@ -93,21 +94,17 @@ def learn_rotation(task: Task, reader: Reader, progress: Progress) -> LearnedRot
     model = task.model
     roles = roles_of(model, reader)
     shapes = _shapes(model, roles)
-    q = hadamard(model.hidden).to(task.device)
-    r = {
-        int(name): hadamard(shape[-1]).to(task.device).expand(shape)
+    start = {
+        None if name == Q else int(name): hadamard(shape[-1]).to(task.device).expand(shape)
         for name, shape in shapes.items()
-        if name != Q
     }
-    identity = torch.eye(model.hidden, dtype=torch.float64, device=task.device)
-    identities = {
-        n: torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x) for n, x in r.items()
-    }
+    identities = {key: torch.eye(x.shape[-1], device=x.device).expand_as(x) for key, x in start.items()}
     costs = _layer_costs(task, rotated_reader(reader, model, roles), roles, progress)
     with fast_products(task.device):  # costs are estimates, and sums of millions of terms
-        before = _total_cost(costs, identity, identities)
-        q, r, after = _minimize_cost(costs, q, r, _report_third(2, progress))
-    return LearnedRotation(Rotation(q.cpu(), {n: x.cpu() for n, x in r.items()}), before, after)
+        before = _total_cost(costs, identities)
+        learned, after = _minimize_cost(costs, start, _report_third(2, progress))
+    r = {number: x.cpu() for number, x in learned.items() if number is not None}
+    return LearnedRotation(Rotation(learned[None].cpu(), r), before, after)
 
 
 def hadamard(size: int) -> Tensor:
@@ -146,60 +143,45 @@ def sum_two_smallest(scores: Tensor, length: int) -> Tensor:
     return total
 
 
-def _rotated_diagonal(a: Tensor, q: Tensor) -> Tensor:
-    """Return diag(q^T a q) for matrices [..., K, K]."""
-    diagonal: Tensor = ((a @ q) * q).sum(-2)
-    return diagonal
+def _cost(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
+    """Return the cost of a layer w [N, K] at a pattern with blocks of ``length``.
 
-
-def _reader_cost(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
-    """Return the cost of a layer [N, hidden] that reads the residual stream; g is [N], H^-1 [hidden, hidden]."""
-    step = -(-len(w) // SAMPLED_OUTPUTS)
-    w, g = w[::step].clone(), g[::step] * (len(w) / len(w[::step]))
-
-    def cost(q: Tensor, _: Tensor) -> Tensor:
-        return sum_two_smallest((w @ q).square() * g[:, None] / _rotated_diagonal(inverse, q), length)
-
-    return cost
-
-
-def _value_cost(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
-    """Return the cost of v_proj [kv heads, head_dim, hidden]; g is [kv heads, head_dim, head_dim]."""
-
-    def cost(q: Tensor, r: Tensor) -> Tensor:
-        rotated = r.mT @ (w @ q)
-        scores = rotated.square() * _rotated_diagonal(g, r)[..., None] / _rotated_diagonal(inverse, q)
-        return sum_two_smallest(scores, length)
-
-    return cost
-
-
-def _attention_output_cost(w: Tensor, g: Tensor, inverse: Tensor, length: int, share: int) -> Cost:
-    """Return the cost of o_proj [hidden, heads, head_dim]; g is [hidden, hidden], H^-1 [heads, head_dim, head_dim]."""
-
-    def cost(q: Tensor, r: Tensor) -> Tensor:
-        r = r.repeat_interleave(share, 0)
-        rotated = torch.einsum("nha,hab->nhb", (q.mT @ w.flatten(1)).view_as(w), r)
-        scores = rotated.square() * _rotated_diagonal(g, q)[:, None, None] / _rotated_diagonal(inverse, r)
-        return sum_two_smallest(scores.flatten(1), length)
-
-    return cost
-
-
-def _writer_cost(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
-    """Return the cost of a layer [hidden, K] that adds to the residual stream; g is [hidden, hidden], H^-1 [K]."""
-    count = w.shape[1] // length
-    step = -(-count * length // SAMPLED_OUTPUTS)
-    w = w[:, : count * length].unflatten(1, (count, length))[:, ::step].flatten(1)
-    inverse = inverse[: count * length].view(count, length)[::step].flatten()
-    scale = count * length / len(inverse)
-
-    def cost(q: Tensor, _: Tensor) -> Tensor:
-        return scale * sum_two_smallest(
-            (q.mT @ w).square() * _rotated_diagonal(g, q)[:, None] / inverse, length
+    Args:
+        g: mean squared gradients [N], or the mean of g g^T [matrices, size, size] where outputs are rotated.
+        inverse: diag(H^-1) [K], or diagonal blocks of H^-1 [matrices, size, size] where inputs are rotated.
+    """
+    rows, blocks = w.shape[0], w.shape[1] // length
+    if g.dim() == 1:
+        step = -(-rows // SAMPLED_OUTPUTS)
+        w, g = w[::step].clone(), g[::step]
+    if inverse.dim() == 1:
+        step = -(-blocks * length // SAMPLED_OUTPUTS)
+        w, inverse = (
+            x[..., : blocks * length].unflatten(-1, (blocks, length))[..., ::step, :].flatten(-2)
+            for x in (w, inverse)
         )
+    scale = rows * blocks / (w.shape[0] * (w.shape[1] // length))
+
+    def cost(q: Tensor, r: Tensor) -> Tensor:
+        left, right = (_matrices(x, q, r) for x in (g, inverse))
+        rotated = w if right is None else rotate_columns(right, w)
+        rotated = rotated if left is None else rotate_rows(left, rotated)
+        scores = rotated.square() * _diagonal(g, left)[:, None] / _diagonal(inverse, right)
+        return scale * sum_two_smallest(scores, length)
 
     return cost
+
+
+def _matrices(statistics: Tensor, q: Tensor, r: Tensor) -> Tensor | None:
+    """Return the matrices [heads, width, width], or [1, hidden, hidden], that rotate what the statistics are of."""
+    if statistics.dim() == 1:
+        return None
+    return q[None] if len(q) == statistics.shape[-1] else r.repeat_interleave(len(statistics) // len(r), 0)
+
+
+def _diagonal(statistics: Tensor, matrices: Tensor | None) -> Tensor:
+    """Return the diagonal of rotated statistics."""
+    return statistics if matrices is None else ((statistics @ matrices) * matrices).sum(-2).flatten()
 
 
 # The statistics that costs are computed from
@@ -239,9 +221,9 @@ def _count_gradient_batches(shapes: list[torch.Size]) -> int:
 
 
 def _inverse_hessians(run: BlockRun, roles: Roles) -> dict[str, Tensor]:
-    """Return the parts of H^-1 that `_block_costs` needs, in float32, for each layer that a rotation changes.
+    """Return the parts of H^-1 that `_cost` needs, in float32, for each layer that a rotation changes.
 
-    They are [K, K] for layers that read the residual stream, [heads, head_dim, head_dim] for that which reads rotated
+    They are [1, K, K] for layers that read the residual stream, [heads, width, width] for that which reads rotated
     values, and [K] for others that add to the stream.
     """
     residual, pair = roles.residual, value_pair(roles)
@@ -255,7 +237,7 @@ def _inverse_hessians(run: BlockRun, roles: Roles) -> dict[str, Tensor]:
         upper *= math.sqrt(hessian.tokens)
         for name in group:
             if residual.norm_before(name):
-                inverses[name] = inverses[group[0]] if group[0] in inverses else upper.mT @ upper
+                inverses[name] = inverses[group[0]] if group[0] in inverses else (upper.mT @ upper)[None]
             elif pair and name == pair.reader:
                 heads = upper.unflatten(1, (pair.heads, -1)).transpose(0, 1)  # [heads, K, head_dim]
                 inverses[name] = heads.mT @ heads
@@ -286,7 +268,7 @@ def _backward_costs(
             pairs = zip(states[number * batches + i].split(size), gradients[i].split(size), strict=True)
             gradients[i] = torch.cat([sums.backpropagate(x, gradient) for x, gradient in pairs])
         means = {name: total / tokens for name, total in sums.sums.items()}
-        costs.append(_block_costs(task, block, roles[number], means, inverses[number]))
+        costs.append(_block_costs(task, block, means, inverses[number]))
         report(number)
     return costs[::-1]
 
@@ -321,29 +303,30 @@ class _GradientSums:
     def __init__(self, block: Block, roles: Roles) -> None:
         assert roles.residual
         self._block, self._writers, self._pair = block, roles.residual.writers, value_pair(roles)
-        self._outputs: dict[str, Tensor] = {}
         self.sums: dict[str, Tensor] = {}
 
     def backpropagate(self, x: Tensor, gradient: Tensor) -> Tensor:
         """Add tokens ``x`` [batch, tokens, hidden], given the gradient to the block's output; return that to ``x``."""
+        outputs: dict[str, Tensor] = {}
         with (
             torch.enable_grad(),
             fast_products(x.device),
             sdpa_kernel(ATTENTION[x.device.type]),
             fixed_order(),
+            ExitStack() as stack,
         ):
-            self._block.wrote = self._record_output
+            for name in (name for group in self._block.groups for name in group):
+                layer = self._block.module.get_submodule(name)
+                hook = layer.register_forward_hook(lambda _, __, out, name=name: outputs.update({name: out}))
+                stack.callback(hook.remove)
             x = x.detach().requires_grad_()
             out = self._block.output(x)
-            self._block.wrote = None
-            names = [*self._outputs]
-            inputs = [x, *self._outputs.values()]
+            inputs = [x, *outputs.values()]
             input_gradient, *output_gradients = torch.autograd.grad(out, inputs, gradient)
-            self._outputs.clear()
-        for name, output_gradient in zip(names, output_gradients, strict=True):
+        for name, output_gradient in zip(outputs, output_gradients, strict=True):
             g = output_gradient.flatten(0, -2)
             if name in self._writers:
-                squares = g.mT @ g
+                squares = (g.mT @ g)[None]
             elif self._pair and name in self._pair.writers:
                 heads = g.unflatten(1, (self._pair.kv_heads, -1)).transpose(0, 1)
                 squares = heads.mT @ heads
@@ -352,76 +335,56 @@ class _GradientSums:
             self.sums[name] = self.sums[name] + squares if name in self.sums else squares
         return input_gradient
 
-    def _record_output(self, name: str, out: Tensor) -> Tensor:
-        self._outputs[name] = out
-        return out
-
 
 def _block_costs(
-    task: Task, block: Block, roles: Roles, gradients: Mapping[str, Tensor], inverses: Mapping[str, Tensor]
+    task: Task, block: Block, gradients: Mapping[str, Tensor], inverses: Mapping[str, Tensor]
 ) -> list[Cost]:
     """Return the costs of the layers of a block that are to be pruned and that a rotation changes."""
-    pair, costs = value_pair(roles), list[Cost]()
+    costs = []
     for name, inverse in inverses.items():
-        pattern = task.layers.get(task.model.full_name(block.number, name))
-        w, g = block.weights[name + WEIGHT], gradients[name]
-        if pattern is None or pattern.density == 1 or pattern.length is None or w.shape[1] < pattern.length:
-            continue
-        if pair and name in pair.writers:
-            costs.append(_value_cost(w.unflatten(0, (pair.kv_heads, -1)), g, inverse, pattern.length))
-        elif pair and name == pair.reader:
-            w, share = w.unflatten(1, (pair.heads, -1)), pair.heads // pair.kv_heads
-            costs.append(_attention_output_cost(w, g, inverse, pattern.length, share))
-        elif inverse.dim() == 1:
-            costs.append(_writer_cost(w, g, inverse, pattern.length))
-        else:
-            costs.append(_reader_cost(w, g, inverse, pattern.length))
+        pattern, w = task.layers.get(task.model.full_name(block.number, name)), block.weights[name + WEIGHT]
+        if pattern and pattern.density < 1 and pattern.length and w.shape[1] >= pattern.length:
+            costs.append(_cost(w, gradients[name], inverse, pattern.length))
     return costs
 
 
 # Optimization
 
 
-def _total_cost(costs: list[list[Cost]], q: Tensor, r: Mapping[int, Tensor]) -> float:
-    """Return half the sum of all costs."""
-    q, none = q.float(), torch.empty(0)
-    floats = {number: x.float() for number, x in r.items()}
-    return 0.5 * sum(
-        float(cost(q, floats.get(i, none))) for i, of_block in enumerate(costs) for cost in of_block
-    )
+Matrices = dict[int | None, Tensor]  # Q by None, R by the number of its block
 
 
-def _minimize_cost(
-    costs: list[list[Cost]], q: Tensor, r: Mapping[int, Tensor], progress: Progress
-) -> tuple[Tensor, dict[int, Tensor], float]:
-    """Minimize the cost in STEPS steps, starting from ``q`` and ``r``; return the best matrices and their cost."""
-    rate = RATE * math.sqrt(512 / len(q))
-    adams: dict[int | None, _Adam] = {None: _Adam(q, rate)}
-    adams |= {number: _Adam(x, 2 * rate) for number, x in r.items()}
-
-    def matrices() -> tuple[Tensor, dict[int, Tensor]]:
-        return adams[None].x, {number: adams[number].x for number in r}
-
-    best = *matrices(), _total_cost(costs, *matrices())
-    none = torch.empty(0)
-    for step in range(STEPS):
-        floats = {key: adam.x.float().requires_grad_() for key, adam in adams.items()}
-        total = 0.0
-        for i, of_block in enumerate(costs):
-            for cost in of_block:
-                with torch.enable_grad():
-                    value = cost(floats[None], floats.get(i, none))
+def _total_cost(costs: list[list[Cost]], matrices: Matrices) -> float:
+    """Return half the sum of all costs at float32 matrices, and add to the gradients of those that require them."""
+    total, none = 0.0, torch.empty(0)
+    for number, of_block in enumerate(costs):
+        for cost in of_block:
+            with torch.enable_grad():
+                value = cost(matrices[None], matrices.get(number, none))
+                if value.requires_grad:
                     value.backward()  # layer by layer, so that each layer's memory is freed
-                total += 0.5 * float(value.detach())
-        if total < best[2]:
-            best = *matrices(), total
+            total += 0.5 * float(value.detach())
+    return total
+
+
+def _minimize_cost(costs: list[list[Cost]], start: Matrices, progress: Progress) -> tuple[Matrices, float]:
+    """Minimize the cost in STEPS steps from ``start``, in float64; return the best matrices and their cost."""
+    rate = RATE * math.sqrt(512 / len(start[None]))
+    adams = {key: _Adam(x, rate if key is None else 2 * rate) for key, x in start.items()}
+    best, lowest = start, math.inf
+    for step in range(STEPS + 1):
+        floats = {key: adam.x.float().requires_grad_(step < STEPS) for key, adam in adams.items()}
+        total = _total_cost(costs, floats)
+        if total < lowest:
+            best, lowest = {key: adam.x for key, adam in adams.items()}, total
+        if step == STEPS:
+            break
         falling = MIN_RATE + (1 - MIN_RATE) * 0.5 * (1 + math.cos(math.pi * step / STEPS))
         for key, adam in adams.items():
             if (gradient := floats[key].grad) is not None:
                 adam.step(gradient, min(1.0, (step + 1) / WARM_UP) * falling)
         progress(ROTATING, step + 1, STEPS)
-    last = *matrices(), _total_cost(costs, *matrices())
-    return last if last[2] < best[2] else best
+    return best, lowest
 
 
 class _Adam:

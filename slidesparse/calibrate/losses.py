@@ -20,8 +20,8 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
 from slidesparse.calibrate.finetune import InputRounder
-from slidesparse.calibrate.inputs import gather_statistics, host_memory
-from slidesparse.calibrate.model import Block, fast_products
+from slidesparse.calibrate.inputs import free_bytes, gather_statistics
+from slidesparse.calibrate.model import Block, Ends, Model, fast_products
 from slidesparse.calibrate.pipeline import (
     BlockRun,
     block_counter,
@@ -41,8 +41,7 @@ from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
 
 LOSS_TOKENS = {"cpu": 4096, "cuda": 16384}  # tokens to measure a layer's loss on; at least one batch
 LOGITS_PER_CHUNK = 2**25  # logits computed at a time
-CACHE_DEVICE_PART = 2  # cached blocks may take 1 / CACHE_DEVICE_PART of a GPU's free memory
-CACHE_HOST_PART = 4  # or 1 / CACHE_HOST_PART of host memory
+CACHE_PART = {"cpu": 4, "cuda": 2}  # cached blocks may take 1 / CACHE_PART of the free memory
 POOLING = "1_Pooling/config.json"  # of sentence-transformers
 FIRST_TOKEN = "pooling_mode_cls_token"
 
@@ -82,7 +81,7 @@ def layer_losses(
     losses = {group: known[group] for group in groups if group in known}
     if len(losses) == len(groups):
         return losses
-    criterion = Criterion(task, reader)
+    criterion = Criterion(task.model, task.model.ends(reader))
     blocks = _BlockCache(task, reader)
     report = block_counter(task, "measuring", progress)
     for run in run_blocks(task, reader, 1):
@@ -155,10 +154,7 @@ class _BlockCache:
     def __init__(self, task: Task, reader: Reader) -> None:
         self._task, self._reader = task, reader
         self._cache: dict[int, Block] = {}
-        if task.device.type == "cuda":
-            self._free_bytes = torch.cuda.mem_get_info(task.device)[0] // CACHE_DEVICE_PART
-        else:
-            self._free_bytes = host_memory() // CACHE_HOST_PART
+        self._free_bytes = free_bytes(task.device) // CACHE_PART[task.device.type]
 
     def load(self, number: int) -> Block:
         """Return a block."""
@@ -180,9 +176,8 @@ class _BlockCache:
 class Criterion:
     """Compares models by the outputs of their last block, [batch, tokens, hidden]."""
 
-    def __init__(self, task: Task, reader: Reader) -> None:
-        model = task.model
-        self._logits = model.ends(reader).logits if model.skeleton.generates else None
+    def __init__(self, model: Model, ends: Ends) -> None:
+        self._logits = ends.logits if model.skeleton.generates else None
         self._vocabulary = model.vocabulary
         self._pool = _pooling(model.checkpoint)
 
@@ -238,7 +233,7 @@ def whole_loss(task: Task, reader: Reader, work: WorkFolder, progress: Progress)
     """
     assert task.held_back
     held = replace(task, samples=task.held_back)
-    dtype, criterion, total, count = NAMES[task.quant], Criterion(task, reader), 0.0, 0
+    dtype, criterion, total, count = NAMES[task.quant], Criterion(task.model, task.model.ends(reader)), 0.0, 0
     report = block_counter(task, "judging", progress)
     for run in run_blocks(held, reader, 2, to_the_end=True):
         assert run.dense

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
 
 from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.checkpoint.names import SCALE, WEIGHT, other_use
@@ -80,34 +81,25 @@ def _split_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, 
 
 
 class Model:
-    """The model of a checkpoint, on ``device``.
+    """The model of a checkpoint, on ``device``: ``blocks`` between which hidden states are ``hidden`` wide.
 
     Raises CalibrationError for a model whose blocks cannot be run alone.
     """
 
     def __init__(self, skeleton: Skeleton, device: torch.device) -> None:
         self.skeleton, self.checkpoint, self.device = skeleton, skeleton.checkpoint, device
+        self.blocks = len(skeleton.blocks)
+        self.hidden, self.vocabulary = (
+            int(getattr(skeleton.text_config, key)) for key in ("hidden_size", "vocab_size")
+        )
+        self.is_causal = skeleton.is_causal  # whether tokens attend to earlier ones alone
+        self.other_use = other_use(self.checkpoint.folder, self.checkpoint.config)
         for module in skeleton.model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(device)
         self._calls: dict[tuple[int, int], list[Call]] = {}
         self._groups: dict[str, Groups] = {}
         self._require_equal_calls()
-
-    @property
-    def blocks(self) -> int:
-        """The number of blocks."""
-        return len(self.skeleton.blocks)
-
-    @property
-    def hidden(self) -> int:
-        """The width of the hidden states between blocks."""
-        return int(self.skeleton.text_config.hidden_size)
-
-    @property
-    def vocabulary(self) -> int:
-        """The number of tokens of the vocabulary."""
-        return int(self.skeleton.text_config.vocab_size)
 
     @property
     def longest(self) -> int:
@@ -124,16 +116,6 @@ class Model:
             if "short_factor" in rope
             else longest
         )
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether tokens attend to earlier ones alone."""
-        return self.skeleton.is_causal
-
-    @property
-    def other_use(self) -> str | None:
-        """See `slidesparse.checkpoint.names.other_use`."""
-        return other_use(self.checkpoint.folder, self.checkpoint.config)
 
     # Blocks
 
@@ -267,9 +249,10 @@ class Model:
         """Raise CalibrationError if what blocks are passed depends on tokens, weights or other blocks."""
         ids = torch.arange(TRACED_TOKENS)[None] % self.vocabulary
         first, second = self._record(torch.zeros_like(ids), 0.0), self._record(ids, 1.0)
-        from_blocks = [value for value in self.other_outputs or () if isinstance(value, Tensor)]
-        passed = [value for call in first for value in _tensors(call)]
-        if any(a is b for a in passed for b in from_blocks) or not _equal(first, second):
+        passed, others = _tensors(first), _tensors(second)
+        from_blocks = {id(value) for value in self.other_outputs or ()}
+        differ = len(passed) != len(others) or not all(map(torch.equal, passed, others))
+        if differ or any(id(value) in from_blocks for value in passed):
             raise CalibrationError(
                 f"the blocks of {type(self.skeleton.model).__name__} read more than hidden states and positions, so "
                 "that they cannot be run one at a time; prune the model without --calib"
@@ -398,9 +381,8 @@ class Block:
     ) -> None:
         self.model, self.number, self.weights, self.scales = model, number, weights, scales or {}
         self.groups = model.groups(number)
-        # Hooks on the inputs and outputs of linear layers, called with the layer's name
+        # Called with the name of each linear layer and its input, which the result replaces
         self.read: Callable[[str, Tensor], Tensor] | None = None
-        self.wrote: Callable[[str, Tensor], Tensor] | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -414,7 +396,12 @@ class Block:
     def output(self, x: Tensor) -> Tensor:
         """Return the block's output for its input, both [samples, tokens, hidden]."""
         args, kwargs = self.model.call(self.number, x.shape[0], x.shape[1])
-        with self._hooks():
+        with ExitStack() as stack:
+            if read := self.read:
+                for name in (name for group in self.groups for name in group):
+                    module = self.module.get_submodule(name)
+                    hook = module.register_forward_pre_hook(lambda _, args, n=name: (read(n, args[0]),))
+                    stack.callback(hook.remove)
             out = functional_call(self.module, self.weights, (x, *args), kwargs)
         y: Tensor = out[0] if isinstance(out, tuple) else out
         return y
@@ -433,38 +420,10 @@ class Block:
                 self.output(x)
         return caught[0]
 
-    @contextmanager
-    def _hooks(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for name in (name for group in self.groups for name in group) if self.read or self.wrote else ():
-                module = self.module.get_submodule(name)
-                if read := self.read:
-                    before = module.register_forward_pre_hook(lambda _, args, n=name: (read(n, args[0]),))
-                    stack.callback(before.remove)
-                if wrote := self.wrote:
-                    after = module.register_forward_hook(lambda _, args, out, n=name: wrote(n, out))
-                    stack.callback(after.remove)
-            yield
 
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a nested argument."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for entry in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(entry)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Return whether two nested arguments are equal."""
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.shape == b.shape and bool(torch.equal(a, b))
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(_equal, a, b))
-    return True  # objects, such as caches
+def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in nested arguments."""
+    return [entry for entry in tree_leaves(value) if isinstance(entry, Tensor)]
 
 
 def _convert(model: Any, state: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -22,16 +22,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
-from slidesparse.calibrate.changes import ChangedReader, Changes, add_change
-from slidesparse.calibrate.model import Block
-from slidesparse.calibrate.roles import Pair
-from slidesparse.checkpoint.names import BIAS, SCALE, WEIGHT
+from slidesparse.calibrate.changes import ChangedReader
+from slidesparse.calibrate.roles import COLUMNS, ROWS, Pair, permutations
 from slidesparse.checkpoint.storage import Reader
 
 ROUNDS = 64  # of swaps; three times as many reduce the cost by a tenth more
 SAMPLED_OUTPUTS = 1024  # evenly spaced rows of a layer from which costs are estimated
 MIN_GAIN = 1e-6  # relative to the cost of a block; smaller gains are rounding errors
-ROWS, COLUMNS = ".rows", ".columns"  # suffixes of a layer's name: the order of its outputs, and of its inputs
 
 
 def may_permute(pair: Pair, length: int) -> bool:
@@ -58,14 +55,6 @@ def find_order(pair: Pair, w: Tensor, upper: Tensor, length: int) -> Tensor:
     order = arrange_columns(heads, length, width).view(-1, 1, width) % width
     starts = torch.arange(pair.heads, device=w.device) * width
     return (order + starts.view(-1, share, 1)).flatten()
-
-
-def layer_orders(block: Block, pair: Pair, order: Tensor) -> dict[tuple[str, str], Tensor]:
-    """Return the permutations that put the columns of a pair's reader in ``order`` [K], by layer and suffix."""
-    orders = {(pair.reader, COLUMNS): order}
-    for name in pair.writers:
-        orders[name, ROWS] = pair.rows(order, len(block.weights[name + WEIGHT]))
-    return orders
 
 
 def arrange_columns(scores: Tensor, length: int, region: int) -> Tensor:
@@ -116,15 +105,9 @@ def arrange_columns(scores: Tensor, length: int, region: int) -> Tensor:
 
 def ordered_reader(reader: Reader, finished: Reader) -> ChangedReader:
     """Return a reader of a model with the rows and columns of its layers permuted by the orders in ``finished``."""
-    changes: Changes = {}
+    orders = {}
     for name in finished.checkpoint.tensors:
-        if not name.endswith((ROWS, COLUMNS)):
-            continue
-        order = finished.whole(name)
-        layer, _, kind = name.rpartition(".")
-        if f".{kind}" == COLUMNS:
-            add_change(changes, layer + WEIGHT, lambda w, _, order=order: w[:, order])  # type: ignore[misc]
-        else:
-            for full in (layer + suffix for suffix in (WEIGHT, BIAS, SCALE)):
-                add_change(changes, full, lambda w, rows, order=order: w[order], mixes_rows=True)  # type: ignore[misc]
-    return ChangedReader(reader, changes)
+        if name.endswith((ROWS, COLUMNS)):
+            layer, _, kind = name.rpartition(".")
+            orders[layer, f".{kind}"] = finished.whole(name)
+    return ChangedReader(reader, permutations(orders))

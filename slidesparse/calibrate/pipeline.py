@@ -22,9 +22,9 @@ from slidesparse.blocks import obeys
 from slidesparse.calibrate.finetune import Finetuned, finetune
 from slidesparse.calibrate.inputs import Hessian, HiddenStates, Stream, gather_statistics, output_error
 from slidesparse.calibrate.model import Block
-from slidesparse.calibrate.permutation import find_order, layer_orders, may_permute
+from slidesparse.calibrate.permutation import find_order, may_permute
 from slidesparse.calibrate.resume import WorkFolder
-from slidesparse.calibrate.roles import Pair, find_roles
+from slidesparse.calibrate.roles import find_roles, layer_orders
 from slidesparse.calibrate.sparsegpt import compensated_target, damping_for, factor, pruner
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.names import SCALE, WEIGHT
@@ -32,7 +32,7 @@ from slidesparse.checkpoint.storage import Reader
 from slidesparse.errors import CalibrationError
 from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
 
-METHOD = "sparsegpt"
+METHOD, SWEEPS = "sparsegpt", 4  # and passes that refine a layer afterwards
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 
 
@@ -155,18 +155,34 @@ def _prune_block(run: BlockRun) -> tuple[dict[str, Tensor], list[dict[str, Any]]
     |X (W - W')^T| / |X W^T| over the calibration tokens, where W is the dense model's weight and X the input after the
     layers before were pruned.
     """
+    assert run.dense
     tensors: dict[str, Tensor] = {}
     rows: dict[str, dict[str, Any]] = {}
     pruned: dict[str, Tensor] = {}  # not quantized
-    hessians: dict[str, Tensor] = {}
+    hessians: dict[str, Tensor] = {}  # H [K, K] of the inputs of each layer
     for group in run.block.groups:
-        if weights := run.weights_to_prune(group):
-            group_weights, h = _prune_group(run, group, weights, tensors, rows)
-            pruned |= group_weights
-            if run.task.epochs:
-                hessians |= dict.fromkeys(group_weights, h)
-    if (trained := finetune_block(run, pruned, NAMES[run.task.quant])) is not None:
-        assert run.dense
+        if not (weights := run.weights_to_prune(group)):
+            continue
+        started = time.monotonic()
+        hessian, drift = gather_statistics(run.pruned, group[0], run.dense, weights)
+        errors = drift.errors() if drift else None
+        order, orders = _find_order(run, group[0], hessian, errors)
+        tensors |= orders
+        pruned |= _prune_rows(run, hessian, errors, weights, order)
+        for name, w in weights.items():
+            served = _quantize_layer(run, name, pruned[name], tensors)
+            hessians[name] = hessian.matrix
+            rows[name] = {
+                "name": run.full_name(name),
+                "pattern": run.task.layers[run.full_name(name)].ratio,
+                "method": METHOD,
+                "error_pruned": output_error(w, pruned[name], hessian.matrix),
+                "error_quantized": output_error(w, served, hessian.matrix),
+                "tokens": hessian.tokens,
+                # of the group, shared by its layers; without fine-tuning
+                "seconds": round((time.monotonic() - started) / len(weights), 3),
+            }
+    if (trained := _finetune_block(run, run.dense, pruned)) is not None:
         for name, w in trained.weights.items():
             served = _quantize_layer(run, name, w, tensors)
             dense = run.dense.block.weights[name + WEIGHT]
@@ -176,54 +192,27 @@ def _prune_block(run: BlockRun) -> tuple[dict[str, Tensor], list[dict[str, Any]]
     return tensors, [*rows.values()]
 
 
-def _prune_group(
-    run: BlockRun,
-    group: Sequence[str],
-    weights: Mapping[str, Tensor],
-    tensors: dict[str, Tensor],
-    rows: dict[str, dict[str, Any]],
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Prune and quantize the ``weights`` of a group, and add to ``tensors`` and ``rows`` (see `_prune_block`).
-
-    Returns the pruned weights before quantization, and H [K, K] of their inputs.
-    """
-    started = time.monotonic()
-    hessian, drift = gather_statistics(run.pruned, group[0], run.dense, weights)
-    errors = drift.errors() if drift else None
-    pair = find_roles(run.block).pair(group[0]) if run.task.permutes else None
-    order = _find_order(run, pair, hessian, errors) if pair else None
-    if pair and order is not None:
-        for (name, suffix), permutation in layer_orders(run.block, pair, order).items():
-            tensors[run.full_name(name) + suffix] = permutation
-    pruned = prune_rows(run, hessian, errors, weights, order)
-    for name, w in weights.items():
-        served = _quantize_layer(run, name, pruned[name], tensors)
-        rows[name] = {
-            "name": run.full_name(name),
-            "pattern": run.task.layers[run.full_name(name)].ratio,
-            "method": METHOD,
-            "error_pruned": output_error(w, pruned[name], hessian.matrix),
-            "error_quantized": output_error(w, served, hessian.matrix),
-            "tokens": hessian.tokens,
-            # of the group, shared by its layers; without fine-tuning
-            "seconds": round((time.monotonic() - started) / len(weights), 3),
-        }
-    return pruned, hessian.matrix
-
-
 def _find_order(
-    run: BlockRun, pair: Pair, hessian: Hessian, errors: Mapping[str, Tensor] | None
-) -> Tensor | None:
-    """Return the order [K] in which to prune the columns of a pair's reader, or None to keep their order."""
-    w, pattern = run.block.weights[pair.reader + WEIGHT], run.task.layers[run.full_name(pair.reader)]
-    if pattern.length is None or obeys(w, pattern) or not may_permute(pair, pattern.length):
-        return None
+    run: BlockRun, reader: str, hessian: Hessian, errors: Mapping[str, Tensor] | None
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """Return the order [K] in which to prune the columns of a layer, and the permutations to save, by tensor name.
+
+    The order is None, without permutations, for a layer that is the reader of no pair or keeps its order.
+    """
+    pair = find_roles(run.block).pair(reader) if run.task.permutes else None
+    if pair is None:
+        return None, {}
+    w, pattern = run.block.weights[reader + WEIGHT], run.task.layers[run.full_name(reader)]
+    if not pattern.length or not may_permute(pair, pattern.length) or obeys(w, pattern):
+        return None, {}
     upper = factor(hessian.matrix, damping_for(len(hessian.matrix), hessian.tokens))
-    target = compensated_target(w, errors[pair.reader], upper) if errors else w
-    return find_order(pair, target, upper, pattern.length)
+    target = compensated_target(w, errors[reader], upper) if errors else w
+    order = find_order(pair, target, upper, pattern.length)
+    orders = layer_orders(run.block, pair, order)
+    return order, {run.full_name(name) + suffix: x for (name, suffix), x in orders.items()}
 
 
-def prune_rows(
+def _prune_rows(
     run: BlockRun,
     hessian: Hessian,
     errors: Mapping[str, Tensor] | None,
@@ -246,7 +235,7 @@ def prune_rows(
     columns = slice(None) if order is None else order
     back = slice(None) if order is None else order.argsort()
     h = hessian.matrix[columns][:, columns]
-    prune = pruner(h, hessian.tokens, run.task.calibration.sweeps, run.task.ternary)
+    prune = pruner(h, hessian.tokens, SWEEPS, run.task.ternary)
     for pattern in dict.fromkeys(patterns[name] for name in remaining):
         names = [name for name in remaining if patterns[name] == pattern]
         w = torch.cat([remaining[name] for name in names])[:, columns]
@@ -256,18 +245,16 @@ def prune_rows(
     return pruned
 
 
-def finetune_block(
-    run: BlockRun, weights: Mapping[str, Tensor], dtype: torch.dtype | None
-) -> Finetuned | None:
-    """Fine-tune the pruned ``weights`` of a block if the task says so; ``dtype`` is that of quantization, or None."""
+def _finetune_block(run: BlockRun, dense: Stream, weights: Mapping[str, Tensor]) -> Finetuned | None:
+    """Fine-tune the pruned ``weights`` of a block to the outputs of the ``dense`` one, if the task says so."""
     task = run.task
-    patterns = {name: task.layers[run.full_name(name)] for name in weights}
-    pruned = {name: w for name, w in weights.items() if patterns[name].density < 1}
-    if not task.epochs or run.dense is None or not pruned:
+    pruned = {name: w for name, w in weights.items() if task.layers[run.full_name(name)].density < 1}
+    if not task.epochs or not pruned:
         return None
-    run.dense.advance()
+    dense.advance()
     skipped = (name for name in run.names if run.full_name(name) in task.skipped)
-    return finetune(run.pruned, run.dense.states, pruned, {*weights, *skipped}, dtype, task.epochs)
+    quantized = {*weights, *skipped}
+    return finetune(run.pruned, dense.states, pruned, quantized, NAMES[task.quant], task.epochs)
 
 
 def quantize_skipped(run: BlockRun) -> None:

@@ -4,8 +4,7 @@
 
     .OUT.calibrated/
       state.json                     the options and inputs of the run; another run is refused
-      rotation.safetensors           the rotation of the model, if it is rotated
-      rotation.json                  the estimated losses without and with it
+      rotation.safetensors           the rotation of the model, if it is rotated, and the losses without and with it
       smoothing.safetensors          the factors between the layers of an MLP, if it is smoothed
       losses.json                    with a budget: the loss of each layer group at each pattern
       choice.json                    with a budget: the limits tried, and the losses measured
@@ -46,7 +45,7 @@ from slidesparse.errors import CalibrationError, shown
 
 T = TypeVar("T")
 STATE, LOSSES, CHOICE = "state.json", "losses.json", "choice.json"
-ROTATION, GAIN, SMOOTHING = f"rotation{SUFFIX}", "rotation.json", f"smoothing{SUFFIX}"
+ROTATION, SMOOTHING = f"rotation{SUFFIX}", f"smoothing{SUFFIX}"
 DISTILLED, DISTILLING = f"distilled{SUFFIX}", f"distilling{SUFFIX}"
 
 
@@ -192,12 +191,7 @@ def require_resumable(out: Path, state: Mapping[str, Any], resume: bool) -> bool
     if not folder.is_symlink() and not folder.exists():
         return False
     files.own_folder(folder)
-    kept = (
-        CHOICE,
-        ROTATION,
-        SMOOTHING,
-        *((LOSSES,) if resume else ()),
-    )  # losses are in the user's cache, too
+    kept = [CHOICE, ROTATION, SMOOTHING] + [LOSSES] * resume  # losses are in the user's cache, too
     if not any(folder.glob(f"layer-*{SUFFIX}")) and not any((folder / name).exists() for name in kept):
         return False
     if not resume:
@@ -231,11 +225,10 @@ def finite(value: Any) -> float:
 def _rows(value: Any) -> list[dict[str, Any]]:
     """Check rows of the report."""
     for row in value:
-        if not isinstance(row["name"], str) or not isinstance(row["pattern"], str) or "method" not in row:
+        if not all(isinstance(row[key], str) for key in ("name", "pattern", "method")):
             raise ValueError(f"{shown(row)} is not a row of the report")
-        errors = {key: number for key, number in row.items() if key.startswith(("error", "block_error"))}
-        for number in (errors.pop("error_pruned"), errors.pop("error_quantized"), *errors.values()):
-            finite(number)
+        for key in {"error_pruned", "error_quantized", *(key for key in row if "error" in key)}:
+            finite(row[key])
     return list(value)
 
 

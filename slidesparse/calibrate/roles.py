@@ -15,7 +15,7 @@ A wrong guess changes results by about as much as they are; a right one by round
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,13 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slidesparse.calibrate.changes import Changes, add_change
+from slidesparse.calibrate.changes import Change, Changes, add_change, changed
 from slidesparse.calibrate.model import Block, Model
-from slidesparse.checkpoint.names import BIAS, WEIGHT
+from slidesparse.checkpoint.names import BIAS, SCALE, WEIGHT
 from slidesparse.checkpoint.storage import Reader
 
 SAME = 1e-2  # relative difference of results that still are the same: products on a GPU may round to TF32
 TOKENS = 16
+ROWS, COLUMNS = ".rows", ".columns"  # suffixes of a layer's name: the order of its outputs, and of its inputs
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,8 @@ def _find_pair(block: Block, group: tuple[str, ...], x: Tensor) -> Pair | None:
     """Return the pair whose reader is the only layer of ``group``, or None."""
     (reader,) = group
     for pair in _guess_pairs(block, reader):
-        order = random_order(pair, block.model.device)
-        if _equivalent(permuted(block, pair, order), block, reader, x):
+        orders = layer_orders(block, pair, random_order(pair, block.model.device))
+        if _equivalent(_changed(block, permutations(orders)), block, reader, x):
             return replace(pair, scaled=_find_scaled(block, pair, x))
     return None
 
@@ -166,15 +167,24 @@ def random_order(pair: Pair, device: torch.device) -> Tensor:
     return (inner[:, None] + starts).flatten().to(device)
 
 
-def permuted(block: Block, pair: Pair, order: Tensor) -> Block:
-    """Return the block with the channels of a pair in another ``order`` [K]."""
-    changed = block.copy()
-    changed.weights[pair.reader + WEIGHT] = block.weights[pair.reader + WEIGHT][:, order]
-    for writer in pair.writers:
-        rows = pair.rows(order, len(block.weights[writer + WEIGHT]))
-        for name in (name for name in (writer + WEIGHT, writer + BIAS) if name in block.weights):
-            changed.weights[name] = block.weights[name][rows]
-    return changed
+def layer_orders(block: Block, pair: Pair, order: Tensor) -> dict[tuple[str, str], Tensor]:
+    """Return the permutations that put the columns of a pair's reader in ``order`` [K], by layer and suffix."""
+    orders = {(pair.reader, COLUMNS): order}
+    for name in pair.writers:
+        orders[name, ROWS] = pair.rows(order, len(block.weights[name + WEIGHT]))
+    return orders
+
+
+def permutations(orders: Mapping[tuple[str, str], Tensor]) -> Changes:
+    """Return the changes that permute layers by ``orders``, those of `layer_orders`."""
+    changes: Changes = {}
+    for (layer, kind), order in orders.items():
+        if kind == COLUMNS:
+            add_change(changes, layer + WEIGHT, lambda w, _, order=order: w[:, order])  # type: ignore[misc]
+        else:
+            for full in (layer + suffix for suffix in (WEIGHT, BIAS, SCALE)):
+                add_change(changes, full, lambda w, _, order=order: w[order], mixes_rows=True)  # type: ignore[misc]
+    return changes
 
 
 def _find_scaled(block: Block, pair: Pair, x: Tensor) -> tuple[str, int] | None:
@@ -184,27 +194,41 @@ def _find_scaled(block: Block, pair: Pair, x: Tensor) -> tuple[str, int] | None:
     factors = torch.rand(pair.width, generator=torch.Generator().manual_seed(1)).to(x.device) + 0.5
     for writer in reversed(pair.writers):
         for first in reversed(range(0, pair.copies * pair.width, pair.width)):
-            if _equivalent(scaled(block, pair.reader, writer, first, factors), block, pair.reader, x):
-                return writer, first
+            found = writer, first
+            changes = scalings(replace(pair, scaled=found), factors, len(block.weights[writer + WEIGHT]))
+            if _equivalent(_changed(block, changes), block, pair.reader, x):
+                return found
     return None
 
 
-def scaled(block: Block, reader: str, writer: str, first: int, factors: Tensor) -> Block:
-    """Return the block with rows of ``writer``, from ``first`` on, divided by ``factors`` [K]."""
-    changed = block.copy()
-    changed.weights[reader + WEIGHT] = block.weights[reader + WEIGHT] * factors
-    rows = slice(first, first + len(factors))
-    for name in (name for name in (writer + WEIGHT, writer + BIAS) if name in block.weights):
-        w = block.weights[name].clone()
-        w[rows] /= factors[:, None] if w.dim() > 1 else factors
-        changed.weights[name] = w
-    return changed
+def scalings(pair: Pair, factors: Tensor, count: int) -> Changes:
+    """Return the changes that multiply the columns of a pair's reader by ``factors`` [K], and divide rows of a writer.
+
+    The writer is that of ``pair.scaled``, and has ``count`` rows.
+    """
+    assert pair.scaled
+    writer, first = pair.scaled
+    by_row = factors.new_ones(count)
+    by_row[first : first + len(factors)] = factors
+
+    def divide(w: Tensor, rows: slice) -> Tensor:
+        return w / by_row[rows].reshape(-1, *(1,) * (w.dim() - 1))
+
+    multiply = Change(lambda w, _: w * factors)
+    return {pair.reader + WEIGHT: multiply, writer + WEIGHT: Change(divide), writer + BIAS: Change(divide)}
 
 
-def _equivalent(changed: Block, block: Block, layer: str, x: Tensor) -> bool:
+def _changed(block: Block, changes: Changes) -> Block:
+    """Return the block with its weights changed."""
+    copy = block.copy()
+    copy.weights = changed(block.weights, changes)
+    return copy
+
+
+def _equivalent(other: Block, block: Block, layer: str, x: Tensor) -> bool:
     """Return whether two blocks agree in the output of a linear layer, before its bias, and in what they add to x."""
-    outputs = [nn.functional.linear(b.input(layer, x), b.weights[layer + WEIGHT]) for b in (changed, block)]
-    return same(*outputs) and same(changed.output(x) - x, block.output(x) - x)
+    outputs = [nn.functional.linear(b.input(layer, x), b.weights[layer + WEIGHT]) for b in (other, block)]
+    return same(*outputs) and same(other.output(x) - x, block.output(x) - x)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -221,12 +245,8 @@ def _find_residual(block: Block, x: Tensor) -> Residual | None:
     if residual is None:
         return None
     q = random_rotation(block.model.hidden, x.device)
-    changed = block.copy()
-    for name, change in rotations(residual, block.weights, q).items():
-        w = block.weights[name]
-        changed.weights[name] = change.apply(w.double(), slice(0, len(w))).float()
-    rotated = x @ q.float()
-    commutes = same(changed.output(rotated) - rotated, (block.output(x) - x) @ q.float())
+    turned, rotated = _changed(block, rotations(residual, block.weights, q)), x @ q.float()
+    commutes = same(turned.output(rotated) - rotated, (block.output(x) - x) @ q.float())
     return residual if commutes else None
 
 
@@ -237,8 +257,24 @@ def _guess_residual(block: Block, x: Tensor) -> Residual | None:
         for name, module in block.module.named_modules()
         if {n: tuple(p.shape) for n, p in module.named_parameters()} == {"weight": (hidden,)}
     }
+    layers = {name: block.module.get_submodule(name) for group in block.groups for name in group}
+    norms = find_readers(candidates, layers, lambda: block.output(x))
+    readers = {name for names in norms.values() for name in names}
+    writers = tuple(
+        name for name in layers if len(block.weights[name + WEIGHT]) == hidden and name not in readers
+    )
+    if not readers or not writers:
+        return None
+    unit = unit_of(candidates[next(iter(norms))], block.model)
+    return None if unit is None else Residual(norms, unit, writers)
+
+
+def find_readers(
+    norms: Mapping[str, nn.Module], layers: Mapping[str, nn.Module], run: Callable[[], object]
+) -> dict[str, tuple[str, ...]]:
+    """Return the names of the ``layers`` that read the output of each of the ``norms``, both run by ``run``."""
     outputs: dict[int, str] = {}
-    norms: dict[str, list[str]] = {}
+    found: dict[str, tuple[str, ...]] = {}
     kept: list[Tensor] = []  # so that no two have the same address
 
     def wrote(name: str, out: Any) -> None:
@@ -246,31 +282,19 @@ def _guess_residual(block: Block, x: Tensor) -> Residual | None:
             kept.append(out)
             outputs[out.data_ptr()] = name
 
-    def read(name: str, value: Tensor) -> Tensor:
-        if (norm := outputs.get(value.data_ptr())) is not None:
-            norms.setdefault(norm, []).append(name)
-        return value
+    def read(name: str, args: tuple[Any, ...]) -> None:
+        if (norm := outputs.get(args[0].data_ptr())) is not None:
+            found[norm] = (*found.get(norm, ()), name)
 
-    observed = block.copy()
-    observed.read = read
     with ExitStack() as stack:
-        for name, module in candidates.items():
-            hook = module.register_forward_hook(lambda _, args, out, n=name: wrote(n, out))
+        for name, module in norms.items():
+            hook = module.register_forward_hook(lambda _, args, out, name=name: wrote(name, out))
             stack.callback(hook.remove)
-        observed.output(x)
-    readers = {name for names in norms.values() for name in names}
-    writers = tuple(
-        name
-        for group in block.groups
-        for name in group
-        if len(block.weights[name + WEIGHT]) == hidden and name not in readers
-    )
-    if not readers or not writers:
-        return None
-    unit = unit_of(candidates[next(iter(norms))], block.model)
-    if unit is None:
-        return None
-    return Residual({name: tuple(names) for name, names in norms.items()}, unit, writers)
+        for name, module in layers.items():
+            hook = module.register_forward_pre_hook(lambda _, args, name=name: read(name, args))
+            stack.callback(hook.remove)
+        run()
+    return found
 
 
 def unit_of(norm: nn.Module, model: Model) -> float | None:
@@ -315,9 +339,9 @@ def rotations(
             add_change(changes, name + WEIGHT, partial(fold, gain, q))
     if pair and r is not None:
         for name in (pair.writers[0] + WEIGHT, pair.writers[0] + BIAS):
-            add_change(changes, name, partial(_rotate_head_rows, r), mixes_rows=True)
+            add_change(changes, name, partial(rotate_rows, r), mixes_rows=True)
         heads = r.repeat_interleave(pair.heads // pair.kv_heads, 0)
-        add_change(changes, pair.reader + WEIGHT, partial(_rotate_head_columns, heads))
+        add_change(changes, pair.reader + WEIGHT, partial(rotate_columns, heads))
     if q is not None:
         for name in residual.writers:
             for full in (name + WEIGHT, name + BIAS):
@@ -330,10 +354,12 @@ def fold(gain: Tensor, q: Tensor | None, w: Tensor, _: slice) -> Tensor:
     return w * gain if q is None else (w * gain) @ q
 
 
-def _rotate_head_rows(r: Tensor, w: Tensor, _: slice) -> Tensor:
-    rotated: Tensor = r.mT @ w.view(len(r), r.shape[1], -1)
+def rotate_rows(r: Tensor, w: Tensor, _: slice | None = None) -> Tensor:
+    """Return R^T w for w [N, ...] and a block-diagonal R, whose blocks are ``r`` [heads, width, width]."""
+    rotated: Tensor = r.mT @ w.reshape(len(r), r.shape[1], -1)
     return rotated.view_as(w)
 
 
-def _rotate_head_columns(r: Tensor, w: Tensor, _: slice) -> Tensor:
+def rotate_columns(r: Tensor, w: Tensor, _: slice | None = None) -> Tensor:
+    """Return w R for w [N, K] and a block-diagonal R, whose blocks are ``r`` [heads, width, width]."""
     return torch.einsum("nha,hab->nhb", w.unflatten(1, (len(r), -1)), r).flatten(1)

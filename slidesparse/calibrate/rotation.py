@@ -16,17 +16,25 @@ whether all of this leaves the outputs as they are, is found by running blocks a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from slidesparse.calibrate.changes import ChangedReader, Changes, add_change
+from slidesparse.calibrate.changes import ChangedReader, Changes, add_change, changed
 from slidesparse.calibrate.model import Ends, Model
-from slidesparse.calibrate.roles import Pair, Roles, fold, random_rotation, roles_of, rotations, same, unit_of
+from slidesparse.calibrate.roles import (
+    Pair,
+    Roles,
+    find_readers,
+    fold,
+    random_rotation,
+    roles_of,
+    rotations,
+    same,
+    unit_of,
+)
 from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.checkpoint.skeleton import TIED, Skeleton
 from slidesparse.checkpoint.storage import MODULES, Checkpoint, Reader, is_embedding_model
@@ -109,10 +117,7 @@ class _EndsRoles:
             if roles is None:
                 return None
             q = random_rotation(model.hidden, model.device)
-            weights = dict(ends.weights)
-            for name, change in roles.changes(weights, q).items():
-                w = weights[name]
-                weights[name] = change.apply(w.double(), slice(0, len(w))).float()
+            weights = changed(ends.weights, roles.changes(ends.weights, q))
             rotated, ids = Ends(model, weights), torch.arange(TOKENS)[None] % model.vocabulary
             x, turned = ends.embed(ids), rotated.embed(ids)
             commutes = same(turned, x @ q.float()) and same(rotated.logits(turned), ends.logits(x))
@@ -121,35 +126,24 @@ class _EndsRoles:
     @classmethod
     def _guess(cls, model: Model, ends: Ends) -> _EndsRoles | None:
         """Return the norm whose output the head reads, with embedding and head."""
-        network, outputs, found = model.skeleton.model, {}, []
-        head = network.get_output_embeddings()
+        network, inside = model.skeleton.model, model.skeleton.list_path + "."
         paths = {id(module): name for name, module in network.named_modules()}
-        kept: list[Tensor] = []
-
-        def wrote(name: str, out: Any) -> None:
-            if isinstance(out, Tensor):
-                kept.append(out)
-                outputs[out.data_ptr()] = name
-
-        def read(args: tuple[Any, ...]) -> None:
-            found.append(outputs.get(args[0].data_ptr()))
-
-        inside = model.skeleton.list_path + "."
-        with ExitStack() as stack:
-            for name, module in network.named_modules():
-                shapes = [tuple(p.shape) for p in module.parameters()]
-                if shapes == [(model.hidden,)] and not name.startswith(inside):
-                    hook = module.register_forward_hook(lambda _, args, out, n=name: wrote(n, out))
-                    stack.callback(hook.remove)
-            stack.callback(head.register_forward_pre_hook(lambda _, args: read(args)).remove)
-            ends.logits(torch.randn(1, TOKENS, model.hidden, device=model.device))
-        if not found or found[0] is None:
+        head, embedding = (
+            paths[id(module)] for module in (network.get_output_embeddings(), network.get_input_embeddings())
+        )
+        candidates = {
+            name: module
+            for name, module in network.named_modules()
+            if [tuple(p.shape) for p in module.parameters()] == [(model.hidden,)]
+            and not name.startswith(inside)
+        }
+        x = torch.randn(1, TOKENS, model.hidden, device=model.device)
+        norms = find_readers(candidates, {head: network.get_submodule(head)}, lambda: ends.logits(x))
+        norm = next(iter(norms), None)
+        unit = unit_of(candidates[norm], model) if norm else None
+        if norm is None or unit is None:
             return None
-        unit = unit_of(network.get_submodule(found[0]), model)
-        if unit is None:
-            return None
-        embedding = paths[id(network.get_input_embeddings())]
-        return cls(embedding + WEIGHT, found[0] + WEIGHT, paths[id(head)] + WEIGHT, unit)
+        return cls(embedding + WEIGHT, norm + WEIGHT, head + WEIGHT, unit)
 
     def changes(self, weights: Mapping[str, Tensor], q: Tensor | None) -> Changes:
         """Return the changes of these parameters, on float64; ``weights`` must hold the norm's."""
@@ -189,6 +183,6 @@ def rotated_reader(
         r = rotation.r[number].to(device) if rotation and number in rotation.r else None
         pair = value_pair(block_roles) if r is not None else None
         names = dict.fromkeys(stored, torch.empty(0)) | weights
-        changed = rotations(residual, names, q, pair, r)
-        changes |= {stored[name]: change for name, change in changed.items()}
+        of_block = rotations(residual, names, q, pair, r)
+        changes |= {stored[name]: change for name, change in of_block.items()}
     return ChangedReader(reader, changes, torch.float64, device)

@@ -16,9 +16,10 @@ from slidesparse.calibrate.model import Model
 from slidesparse.checkpoint.tokens import (
     FORMS,
     Document,
+    cut,
     is_dataset,
     read_documents,
-    read_ids,
+    read_samples,
     require_ids,
     tokenizer_of,
 )
@@ -28,7 +29,6 @@ RANDOM = "random"
 SAMPLES, SEQLEN = 128, 2048
 VALIDATION_INTERVAL = 8  # one in this many samples is in the validation split
 MAX_TOKENS = 2**26  # where all of a text is read; half a GiB
-MAX_RANDOM_TOKENS = 2**28  # tokens, 2 GiB
 PIECE = 2**14  # characters of a text that is cut into documents at the ends of lines
 SEED = 0
 
@@ -98,7 +98,12 @@ def load_samples(
 
     Raises SlideSparseError for unusable data, EnvironmentFault without a tokenizer library.
     """
-    _require_valid(samples, seqlen, model)
+    if samples is not None and samples < 1:
+        raise CalibrationError(f"--samples {samples} is too few; the least is 1, the default {SAMPLES}")
+    if seqlen is not None and not 2 <= seqlen <= model.longest:
+        raise CalibrationError(
+            f"--seqlen {seqlen} must be from 2 to {model.longest}, the maximum sequence length of this model"
+        )
     length = seqlen or min(SEQLEN, model.longest)
     total = samples or max(1, MAX_TOKENS // length)
     shares = [total // len(data) + (i < total % len(data)) for i in range(len(data))]
@@ -123,7 +128,7 @@ def _load(data: str, model: Model, samples: int, length: int, option: str) -> Sa
     path = Path(data)
     try:
         if path.is_file() and path.suffix == ".npy":
-            sequences = _read_sample_ids(path, length)
+            sequences = read_samples(path, length)
             chosen = [sequences[i] for i in sorted(generator.permutation(len(sequences))[:samples])]
         else:
             take = _cut_stream if model.is_causal else _sample_each_text
@@ -164,37 +169,13 @@ def _pieces(data: str) -> Iterator[Document]:
             start = stop
 
 
-def _require_valid(samples: int | None, seqlen: int | None, model: Model) -> None:
-    """Raise CalibrationError for a number that is out of range."""
-    if samples is not None and samples < 1:
-        raise CalibrationError(f"--samples {samples} is too few; the least is 1, the default {SAMPLES}")
-    if seqlen is not None and not 2 <= seqlen <= model.longest:
-        raise CalibrationError(
-            f"--seqlen {seqlen} must be from 2 to {model.longest}, the maximum sequence length of this model"
-        )
-
-
 def _random_samples(generator: np.random.Generator, model: Model, samples: int, length: int) -> Samples:
     """Return samples of random tokens, for trials."""
-    if samples * length > MAX_RANDOM_TOKENS:
-        raise CalibrationError(
-            f"--samples {samples} of {length} random tokens are more than the limit of {MAX_RANDOM_TOKENS} tokens; "
-            f"{SAMPLES} samples are usual"
-        )
     drawn = generator.integers(0, model.vocabulary, (samples, length))
     note = (
         "random tokens do not represent the text that the model will serve; use them only to try things out"
     )
     return Samples(tuple(torch.from_numpy(row) for row in drawn), "random tokens", note)
-
-
-def _read_sample_ids(path: Path, length: int) -> list[np.ndarray]:
-    """Return the samples of a ``.npy`` file: its rows truncated to ``length``, or its stream cut into samples."""
-    ids = read_ids(path)
-    if ids.ndim == 1:
-        usable = len(ids) // length * length
-        return list(ids[:usable].reshape(-1, length))
-    return [row[:length] for row in ids] if ids.shape[1] > 1 else []
 
 
 def _cut_stream(encoded: Iterator[list[int]], samples: int, length: int) -> list[np.ndarray]:
@@ -206,8 +187,7 @@ def _cut_stream(encoded: Iterator[list[int]], samples: int, length: int) -> list
         tokens += len(ids)
         if tokens >= samples * length:
             break
-    count = min(samples, tokens // length)
-    return list(np.concatenate(parts)[: count * length].reshape(count, length)) if parts else []
+    return cut(np.concatenate(parts), length)[:samples] if parts else []
 
 
 def _sample_each_text(encoded: Iterator[list[int]], samples: int, length: int) -> list[np.ndarray]:

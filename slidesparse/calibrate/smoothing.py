@@ -27,9 +27,9 @@ from slidesparse.calibrate.inputs import Stream
 from slidesparse.calibrate.model import Model, fast_products
 from slidesparse.calibrate.pipeline import block_counter, run_blocks
 from slidesparse.calibrate.resume import SMOOTHING, WorkFolder
-from slidesparse.calibrate.roles import Pair, Roles, find_roles, roles_of
+from slidesparse.calibrate.roles import Pair, Roles, find_roles, roles_of, scalings
 from slidesparse.calibrate.task import Progress, Task
-from slidesparse.checkpoint.names import BIAS, WEIGHT
+from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.checkpoint.storage import Reader
 from slidesparse.quantize import dequantize_rows, quantize_rows
 
@@ -43,17 +43,18 @@ FACTORS, ERRORS = ".factors", ".errors"  # suffixes of the name of a `down` laye
 class Smoothing:
     """The factors of a model, and the INT8 errors without and with them."""
 
-    factors: dict[str, Tensor]  # [K] float32, by the name of the `down` layer
+    factors: dict[str, Tensor]  # [K] float32, by the name of the `down` layer; ones where others do not help
     errors: dict[str, Tensor]  # [2]: mean of |y' - y|^2 / |y|^2 over tokens, without and with factors
 
     @property
     def summary(self) -> str:
         """The line for the report; empty if no layer is smoothed."""
-        if not self.factors:
+        smoothed = sum(bool((factors != 1).any()) for factors in self.factors.values())
+        if not smoothed:
             return ""
         before, after = torch.stack([*self.errors.values()]).mean(0).sqrt().tolist()
         return (
-            f"channels scaled before {len(self.factors)} of {len(self.errors)} down_proj layers, folded into the "
+            f"channels scaled before {smoothed} of {len(self.errors)} down_proj layers, folded into the "
             f"weights; their relative output error from INT8 alone: {before:.2%} -> {after:.2%}"
         )
 
@@ -63,24 +64,20 @@ def find_smoothing(task: Task, reader: Reader, work: WorkFolder, progress: Progr
 
     The result is deterministic on the same machine.
     """
-    widths = {
-        task.model.full_name(number, pair.reader): pair.width
-        for number, roles in enumerate(roles_of(task.model, reader))
-        for pair in _smoothed(task, number, roles)
-    }
-    stored = work.open_files(SMOOTHING).tensors
-    shapes = {name + ERRORS: (2,) for name in widths}
-    shapes |= {name + FACTORS: (width,) for name, width in widths.items() if name + FACTORS in stored}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for number, roles in enumerate(roles_of(task.model, reader)):
+        for pair in _smoothed(task, number, roles):
+            name = task.model.full_name(number, pair.reader)
+            shapes |= {name + FACTORS: (pair.width,), name + ERRORS: (2,)}
     saved = work.read_tensors(SMOOTHING, shapes)
     if saved is None:
         saved = _search(task, reader, progress)
         work.write_tensors(SMOOTHING, saved)
-    return Smoothing(
-        *(
-            {name.removesuffix(suffix): x for name, x in saved.items() if name.endswith(suffix)}
-            for suffix in (FACTORS, ERRORS)
-        )
+    factors, errors = (
+        {name.removesuffix(suffix): x for name, x in saved.items() if name.endswith(suffix)}
+        for suffix in (FACTORS, ERRORS)
     )
+    return Smoothing(factors, errors)
 
 
 def _smoothed(task: Task, number: int, roles: Roles) -> Iterator[Pair]:
@@ -100,9 +97,7 @@ def _search(task: Task, reader: Reader, progress: Progress) -> dict[str, Tensor]
             down = run.full_name(pair.reader)
             x, peaks = _sample_inputs(run.pruned, pair.reader)
             factors, errors = choose_factors(x, peaks, run.block.weights[pair.reader + WEIGHT])
-            tensors[down + ERRORS] = errors.cpu()
-            if factors is not None:
-                tensors[down + FACTORS] = factors.cpu()  # where readers multiply by them
+            tensors |= {down + FACTORS: factors.cpu(), down + ERRORS: errors.cpu()}
         run.pruned.advance()
         report(run.number)
     return tensors
@@ -122,8 +117,8 @@ def _sample_inputs(stream: Stream, layer: str) -> tuple[Tensor, Tensor]:
     return torch.cat(sampled), torch.stack(peaks).amax(0)
 
 
-def choose_factors(x: Tensor, peaks: Tensor, w: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Return the factors [K] of a layer, or None if they do not reduce its error, and the errors.
+def choose_factors(x: Tensor, peaks: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the factors [K] of a layer, ones if others do not reduce its error, and the errors.
 
     Args:
         x: [M, K] float32, tokens of the layer's input.
@@ -146,7 +141,8 @@ def choose_factors(x: Tensor, peaks: Tensor, w: Tensor) -> tuple[Tensor | None, 
     logs = torch.where(used, peaks, 1.0).log() / 2
     factors = torch.where(used, logs - logs.sum() / used.sum().clamp(min=1), 0.0).exp()
     before, after = error(torch.ones_like(factors)), error(factors)
-    return factors if after < before else None, torch.stack((before, torch.minimum(before, after)))
+    factors = factors if after < before else torch.ones_like(factors)
+    return factors, torch.stack((before, torch.minimum(before, after)))
 
 
 def smoothed_reader(reader: Reader, model: Model, factors: Mapping[str, Tensor]) -> ChangedReader:
@@ -158,13 +154,10 @@ def smoothed_reader(reader: Reader, model: Model, factors: Mapping[str, Tensor])
     for number, roles in enumerate(roles_of(model, reader)):
         for pair in roles.pairs:
             factor = factors.get(model.full_name(number, pair.reader))
-            if factor is None or pair.scaled is None:
+            if factor is None or pair.scaled is None or not bool((factor != 1).any()):
                 continue
-            writer, first = model.full_name(number, pair.scaled[0]), pair.scaled[1]
-            by_row = factor.new_ones(reader.checkpoint.require(writer + WEIGHT).rows)
-            by_row[first : first + len(factor)] = factor
-            reads = model.full_name(number, pair.reader) + WEIGHT
-            add_change(changes, reads, lambda w, _, factor=factor: w * factor)  # type: ignore[misc]
-            for name in (writer + WEIGHT, writer + BIAS):
-                add_change(changes, name, lambda w, rows, by_row=by_row: w / by_row[rows, None])  # type: ignore[misc]
+            writer = model.full_name(number, pair.scaled[0]) + WEIGHT
+            for name, change in scalings(pair, factor, reader.checkpoint.require(writer).rows).items():
+                layer, _, kind = name.rpartition(".")
+                add_change(changes, f"{model.full_name(number, layer)}.{kind}", change.apply)
     return ChangedReader(reader, changes, torch.float32)

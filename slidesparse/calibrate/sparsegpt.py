@@ -16,7 +16,8 @@ block U_gg::
 
 SparseGPT (arXiv 2301.00774) scores weights individually, removes them column by column, and cannot update the columns
 to their left.  Here the two weights of a block are scored as a pair and removed together, which has a lower error and
-takes L times fewer steps.  The padding of a partial block counts as zeros: a tail of t columns loses max(0, t - (L-2)).
+takes L times fewer steps.  A partial block is padded with weights of zero that are independent of the others.  To
+remove them costs nothing, so that a tail of t columns loses max(0, t - (L-2)).
 
 SparseGPT never revisits a block.  `refine` does: it optimizes every block in turn while all others are fixed.  The
 optimal weights of the block without a pattern follow from the gradient, and the two to remove are chosen again by the
@@ -40,14 +41,15 @@ in rows where they reduce the error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
-from slidesparse.pattern import ZEROS, Pattern, SlidePattern
+from slidesparse.pattern import Pattern, SlidePattern
 
 DAMPING = 0.01  # relative to the mean of H's diagonal, to which it is added, as in SparseGPT and GPTQ
 SHRINKAGE = 0.2  # times K / tokens: the damping where tokens are few, see `damping_for`
@@ -126,9 +128,18 @@ def compensated_target(w: Tensor, error: Tensor, upper: Tensor) -> Tensor:
     return w.to(upper.dtype) + (error.to(upper.dtype) @ upper.t()) @ upper
 
 
-def block_slices(in_features: int, length: int) -> list[slice]:
-    """Return the columns of each block of ``length``; the last block may be shorter."""
-    return [slice(a, min(in_features, a + length)) for a in range(0, in_features, length)]
+def _blocks(matrix: Tensor, length: int) -> Tensor:
+    """Return the diagonal blocks [blocks, L, L] of a matrix [K, K], K a multiple of L = ``length``."""
+    count = len(matrix) // length
+    return matrix.view(count, length, count, length).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+
+
+def _padded(matrix: Tensor, length: int) -> Tensor:
+    """Return a matrix [K, K] with rows and columns of the identity added up to whole blocks of ``length``."""
+    right = -len(matrix) % length
+    padded = F.pad(matrix, (0, right, 0, right)) if right else matrix
+    padded.diagonal()[len(matrix) :] = 1
+    return padded
 
 
 def sparsegpt(w: Tensor, upper: Tensor, pattern: SlidePattern, grid: Tensor | None = None) -> Tensor:
@@ -146,35 +157,26 @@ def sparsegpt(w: Tensor, upper: Tensor, pattern: SlidePattern, grid: Tensor | No
     if upper.shape != (w.shape[1], w.shape[1]):
         raise ValueError(f"H of {list(upper.shape)} does not belong to a weight of {list(w.shape)}")
     out = w.to(upper.dtype, copy=True)
-    if pattern.length is None:
+    if (length := pattern.length) is None:
         return out
-    groups = block_slices(w.shape[1], pattern.length)
-    corners = [upper[group, group] for group in groups]
-    block_rules = rules([corner.t() @ corner for corner in corners], pattern.length)
-    step = max(1, BATCH_COLUMNS // pattern.length)
-    for first in range(0, len(groups), step):
-        batch = slice(first, first + step)
-        start, stop = groups[batch][0].start, groups[batch][-1].stop
+    out = F.pad(out, (0, -w.shape[1] % length))
+    upper = _padded(upper, length)
+    corners = _blocks(upper, length)
+    rules = _rules(corners.mT @ corners)
+    step = max(1, BATCH_COLUMNS // length) * length
+    for start in range(0, out.shape[1], step):
+        stop = min(start + step, out.shape[1])
         errors = out.new_zeros(len(w), stop - start)
-        for number, group in enumerate(groups[batch], first):
-            corner, rule = corners[number], block_rules[number]
-            block, error = out[:, group], errors[:, group.start - start : group.stop - start]
-            if grid is not None:
-                removed = torch.zeros_like(block, dtype=torch.bool)
-                if rule:
-                    removed = choose_removed(block, rule)[1]
-                rounded = _round_block(block, removed, corner, grid, error)
-                out[:, group.stop : stop].addmm_(error, upper[group, group.stop : stop], alpha=-1)
-                block.copy_(rounded)
-                continue
-            if rule is None:
-                continue
-            share, removed = choose_removed(block, rule)
+        for first in range(start, stop, length):
+            last, corner = first + length, corners[first // length]
+            block, error = out[:, first:last], errors[:, first - start : last - start]
+            share, removed = choose_removed(block, rules[first // length])
             torch.mm(share, corner.t(), out=error)
-            out[:, group.start : stop].addmm_(error, upper[group, group.start : stop], alpha=-1)
-            block.masked_fill_(removed, 0.0)
+            rounded = None if grid is None else _round_block(block, removed, corner, grid, error)
+            out[:, first:stop].addmm_(error, upper[first:last, first:stop], alpha=-1)
+            block.masked_fill_(removed, 0.0) if rounded is None else block.copy_(rounded)
         out[:, stop:].addmm_(errors, upper[start:stop, stop:], alpha=-1)
-    return out
+    return out[:, : w.shape[1]].contiguous()
 
 
 def _round_block(block: Tensor, removed: Tensor, corner: Tensor, grid: Tensor, error: Tensor) -> Tensor:
@@ -215,132 +217,90 @@ def refine(
     Returns:
         A new [N, K] in the dtype of ``pruned`` that obeys the pattern where it is pruned; pruned weights are +0.0.
     """
-    out = pruned.clone()
-    if pattern.length is None or not sweeps:
-        return out
-    h = damped(hessian, damping)
-    groups = block_slices(w.shape[1], pattern.length)
-    inverses = _inverses(h, groups, pattern.length, out.dtype)
-    block_rules = rules(inverses, pattern.length)
-    h = h.to(out.dtype)
-    start_from = w.to(out.dtype)
-    step = max(1, BATCH_COLUMNS // pattern.length)
+    if (length := pattern.length) is None or not sweeps:
+        return pruned.clone()
+    out, start_from = (F.pad(x.to(pruned.dtype), (0, -w.shape[1] % length)) for x in (pruned, w))
+    h = _padded(damped(hessian, damping), length)
+    inverses = torch.linalg.inv(_blocks(h, length)).to(out.dtype)
+    rules, h = _rules(inverses), h.to(out.dtype)
+    step = max(1, BATCH_COLUMNS // length) * length
     for _ in range(sweeps):
         gradient = (out - start_from) @ h
-        for first in range(0, len(groups), step):
-            batch = slice(first, first + step)
-            start, stop = groups[batch][0].start, groups[batch][-1].stop
+        for start in range(0, out.shape[1], step):
+            stop = min(start + step, out.shape[1])
             before = out[:, start:stop].clone()
-            for number, group in enumerate(groups[batch], first):
-                inverse, rule = inverses[number], block_rules[number]
-                block = out[:, group]
-                best = torch.addmm(block, gradient[:, group], inverse, alpha=-1)
-                if grid is not None:
-                    best = _best_on_grid(block, best, rule, inverse, h[group, group], grid)
-                elif rule is not None:
-                    share, removed = choose_removed(best, rule)
+            for first in range(start, stop, length):
+                last, inverse, rule = first + length, inverses[first // length], rules[first // length]
+                block = out[:, first:last]
+                best = torch.addmm(block, gradient[:, first:last], inverse, alpha=-1)
+                share, removed = choose_removed(best, rule)
+                if grid is None:
                     best.addmm_(share, inverse, alpha=-1).masked_fill_(removed, 0.0)
-                gradient[:, group.stop : stop].addmm_(best - block, h[group, group.stop : stop])
+                else:
+                    best = _best_on_grid(block, best, removed, inverse, h[first:last, first:last], grid)
+                gradient[:, last:stop].addmm_(best - block, h[first:last, last:stop])
                 block.copy_(best)
             gradient[:, stop:].addmm_(out[:, start:stop] - before, h[start:stop, stop:])
-    return out
+    return out[:, : w.shape[1]].contiguous()
 
 
 def _best_on_grid(
-    current: Tensor,
-    best: Tensor,
-    rule: Rule | None,
-    inverse: Tensor,
-    h: Tensor,
-    grid: Tensor,
+    current: Tensor, best: Tensor, removed: Tensor, inverse: Tensor, h: Tensor, grid: Tensor
 ) -> Tensor:
     """Return ``best`` [N, L] pruned and rounded, or ``current`` in rows where that is nearer in the norm of H_gg."""
-    removed = choose_removed(best, rule)[1] if rule else torch.zeros_like(best, dtype=torch.bool)
     corner = torch.linalg.cholesky(inverse, upper=True)
     rounded = _round_block(best, removed, corner, grid, torch.empty_like(best))
     costs = [((w - best) @ h * (w - best)).sum(1, keepdim=True) for w in (rounded, current)]
     return torch.where(costs[0] < costs[1], rounded, current)
 
 
-def _inverses(h: Tensor, groups: list[slice], length: int, dtype: torch.dtype) -> list[Tensor]:
-    """Return (H_gg)^-1 of each block; whole blocks are inverted together."""
-    full = [h[group, group] for group in groups if group.stop - group.start == length]
-    inverses = iter(torch.linalg.inv(torch.stack(full)).to(dtype) if full else ())
-    return [
-        next(inverses) if g.stop - g.start == length else torch.linalg.inv(h[g, g]).to(dtype) for g in groups
-    ]
-
-
 class Rule(NamedTuple):
-    """The inverses (A_PP)^-1 of a block for each of the C choices P of one or two of its columns."""
+    """The inverses (A_PP)^-1 of a block for each of the C choices P of two of its columns."""
 
-    diagonal: Tensor  # [1 or 2, C]
-    off_diagonal: Tensor  # [1, C] the off-diagonal element; not used for one column
+    diagonal: Tensor  # [2, C]
+    off_diagonal: Tensor  # [1, C]
 
 
-def rules(a: Sequence[Tensor], length: int) -> list[Rule | None]:
-    """Return the rule for choosing weights in each block, from its A [t, t]; None where none must be removed.
+def _rules(a: Tensor) -> list[Rule]:
+    """Return the rules for choosing weights in each block, from A [blocks, L, L] of all of them.
 
-    Whole blocks, of ``length`` columns, are computed together, because on a GPU kernel launches would take most of the
-    time of a loop over blocks.
+    On a GPU, kernel launches would take most of the time of a loop over blocks.
     """
-    full = [block for block in a if len(block) == length]
-    ready = iter(
-        zip(*(part.unbind() for part in _rule(torch.stack(full), ZEROS)), strict=True) if full else ()
-    )
-    block_rules: list[Rule | None] = []
-    for block in a:
-        surplus = len(block) - (length - ZEROS)
-        if len(block) == length:
-            block_rules.append(Rule(*next(ready)))
-        else:
-            block_rules.append(_rule(block, surplus) if surplus > 0 else None)
-    return block_rules
-
-
-def _rule(a: Tensor, count: int) -> Rule:
-    """Return the rule of A [..., L, L] for choices of ``count`` columns."""
-    columns = _choices(a.shape[-1], count, a.device).columns
+    columns = _choices(a.shape[-1], a.device).columns
     own = a.diagonal(dim1=-2, dim2=-1)[..., columns]
-    if count == 1:
-        return Rule(own.reciprocal(), torch.zeros_like(own))
     both = a[..., columns[0], columns[1]].unsqueeze(-2)
     determinant = own.prod(-2, keepdim=True) - both * both
-    return Rule(own.flip(-2) / determinant, -both / determinant)
+    return [Rule(*parts) for parts in zip(own.flip(-2) / determinant, -both / determinant, strict=True)]
 
 
 def choose_removed(w: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Choose the cheapest weights P of each row of ``w`` [N, L] to remove, as many as ``rule`` is for.
+    """Choose the two cheapest weights P of each row of ``w`` [N, L] to remove; ties go to the leftmost.
 
-    Ties go to the leftmost.  Returns w_P (A_PP)^-1 scattered into zeros [N, L], and whether each weight is in P,
-    bool [N, L].
+    Returns w_P (A_PP)^-1 scattered into zeros [N, L], and whether each weight is in P, bool [N, L].
     """
-    count, choice_count = rule.diagonal.shape
-    step = max(1, CHOICE_ELEMENTS // choice_count)
+    step = max(1, CHOICE_ELEMENTS // rule.diagonal.shape[1])
     if len(w) > step:
         parts = [choose_removed(part, rule) for part in w.split(step)]
         return torch.cat([share for share, _ in parts]), torch.cat([removed for _, removed in parts])
-    choices = _choices(w.shape[1], count, w.device)
-    selected = w[:, choices.columns]  # [N, count, C]
-    shares = selected * rule.diagonal
-    if count > 1:
-        shares.addcmul_(selected.flip(1), rule.off_diagonal)
+    choices = _choices(w.shape[1], w.device)
+    selected = w[:, choices.columns]  # [N, 2, C]
+    shares = (selected * rule.diagonal).addcmul_(selected.flip(1), rule.off_diagonal)
     best = selected.mul_(shares).sum(1).argmin(-1)
-    values = shares.gather(2, best.view(-1, 1, 1).expand(-1, count, 1)).squeeze(2)
+    values = shares.gather(2, best.view(-1, 1, 1).expand(-1, 2, 1)).squeeze(2)
     columns = choices.pairs[best]
     removed = torch.zeros_like(w, dtype=torch.bool).scatter_(1, columns, True)
     return torch.zeros_like(w).scatter_(1, columns, values), removed
 
 
 class _Choices(NamedTuple):
-    """All choices of one or two of L columns, in lexicographic order."""
+    """All choices of two of L columns, in lexicographic order."""
 
-    columns: Tensor  # [count, C]
-    pairs: Tensor  # [C, count], transposed
+    columns: Tensor  # [2, C]
+    pairs: Tensor  # [C, 2], transposed
 
 
 @cache
-def _choices(length: int, count: int, device: torch.device) -> _Choices:
+def _choices(length: int, device: torch.device) -> _Choices:
     with torch.inference_mode(False):
-        pairs = torch.combinations(torch.arange(length, device=device), count)
+        pairs = torch.combinations(torch.arange(length, device=device))
         return _Choices(pairs.t().contiguous(), pairs)

@@ -44,7 +44,6 @@ class Calibration:
     rotate: str = ROTATIONS[0]  # whether to rotate, permute and scale weights first
     distill: tuple[str, ...] = ()  # text, in the form of ``data``, for distillation from the dense model
     minutes: float | None = None  # duration of distillation; None: MINUTES
-    sweeps: int = 4  # refinement passes over each layer after pruning
     epochs: int = 4  # of fine-tuning each block after it was pruned
 
     def __post_init__(self) -> None:

@@ -145,6 +145,19 @@ def read_ids(path: Path) -> np.ndarray:
     return np.array(ids)
 
 
+def read_samples(path: Path, length: int) -> list[np.ndarray]:
+    """Read the samples of a ``.npy`` file: its rows truncated to ``length``, or its stream cut into samples."""
+    ids = read_ids(path)
+    if ids.ndim == 1:
+        return cut(ids, length)
+    return [row[:length] for row in ids] if ids.shape[1] > 1 else []
+
+
+def cut(stream: np.ndarray, length: int) -> list[np.ndarray]:
+    """Cut a stream of ids [tokens] into consecutive samples of ``length``, without the rest."""
+    return list(stream[: len(stream) // length * length].reshape(-1, length))
+
+
 def require_ids(
     samples: Sequence[Sequence[int] | np.ndarray], vocabulary: int, data: str, folder: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,8 +14,7 @@ from slidesparse.cli.console import Json, application, out, warn
 from slidesparse.errors import SlideSparseError
 
 if TYPE_CHECKING:
-    from slidesparse.evaluate.engine import Engine
-    from slidesparse.evaluate.perplexity import Interval, Perplexity
+    from slidesparse.evaluate.perplexity import Interval
 
 
 Folder = Annotated[Path, typer.Argument(help="The checkpoint to evaluate.", metavar="DIR")]
@@ -74,14 +74,12 @@ def perplexity(
     if seqlen is None:
         seqlen = window_of(model, *([against] if against else []))
     ids = windows(data, model, seqlen, samples)
-    result = measure(model, ids, against, top, _engine(option, log))
+    result = measure(model, ids, against, top, _arguments(option), log)
     _warn(result)
-    print(json.dumps(result.to_json(), indent=2)) if as_json else _show_perplexity(result)
+    print(json.dumps(result, default=asdict, indent=2)) if as_json else _show_perplexity(result)
 
 
-def _engine(options: list[str] | None, log: Path | None) -> Engine:
-    from slidesparse.evaluate.engine import Engine
-
+def _arguments(options: list[str] | None) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for text in options or []:
         name, separator, value = text.partition("=")
@@ -91,15 +89,16 @@ def _engine(options: list[str] | None, log: Path | None) -> Engine:
             arguments[name] = json.loads(value)
         except ValueError:
             arguments[name] = value
-    return Engine(arguments, log)
+    return arguments
 
 
-def _warn(result: Perplexity) -> None:
+def _warn(result: dict[str, Any]) -> None:
     """Warn if a converted checkpoint was not served by the plugin."""
     from slidesparse.checkpoint.metadata import KEY
     from slidesparse.evaluate.texts import config_of
 
-    for folder, served in ((result.model, result.served_by), (result.against, result.against_served_by)):
+    for name in ("model", "against"):
+        folder, served = result.get(name), result.get("served_by" if name == "model" else "against_served_by")
         if folder and not served and KEY in (config_of(Path(folder)).get("quantization_config") or {}):
             warn(
                 f"{folder} was served by stock vLLM, without the plugin; install slidesparse in vLLM's environment, "
@@ -112,14 +111,15 @@ def _show(name: str, interval: Interval, digits: int = 4, unit: str = "") -> Non
     out.print(escape(f"{name:22} {interval.value:.{digits}f}{unit}  (95%: {low} to {high})"))
 
 
-def _show_perplexity(result: Perplexity) -> None:
-    out.print(escape(f"{'model':22} {result.model}: {result.served_by or 'stock vLLM'}"))
-    out.print(f"{'data':22} {result.windows} windows, {result.tokens} tokens scored")
-    _show("perplexity", result.perplexity)
-    if result.comparison is None:
+def _show_perplexity(result: dict[str, Any]) -> None:
+    out.print(escape(f"{'model':22} {result['model']}: {result['served_by'] or 'stock vLLM'}"))
+    out.print(f"{'data':22} {result['windows']} windows, {result['tokens']} tokens scored")
+    _show("perplexity", result["perplexity"])
+    if "against" not in result:
         return
-    out.print(escape(f"{'against':22} {result.against}: {result.against_served_by or 'stock vLLM'}"))
-    _show("against: perplexity", result.comparison.perplexity)
-    _show("increase", result.comparison.delta_pct, 3, "%")
-    _show("top-1 agreement", result.comparison.top1)
-    _show("KL divergence" if result.comparison.exact else "KL divergence >=", result.comparison.kl, 5)
+    out.print(escape(f"{'against':22} {result['against']}: {result['against_served_by'] or 'stock vLLM'}"))
+    _show("against: perplexity", result["against_perplexity"])
+    _show("increase", result["delta_pct"], 3, "%")
+    _show("top-1 agreement", result["top1_agreement"])
+    exact = "kl" in result
+    _show("KL divergence" if exact else "KL divergence >=", result["kl" if exact else "kl_at_least"], 5)

@@ -205,7 +205,6 @@ def _asked(options: ConvertOptions, calibration: Calibration) -> dict[str, Any]:
         "--seqlen": calibration.seqlen,
         "--rotate": calibration.rotate,
         "--minutes": calibration.training_minutes if calibration.distill else None,
-        "sweeps": calibration.sweeps,
         "epochs": calibration.epochs,
     }
 

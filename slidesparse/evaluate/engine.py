@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,47 +42,48 @@ class Scored:
     served_by: str
 
 
-@dataclass(frozen=True)
-class Engine:
-    """The options with which checkpoints are served."""
+def score(
+    model: Path,
+    ids: Sequence[Sequence[int]],
+    top: int,
+    options: Mapping[str, Any] | None = None,
+    log: Path | None = None,
+) -> Scored:
+    """Serve a checkpoint, and compute the arrays of `slidesparse.evaluate.worker` for samples of token ``ids``.
 
-    options: Mapping[str, Any] = field(default_factory=dict)  # arguments of vllm.LLM
-    log: Path | None = None  # file to append the engine's output to; None discards it
+    Args:
+        top: number of most likely tokens per position, or -1 for all.
+        options: arguments of vllm.LLM.
+        log: file to append the engine's output to; None discards it.
 
-    def score(self, model: Path, ids: Sequence[Sequence[int]], top: int) -> Scored:
-        """Compute the arrays of `slidesparse.evaluate.worker` for samples of token ``ids``.
-
-        Args:
-            top: number of most likely tokens per position, or -1 for all.
-
-        Raises SlideSparseError with the cause from the engine's log, EnvironmentFault without vLLM.
-        """
-        if importlib.util.find_spec("vllm") is None:
-            raise EnvironmentFault(f"evaluation serves the model, but vLLM is not installed: {INSTALL}")
-        longest = max(len(sample) for sample in ids) + 1  # vLLM generates one token
-        options = {"enforce_eager": True, "max_model_len": longest, **self.options}
-        request = {"model": str(model), "ids": ids, "top": top, "options": options}
-        with tempfile.TemporaryDirectory() as folder:
-            out, log = Path(folder) / "out.npz", self.log or Path(folder) / "log"
-            with log.open("ab") as sink:
-                sink.write(f"# {model}\n".encode())
-                sink.flush()
-                start = sink.tell()
-                process = subprocess.run(
-                    [sys.executable, "-m", WORKER, str(out)],
-                    input=json.dumps(request).encode(),
-                    env=_environment(),
-                    stdout=sink,
-                    stderr=sink,
-                    check=False,
-                )
-            text = log.read_bytes()[start:].decode(errors="replace")
-            if process.returncode or not out.exists():
-                raise SlideSparseError(f"vLLM could not evaluate {model}:\n{find_errors(text)}")
-            with np.load(out) as archive:
-                arrays = {name: archive[name] for name in archive.files}
-        served = summaries(text)
-        return Scored(arrays, served[-1]["words"] if served else "")
+    Raises SlideSparseError with the cause from the engine's log, EnvironmentFault without vLLM.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise EnvironmentFault(f"evaluation serves the model, but vLLM is not installed: {INSTALL}")
+    longest = max(len(sample) for sample in ids) + 1  # vLLM generates one token
+    options = {"enforce_eager": True, "max_model_len": longest, **(options or {})}
+    request = {"model": str(model), "ids": ids, "top": top, "options": options}
+    with tempfile.TemporaryDirectory() as folder:
+        out, log = Path(folder) / "out.npz", log or Path(folder) / "log"
+        with log.open("ab") as sink:
+            sink.write(f"# {model}\n".encode())
+            sink.flush()
+            start = sink.tell()
+            process = subprocess.run(
+                [sys.executable, "-m", WORKER, str(out)],
+                input=json.dumps(request).encode(),
+                env=_environment(),
+                stdout=sink,
+                stderr=sink,
+                check=False,
+            )
+        text = log.read_bytes()[start:].decode(errors="replace")
+        if process.returncode or not out.exists():
+            raise SlideSparseError(f"vLLM could not evaluate {model}:\n{find_errors(text)}")
+        with np.load(out) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    served = summaries(text)
+    return Scored(arrays, served[-1]["words"] if served else "")
 
 
 def vllm_command() -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from slidesparse.checkpoint.tokens import require_ids
 from slidesparse.errors import SlideSparseError
-from slidesparse.evaluate.engine import Engine, Scored
+from slidesparse.evaluate.engine import Scored, score
 from slidesparse.evaluate.texts import config_number
 from slidesparse.evaluate.worker import MAX_LOGPROBS_AT_ONCE
 
@@ -53,54 +53,15 @@ def ratio(above: Array, below: Array) -> Array:
     return np.asarray(above.sum(-1, dtype=np.float64) / below.sum(-1, dtype=np.float64))
 
 
-@dataclass(frozen=True)
-class PairedComparison:
-    """A comparison of a model with a reference on the same tokens."""
-
-    perplexity: Interval  # perplexity of the reference
-    delta_pct: Interval  # relative increase in perplexity over the reference, in percent; paired
-    top1: Interval  # share of positions with the same most likely token
-    kl: Interval  # mean KL(reference || model) in nats; see `divergence`
-    exact: bool  # whether KL covers the whole vocabulary; otherwise it is a lower bound
-
-
-@dataclass(frozen=True)
-class Perplexity:
-    """The metrics of a model, and its comparison with a reference."""
-
-    model: str
-    against: str | None
-    windows: int
-    tokens: int
-    perplexity: Interval
-    comparison: PairedComparison | None
-    served_by: str
-    against_served_by: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        fields = asdict(self)
-        compared = fields.pop("comparison")
-        if compared is None:
-            del fields["against"], fields["against_served_by"]
-            return fields
-        kl = "kl" if compared["exact"] else "kl_at_least"
-        return fields | {
-            "against_perplexity": compared["perplexity"],
-            "delta_pct": compared["delta_pct"],
-            "top1_agreement": compared["top1"],
-            kl: compared["kl"],
-        }
-
-
 def measure(
     model: Path,
     ids: Sequence[Sequence[int]],
     against: Path | None = None,
     top: int = TOP,
-    engine: Engine | None = None,
-) -> Perplexity:
-    """Score the windows ``ids`` with ``model`` and with ``against``.
+    options: Mapping[str, Any] | None = None,
+    log: Path | None = None,
+) -> dict[str, Any]:
+    """Score the windows ``ids`` with ``model`` and with ``against``; return what `summarize` does.
 
     Perplexity is exp of the mean negative log-probability of all tokens but the first of each window; intervals
     resample windows.  Raises SlideSparseError for unusable options or ids, and if an engine fails.
@@ -110,10 +71,9 @@ def measure(
         if vocabulary:
             require_ids(ids, vocabulary, "--data", folder)
         _require_top(ids, top, vocabulary)
-    engine = engine or Engine()
-    scored = engine.score(model, ids, top)
-    reference = engine.score(against, ids, top) if against else None
-    return summarize(str(model), str(against) if against else None, ids, scored, reference)
+    scored = score(model, ids, top, options, log)
+    reference = score(against, ids, top, options, log) if against else None
+    return summarize(str(model), str(against), ids, scored, reference)
 
 
 def _require_top(ids: Sequence[Sequence[int]], top: int, vocabulary: int | None) -> None:
@@ -132,40 +92,39 @@ def _require_top(ids: Sequence[Sequence[int]], top: int, vocabulary: int | None)
 
 
 def summarize(
-    model: str, against: str | None, ids: Sequence[Sequence[int]], scored: Scored, reference: Scored | None
-) -> Perplexity:
-    """Compute the metrics from the engines' arrays."""
+    model: str, against: str, ids: Sequence[Sequence[int]], scored: Scored, reference: Scored | None
+) -> dict[str, Any]:
+    """Compute the metrics from the engines' arrays, each as an `Interval`.
+
+    They are named as ``--json`` prints them.  With a reference: its perplexity; "delta_pct", the relative increase in
+    perplexity over it, in percent, paired; "top1_agreement", the share of positions with the same most likely token;
+    and "kl", the mean KL(reference || model) in nats, or "kl_at_least" if the tokens are not the whole vocabulary.
+    """
     lengths = np.asarray([len(sample) - 1 for sample in ids])
     losses = _sum_by_window(-scored.arrays["logprobs"], lengths)
-    comparison = None
-    if reference is not None:
-        comparison = _compare(losses, scored, reference, lengths)
-    return Perplexity(
-        model=model,
-        against=against,
-        windows=len(ids),
-        tokens=int(lengths.sum()),
-        perplexity=bootstrap(_perplexity, losses, lengths),
-        comparison=comparison,
-        served_by=scored.served_by,
-        against_served_by=reference.served_by if reference else "",
-    )
-
-
-def _compare(losses: Array, scored: Scored, reference: Scored, lengths: Array) -> PairedComparison:
+    result: dict[str, Any] = {
+        "model": model,
+        "windows": len(ids),
+        "tokens": int(lengths.sum()),
+        "perplexity": bootstrap(_perplexity, losses, lengths),
+        "served_by": scored.served_by,
+    }
+    if reference is None:
+        return result
     reference_losses = _sum_by_window(-reference.arrays["logprobs"], lengths)
     same = scored.arrays["top_ids"][:, 0] == reference.arrays["top_ids"][:, 0]
     kl = divergence(*(s.arrays[name] for s in (reference, scored) for name in ("top_ids", "top_logprobs")))
     mass = np.exp(reference.arrays["top_logprobs"].astype(np.float64)).sum(-1).min()
-    return PairedComparison(
-        perplexity=bootstrap(_perplexity, reference_losses, lengths),
-        delta_pct=bootstrap(
+    return result | {
+        "against": against,
+        "against_served_by": reference.served_by,
+        "against_perplexity": bootstrap(_perplexity, reference_losses, lengths),
+        "delta_pct": bootstrap(
             lambda a, b, n: 100 * (np.exp(ratio(a, n) - ratio(b, n)) - 1), losses, reference_losses, lengths
         ),
-        top1=bootstrap(ratio, _sum_by_window(same, lengths), lengths),
-        kl=bootstrap(ratio, _sum_by_window(kl, lengths), lengths),
-        exact=bool(mass > 1 - 1e-4),
-    )
+        "top1_agreement": bootstrap(ratio, _sum_by_window(same, lengths), lengths),
+        "kl" if mass > 1 - 1e-4 else "kl_at_least": bootstrap(ratio, _sum_by_window(kl, lengths), lengths),
+    }
 
 
 def _perplexity(losses: Array, lengths: Array) -> Array:
@@ -185,23 +144,9 @@ def divergence(p_ids: Array, p_logprobs: Array, q_ids: Array, q_logprobs: Array)
     so this is a lower bound, and exact if both list the whole vocabulary.
     """
     divergences = np.empty(len(p_ids))
-    step = max(1, 2**24 // max(1, p_ids.shape[1] * q_ids.shape[1]))
-    for start in range(0, len(p_ids), step):
-        part = slice(start, start + step)
-        order = np.argsort(q_ids[part], axis=1)
-        sorted_ids = np.take_along_axis(q_ids[part], order, axis=1)
-        positions = np.stack(
-            [np.searchsorted(row, tokens) for row, tokens in zip(sorted_ids, p_ids[part], strict=True)]
-        )
-        positions = positions.clip(max=sorted_ids.shape[1] - 1)
-        shared = np.take_along_axis(sorted_ids, positions, axis=1) == p_ids[part]
-        q = np.take_along_axis(np.take_along_axis(q_logprobs[part], order, axis=1), positions, axis=1)
-        p = p_logprobs[part].astype(np.float64)
-        share = np.where(shared, np.exp(p), 0.0)
-        listed = (share * (p - q)).sum(-1)
-        p_rest = (1 - share.sum(-1)).clip(min=0)
-        q_rest = (1 - np.where(shared, np.exp(q.astype(np.float64)), 0.0).sum(-1)).clip(min=1e-12)
-        divergences[part] = listed + np.where(
-            p_rest > 0, p_rest * np.log(np.maximum(p_rest, 1e-300) / q_rest), 0.0
-        )
+    for i, tokens in enumerate(zip(p_ids, q_ids, strict=True)):
+        _, of_p, of_q = np.intersect1d(*tokens, assume_unique=True, return_indices=True)
+        p, q = p_logprobs[i, of_p].astype(np.float64), q_logprobs[i, of_q].astype(np.float64)
+        p_rest, q_rest = max(0.0, 1 - np.exp(p).sum()), max(1e-12, 1 - np.exp(q).sum())
+        divergences[i] = (np.exp(p) * (p - q)).sum() + p_rest * np.log((p_rest or q_rest) / q_rest)
     return divergences

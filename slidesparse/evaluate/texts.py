@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from slidesparse.checkpoint.storage import CONFIG, parse_json, text_config
-from slidesparse.checkpoint.tokens import read_documents, read_ids, tokenizer_of
+from slidesparse.checkpoint.tokens import cut, read_documents, read_samples, tokenizer_of
 from slidesparse.errors import SlideSparseError
 
 WINDOW = 2048  # tokens
@@ -55,19 +57,13 @@ def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) ->
     if seqlen < 2:
         raise SlideSparseError(f"--seqlen {seqlen} is too short: the first token of a window is not scored")
     if Path(data).suffix == ".npy":
-        ids = read_ids(Path(data))
-        if ids.ndim == 2 and (len(ids) == 0 or ids.shape[1] < 2):
-            raise SlideSparseError(f"{data} holds {list(ids.shape)} token ids, but a window needs at least 2")
-        if ids.ndim == 2:
-            return [[int(token) for token in row[:seqlen]] for row in ids[:samples]]
-        stream = [int(token) for token in ids]
+        found = read_samples(Path(data), seqlen)
     else:
         encode = tokenizer_of(folder)
         stream = [token for document in read_documents(str(data)) for token in encode(document)]
-    count = len(stream) // seqlen
-    if count == 0:
+        found = cut(np.asarray(stream, dtype=np.int64), seqlen)
+    if not found:
         raise SlideSparseError(
-            f"{data} has {len(stream)} tokens, fewer than one window of {seqlen}; give more text or a smaller --seqlen"
+            f"{data} gives no window of {seqlen} tokens; give more text, or a smaller --seqlen"
         )
-    count = count if samples is None else min(count, samples)
-    return [stream[i * seqlen : (i + 1) * seqlen] for i in range(count)]
+    return [window.tolist() for window in found[:samples]]

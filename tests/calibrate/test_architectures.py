@@ -12,18 +12,17 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, VISION, multimodal
-from calibration import IDS, logits_of, open_model, run, save
+from calibration import IDS, logits_of, open_model, run, save, some_rotation
 from checkpoints import bert, config_of, edit_json, llama, rewrite, tensors_of, write
 from torch import Tensor
 
 from slidesparse.calibrate.changes import Change, ChangedReader, Changes
 from slidesparse.calibrate.model import Model, fused_layers
-from slidesparse.calibrate.permutation import layer_orders, may_permute, ordered_reader
+from slidesparse.calibrate.permutation import may_permute, ordered_reader
 from slidesparse.calibrate.resume import WorkFolder
-from slidesparse.calibrate.roles import Pair, random_order, random_rotation, roles_of
-from slidesparse.calibrate.rotation import Rotation, rotated_reader, rotation_obstacle, untie_head, value_pair
+from slidesparse.calibrate.roles import Pair, layer_orders, random_order, roles_of
+from slidesparse.calibrate.rotation import rotated_reader, rotation_obstacle, untie_head
 from slidesparse.calibrate.smoothing import smoothed_reader
-from slidesparse.checkpoint.skeleton import Skeleton
 from slidesparse.checkpoint.storage import Checkpoint, CheckpointError, Reader
 from slidesparse.errors import CalibrationError
 
@@ -179,7 +178,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
     @cache
     def opened(name: str) -> Model:
         save(name, folder := tmp_path_factory.mktemp("model"))
-        return Model(Skeleton(untie_head(Checkpoint.open(folder))), torch.device("cpu"))
+        return open_model(folder, untied=True)
 
     return opened
 
@@ -196,7 +195,7 @@ def pairs_of(model: Model, reader: Reader) -> list[tuple[int, Pair]]:
 
 
 def obstacle_of(folder: Path) -> str | None:
-    model = Model(Skeleton(untie_head(Checkpoint.open(folder))), torch.device("cpu"))
+    model = open_model(folder, untied=True)
     with model.checkpoint.reader() as reader:
         return rotation_obstacle(model, reader)
 
@@ -244,14 +243,7 @@ def test_models_that_commute_with_rotations_are_rotated(name: str, opened: Calla
         assert (obstacle is None) == (name in ROTATED), obstacle
         if obstacle is None:
             roles = roles_of(model, reader)
-            values = {i: pair for i, pair in enumerate(map(value_pair, roles)) if pair}
-            r = {
-                i: torch.stack(
-                    [random_rotation(pair.width, model.device).roll(n, 0) for n in range(pair.kv_heads)]
-                )
-                for i, pair in values.items()
-            }
-            rotation = Rotation(random_rotation(model.hidden, model.device), r)
+            rotation = some_rotation(model, roles)
             assert_same_outputs(model, reader, rotated_reader(reader, model, roles, rotation))
 
 
@@ -275,8 +267,7 @@ def test_untied_head_is_the_embedding_of_a_tied_model(tmp_path: Path) -> None:
     """A stored head of a tied model is ignored, as by transformers and vLLM; Gemma, tied by default, stays tied."""
     save("llama", tmp_path / "llama")
     edit_json(tmp_path / "llama" / "config.json", tie_word_embeddings=True)
-    tied = open_model(tmp_path / "llama")
-    untied = Model(Skeleton(untie_head(tied.checkpoint)), tied.device)
+    untied = open_model(tmp_path / "llama", untied=True)
     assert untied.checkpoint.config["tie_word_embeddings"] is False
     with untied.checkpoint.reader() as reader:
         assert torch.equal(reader.whole("lm_head.weight"), reader.whole("model.embed_tokens.weight"))

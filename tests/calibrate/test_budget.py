@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 import transformers
-from calibration import DEVICES, calibrated, open_model, save, write_ids
+from calibration import DEVICES, calibrated, open_model, save, task_of, write_ids
 from checkpoints import bert, edit_json, snapshot, tensors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +24,7 @@ from slidesparse.calibrate.losses import layer_losses, whole_loss
 from slidesparse.calibrate.pipeline import calibrate
 from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.calibrate.sparsegpt import damping_for, factor, sparsegpt
-from slidesparse.calibrate.task import Calibration, Task, no_progress, prepare
+from slidesparse.calibrate.task import no_progress
 from slidesparse.checkpoint.inspection import inspect
 from slidesparse.convert import choose, stream
 from slidesparse.convert.budget import PATTERNS, AllocationProblem, Budget, Candidate, Choice
@@ -178,28 +178,22 @@ def whole_model(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def task_of(folder: Path, ids: str, pattern: SlidePattern) -> Task:
-    model = open_model(folder)
-    names = [name for number in range(model.blocks) for name in model.linears(number)]
-    calibration = Calibration((ids,), seqlen=24, device="cpu", epochs=0)
-    return prepare(model, dict.fromkeys(names, pattern), (), "int8", calibration, hold_back=True)
-
-
 @torch.inference_mode()
 def test_layer_losses_equal_those_of_transformers(model: Path, tmp_path: Path) -> None:
     """A group's loss is the divergence of next-token distributions when its layers alone are pruned."""
-    task, reference = task_of(model, write_ids(tmp_path / "ids.npy", 9), SlidePattern(6)), whole_model(model)
+    ids = write_ids(tmp_path / "ids.npy", 9)
+    task = task_of(open_model(model), ids, SlidePattern(6), hold_back=True)
+    reference, samples = whole_model(model), torch.stack(task.samples.ids)
     with task.model.checkpoint.reader() as reader:
         found = layer_losses(task, PATTERNS, reader, {}, lambda _: None, no_progress)
     assert [len(group) for group in found] == [3, 1, 2, 1] * 2
-    ids = torch.stack(task.samples.ids)
     inputs: dict[str, torch.Tensor] = {}
     modules = dict(reference.named_modules())
     for name in task.layers:
         modules[name].register_forward_pre_hook(
             lambda _, x, name=name: inputs.__setitem__(name, x[0].flatten(0, 1))
         )
-    dense = reference(ids).logits.log_softmax(-1)
+    dense = reference(samples).logits.log_softmax(-1)
     reads = dict(inputs)
     for group, by_pattern in found.items():
         assert list(by_pattern) == [p.ratio for p in PATTERNS]
@@ -209,15 +203,16 @@ def test_layer_losses_equal_those_of_transformers(model: Path, tmp_path: Path) -
         weights = {name: modules[name].weight.data.clone() for name in group}
         for name in group:
             modules[name].weight.data = sparsegpt(weights[name], upper, SlidePattern(4))
-        pruned = reference(ids).logits.log_softmax(-1)
+        pruned = reference(samples).logits.log_softmax(-1)
         for name in group:
             modules[name].weight.data = weights[name]
-        expected = F.kl_div(pruned, dense, reduction="sum", log_target=True) / ids.numel()
+        expected = F.kl_div(pruned, dense, reduction="sum", log_target=True) / samples.numel()
         assert by_pattern["2:4"] == pytest.approx(float(expected), rel=1e-3)
 
 
 def test_unpruned_model_has_no_loss(model: Path, tmp_path: Path, ids: str) -> None:
-    task, work = task_of(model, ids, SlidePattern(None)), WorkFolder(tmp_path / "work")
+    task = task_of(open_model(model), ids, SlidePattern(None), hold_back=True)
+    work = WorkFolder(tmp_path / "work")
     work.folder.mkdir()
     with task.model.checkpoint.reader() as reader:
         calibrate(task, reader, work, no_progress)
@@ -238,7 +233,7 @@ def test_whole_loss_equals_that_of_the_written_model(model: Path, tmp_path: Path
     np.save(tmp_path / "ids.npy", sampled.numpy())
     ids = str(tmp_path / "ids.npy")
     report = calibrated(model, tmp_path / "out", ids, budget=Budget(zeros=0.4), epochs=0)
-    held_back = task_of(model, ids, SlidePattern(6)).held_back
+    held_back = task_of(open_model(model), ids, SlidePattern(6), hold_back=True).held_back
     assert held_back
     held_out = torch.stack(held_back.ids)
 

@@ -167,19 +167,6 @@ def test_patterns_by_layer_rules(source: Path, tmp_path: Path, ids: str) -> None
     assert torch.equal(written[f"{o_proj}.weight_scale"], scale)
 
 
-def test_shards_and_tied_embeddings_change_nothing(source: Path, tmp_path: Path, ids: str) -> None:
-    """A source of two files without an own lm_head gives the same layers."""
-    tensors = {name: t for name, t in tensors_of(source).items() if name != "lm_head.weight"}
-    config = config_of(source) | {"tie_word_embeddings": True}
-    apart = write(tmp_path / "apart", config, tensors, shards=2)
-    for name, folder in (("one", source), ("two", apart)):
-        calibrated(folder, tmp_path / name, ids, epochs=1)
-    untied, tied = (tensors_of(tmp_path / name) for name in ("one", "two"))
-    assert set(untied) - set(tied) == {"lm_head.weight"}
-    for name, tensor in tied.items():
-        assert_same_bits(tensor, untied[name])
-
-
 # Memory
 
 

@@ -220,6 +220,6 @@ def test_too_little_memory_is_refused(
 ) -> None:
     monkeypatch.setattr(distill, "LOGITS_PER_CHUNK", 2**50)
     with pytest.raises(
-        EnvironmentFault, match="trains all layers at once.*GB of memory, but this machine has"
+        EnvironmentFault, match="trains all layers at once.*GB of memory, but the device cpu has"
     ):
         calibrated(source, tmp_path / "out", ids, distill=text)

@@ -11,8 +11,9 @@ import torch
 from engines import Engines, Request
 from models import LLAMA, converted, write_float
 
+from slidesparse.errors import SlideSparseError
 from slidesparse.evaluate import perplexity
-from slidesparse.evaluate.engine import Engine, Scored
+from slidesparse.evaluate.engine import Scored, score
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -45,25 +46,28 @@ def test_perplexity_by_vllm_is_that_of_transformers(engines: Engines, tmp_path: 
         "6:8 (2 of every 8 pruned): 8 layers sparse, 1 dense (1 lm_head)"
     )
     assert source_scores.served_by == ""
-    comparison = perplexity.summarize("pruned", "source", ids, pruned_scores, source_scores).comparison
-    assert comparison is not None
+    result = perplexity.summarize("pruned", "source", ids, pruned_scores, source_scores)
     expected = math.exp(-exact_logprobs(source, ids).mean())
     # sums of float32 in another order
-    assert comparison.perplexity.value == pytest.approx(expected, rel=1e-4)
-    assert comparison.exact
-    assert comparison.kl.value > 0.01
-    assert comparison.top1.value < 1
+    assert result["against_perplexity"].value == pytest.approx(expected, rel=1e-4)
+    assert result["kl"].value > 0.01
+    assert result["top1_agreement"].value < 1
 
 
-def test_engine_process_scores_and_says_what_served(tmp_path: Path) -> None:
-    """The process that ``slidesparse eval`` starts, with the slided layout."""
-    source = write_float(LLAMA, tmp_path / "source")
+def test_engine_process_scores_and_says_what_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that ``slidesparse eval`` starts, with the slided layout, and its log."""
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # would hide the plugin's line
+    source, log = write_float(LLAMA, tmp_path / "source"), tmp_path / "log"
     slided = converted(source, tmp_path / "slided", "6:8", "slided")
-    engine = Engine({"dtype": "float32", "gpu_memory_utilization": 0.2})
-    scored = engine.score(slided, [[1, 2, 3, 4], [5, 6]], top=2)
-    assert scored.served_by.startswith(
+    options = {"dtype": "float32", "gpu_memory_utilization": 0.2}
+    scores = score(slided, [[1, 2, 3, 4], [5, 6]], 2, options, log)
+    assert scores.served_by.startswith(
         "6:8 (2 of every 8 pruned): 8 layers sparse, 1 dense (1 lm_head); slided layout"
     )
-    assert {name: array.shape for name, array in scored.arrays.items()} == {
+    assert {name: array.shape for name, array in scores.arrays.items()} == {
         "logprobs": (4,), "top_ids": (4, 2), "top_logprobs": (4, 2)
     }  # fmt: skip
+    with pytest.raises(SlideSparseError, match=r"evaluate .*source:\n.*ValidationError.*\n.*max_model_len"):
+        score(source, [[1, 2]], 2, {**options, "max_model_len": 10**6}, log)
+    headers = [line for line in log.read_text().splitlines() if line.startswith("# ")]
+    assert headers == [f"# {slided}", f"# {source}"]

@@ -177,7 +177,6 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"samples": 3}, "--samples was 128, is 3"),
     ({"seqlen": 20}, "--seqlen was 24, is 20"),
     ({"rotate": "auto"}, "--rotate was 'off', is 'auto'"),
-    ({"sweeps": 1}, "sweeps was 4, is 1"),
     ({"epochs": 2}, "epochs was 0, is 2"),
     ({"layer": ["o_proj=dense"]}, "--layer was [], is ['o_proj=dense']"),
     ({"ignore": ["o_proj"]}, "--ignore was [], is ['o_proj']"),
@@ -311,7 +310,7 @@ def interrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 FILES = "choice.json distilled.safetensors distilling.safetensors layer-00000.json layer-00000.safetensors losses.json "
-FILES += "rotation.json rotation.safetensors smoothing.safetensors state.json"
+FILES += "rotation.safetensors smoothing.safetensors state.json"
 
 
 @pytest.mark.parametrize("name", FILES.split())

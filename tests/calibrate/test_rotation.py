@@ -9,18 +9,26 @@ from typing import Any
 
 import pytest
 import torch
-from calibration import DEVICES, calibrated, dequantized, logits_of, save, write_ids
+from calibration import (
+    DEVICES,
+    calibrated,
+    dequantized,
+    logits_of,
+    open_model,
+    save,
+    some_rotation,
+    task_of,
+    write_ids,
+)
 from checkpoints import DOWN, bert, config_of, llama, tensors_of, write
 from torch import Tensor
 
 from slidesparse.calibrate import learning
 from slidesparse.calibrate.learning import _layer_costs, hadamard, learn_rotation
-from slidesparse.calibrate.model import Block, Model
-from slidesparse.calibrate.roles import Roles, random_rotation, roles_of
-from slidesparse.calibrate.rotation import Rotation, rotated_reader, untie_head, value_pair
-from slidesparse.calibrate.task import Calibration, Task, no_progress, prepare
-from slidesparse.checkpoint.skeleton import Skeleton
-from slidesparse.checkpoint.storage import Checkpoint
+from slidesparse.calibrate.model import Block
+from slidesparse.calibrate.roles import roles_of
+from slidesparse.calibrate.rotation import rotated_reader
+from slidesparse.calibrate.task import Task, no_progress
 from slidesparse.convert import stream
 from slidesparse.convert.budget import Budget
 from slidesparse.errors import CalibrationError
@@ -28,25 +36,6 @@ from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 
 PATTERN = SlidePattern(8)
-
-
-def task_of(source: Path, pattern: SlidePattern = PATTERN) -> Task:
-    """Return a task that prunes all layers of a model with an untied head."""
-    model = Model(Skeleton(untie_head(Checkpoint.open(source))), torch.device("cpu"))
-    names = [name for number in range(model.blocks) for name in model.linears(number)]
-    calibration = Calibration((write_ids(source / "ids.npy"),), seqlen=24, device="cpu")
-    return prepare(model, dict.fromkeys(names, pattern), (), "int8", calibration)
-
-
-def some_rotation(task: Task, roles: list[Roles]) -> Rotation:
-    q = random_rotation(task.model.hidden, torch.device("cpu"))
-    pairs = {number: value_pair(of_block) for number, of_block in enumerate(roles)}
-    r = {
-        number: torch.stack([random_rotation(pair.width, q.device).roll(i, 0) for i in range(pair.kv_heads)])
-        for number, pair in pairs.items()
-        if pair
-    }
-    return Rotation(q, r)
 
 
 def assert_near(actual: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -64,10 +53,10 @@ def test_hadamard_is_orthogonal_and_has_no_zeros() -> None:
 def test_costs_of_a_rotation_are_those_of_the_rotated_model(name: str, tmp_path: Path) -> None:
     """Costs are computed from H and gradients of the unrotated model; float32 sums of them err by 1e-4."""
     save(name, tmp_path)
-    task = task_of(tmp_path)
+    task = task_of(open_model(tmp_path, untied=True), write_ids(tmp_path / "ids.npy"), PATTERN)
     with torch.no_grad(), task.model.checkpoint.reader() as reader:
         roles = roles_of(task.model, reader)
-        rotation = some_rotation(task, roles)
+        rotation = some_rotation(task.model, roles)
         readers = [rotated_reader(reader, task.model, roles, change) for change in (None, rotation)]
         costs, rotated_costs = (_layer_costs(task, r, roles, no_progress) for r in readers)
     q, identity, changes = rotation.q.float(), torch.eye(task.model.hidden), []
@@ -85,7 +74,7 @@ def test_costs_of_a_rotation_are_those_of_the_rotated_model(name: str, tmp_path:
 def test_costs_use_gradients_of_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mean squared gradients are those of transformers' own model and torch's loss."""
     whole = save("llama", tmp_path)
-    task = task_of(tmp_path)
+    task = task_of(open_model(tmp_path), write_ids(tmp_path / "ids.npy"), PATTERN)
     ids = torch.stack(task.samples.ids)
     outputs: dict[str, Tensor] = {}
 
@@ -100,7 +89,7 @@ def test_costs_use_gradients_of_the_loss(tmp_path: Path, monkeypatch: pytest.Mon
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").backward()
     found: dict[str, Tensor] = {}
 
-    def look(task: Task, block: Block, roles: Roles, gradients: Mapping[str, Tensor], *_: Any) -> list[Any]:
+    def look(task: Task, block: Block, gradients: Mapping[str, Tensor], _: Any) -> list[Any]:
         found.update(gradients)  # block 0 comes last
         return []
 
@@ -121,7 +110,8 @@ def test_learning_reduces_the_cost_and_is_deterministic(
 ) -> None:
     monkeypatch.setattr(learning, "STEPS", 20)
     save("llama tied", tmp_path)
-    task, parts = task_of(tmp_path, SlidePattern(4)), list[float]()
+    model, parts = open_model(tmp_path, untied=True), list[float]()
+    task = task_of(model, write_ids(tmp_path / "ids.npy"), SlidePattern(4))
 
     def progress(phase: str, done: int, total: int) -> None:
         assert phase == "rotating"

@@ -77,7 +77,7 @@ def test_decoder_samples_are_cut_from_one_token_stream(decoder: Model, tmp_path:
 def test_encoder_samples_are_single_texts_with_end_token(
     decoder: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Model, "is_causal", False)
+    monkeypatch.setattr(decoder, "is_causal", False)
     path = texts(tmp_path, "a b c a b c a", "b", "c c")
     samples = load(path, decoder, 3, 5)
     assert sorted(rows(samples)) == [[1, 2, 3, 1, END], [2, END], [3, 3, END]]
@@ -115,8 +115,8 @@ def test_plain_text_is_sampled_from_all_of_it(
 
 
 def test_parquet_has_the_samples_of_the_same_lines(decoder: Model, tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow, which reads Parquet, is not installed")
     import pyarrow
+    from pyarrow import parquet
 
     lines = [{"text": "a b c"}, {"text": "b"}, {"text": ""}, {"text": "c c"}]
     expected = rows(load(texts(tmp_path, *lines), decoder, 9, 3))

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from calibration import calibrated, save, write_ids
-from checkpoints import bert
 from simulated_gpu import simulated_gpu
 
 from slidesparse.checkpoint.inspection import inspect
@@ -22,6 +21,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama biased", {"distill": True, "minutes": 0.01}),
     ("qwen3_5_text", {}),
     ("granitemoehybrid", {}),
+    ("bert", {}),
 ]
 
 
@@ -51,12 +51,3 @@ def test_calibration_keeps_devices_apart(tmp_path: Path, name: str, case: dict[s
     assert inspect(tmp_path / "out").violations == 0
     assert report.layers
     assert all(0 < row["error_quantized"] < 0.9 for row in report.layers)  # 1 if all weights were zero
-
-
-def test_calibration_of_an_encoder_keeps_devices_apart(tmp_path: Path) -> None:
-    source, calib = bert(tmp_path / "source"), tmp_path / "calib.jsonl"
-    calib.write_text("\n".join(f'"w{i % 50} w{i % 7}"' for i in range(40)))
-    with simulated_gpu():
-        report = calibrated(source, tmp_path / "out", str(calib), seqlen=None, samples=30, device="cuda")
-    assert inspect(tmp_path / "out").violations == 0
-    assert all(0 < row["error_quantized"] < 0.9 for row in report.layers)

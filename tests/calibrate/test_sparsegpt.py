@@ -15,7 +15,6 @@ from slidesparse.calibrate import sparsegpt as module
 from slidesparse.calibrate.inputs import Drift, Hessian, output_error
 from slidesparse.calibrate.sparsegpt import (
     DAMPING,
-    block_slices,
     compensated_target,
     damped,
     damping_for,
@@ -32,6 +31,11 @@ PATTERNS = [SlidePattern.parse(name) for name in NAMED if name != "2_inf"]
 
 
 # SparseGPT and the optimal brain surgeon
+
+
+def block_slices(columns: int, length: int) -> list[slice]:
+    """Return the columns of each block of ``length``; the last block may be shorter."""
+    return [slice(start, min(columns, start + length)) for start in range(0, columns, length)]
 
 
 def best_row(w0: Tensor, h: Tensor, fixed: Tensor) -> Tensor:
@@ -87,7 +91,7 @@ def test_rows_equal_the_exact_optimal_brain_surgeon(
 
 def test_memory_of_long_blocks_is_bounded() -> None:
     """With the longest block, 4096, a byte for each choice and column would take 34 GB."""
-    choices = module._choices(512, 2, torch.device("cpu"))
+    choices = module._choices(512, torch.device("cpu"))
     assert sum(part.nbytes for part in choices) <= 32 * math.comb(512, 2)
 
 

@@ -29,7 +29,6 @@ def test_parse_accepts_both_spellings_with_figures_of_the_paper(
 ) -> None:
     pattern = SlidePattern.parse(ratio)
     assert pattern == SlidePattern.parse(flag) == SlidePattern.parse(f"  {flag.upper()}\n")
-    assert SlidePattern.parse(pattern) is pattern
     assert (pattern.ratio, pattern.flag) == (ratio, flag)
     assert (pattern.density, pattern.expansion, pattern.speedup_bound) == (density, expansion, speedup)
 
@@ -40,30 +39,24 @@ def test_str_gives_the_ratio_and_what_it_prunes() -> None:
     assert SlidePattern.parse("2_\N{INFINITY}") == SlidePattern(None)
 
 
-@given(st.integers(2, 500))
-def test_every_even_length_is_a_pattern(n: int) -> None:
-    pattern = SlidePattern.parse(f"{2 * n - 2}:{2 * n}")
-    assert pattern == SlidePattern.parse(f"2_{2 * n}")
-    assert pattern.length == 2 * n
-    assert pattern.expansion == 2 - Fraction(2, n)
-    assert pattern.speedup_bound == Fraction(n, n - 1)
-    assert pattern.layout(2 * n).slided == 4 * (n - 1) == pattern.expansion * 2 * n
-
-
 @pytest.mark.parametrize(
-    ("text", "meant"),
+    ("text", "found", "meant"),
     [
-        *(("2:8", "6:8"), ("6_8", "6:8"), ("2:16", "14:16")),
-        *((text, None) for text in ("1:4", "3:4", "4:8", "1_8", "5:7", "2_7", "0:2", "2_2", "2_0", "8:6")),
-        *((text, None) for text in ("", "dense", "6-8", "6:8:10", "-2:8", "6.0:8", "2_infinity", "inf")),
+        *((text, repr(text), meant) for text, meant in (("2:8", "6:8"), ("6_8", "6:8"), ("2:16", "14:16"))),
+        *((text, repr(text), None) for text in ("1:4", "3:4", "4:8", "1_8", "8:6", "", "dense", "6-8")),
+        *((text, repr(text), None) for text in ("6:8:10", "-2:8", "6.0:8", "2_infinity", "inf")),
+        *((f"2_{length}", f"block length {length} is", None) for length in (0, 2, 7, 4098)),
+        *((f"{length - 2}:{length}", f"block length {length} is", None) for length in (2, 7)),
+        *((text, "", None) for text in ("6" * 5000 + ":8", "6:" + "8" * 5000, "9999999998:10000000000")),
     ],
 )
-def test_parse_refuses_invalid_patterns_with_suggestion(text: str, meant: str | None) -> None:
+def test_parse_refuses_invalid_patterns_with_suggestion(text: str, found: str, meant: str | None) -> None:
     with pytest.raises(PatternError) as error:
         SlidePattern.parse(text)
     message = str(error.value)
-    assert repr(text) in message
+    assert found in message
     assert EXAMPLES in message
+    assert len(message) < 400
     assert f"did you mean {meant}" in message if meant else "did you mean" not in message
 
 
@@ -76,23 +69,11 @@ def test_parse_of_any_text_raises_only_pattern_error(text: str) -> None:
     assert SlidePattern.parse(pattern.ratio) == SlidePattern.parse(pattern.flag) == pattern
 
 
-@pytest.mark.parametrize("text", ["6" * 5000 + ":8", "6:" + "8" * 5000, "2_4098", "9999999998:10000000000"])
-def test_parse_refuses_too_long_blocks(text: str) -> None:
-    assert SlidePattern.parse("2_4096").length == 4096
-    with pytest.raises(PatternError) as error:
-        SlidePattern.parse(text)
-    assert len(str(error.value)) < 400
-
-
-@pytest.mark.parametrize("length", [-2, 0, 2, 3, 7, 4098])
-def test_constructor_refuses_invalid_lengths(length: int) -> None:
-    with pytest.raises(PatternError, match=str(length)):
-        SlidePattern(length)
-
-
-@given(st.integers(2, 40), st.integers(0, 300), st.data())
+@given(st.integers(2, 2048), st.integers(0, 9000), st.data())
 def test_layout_sizes(n: int, columns: int, data: st.DataObject) -> None:
-    pattern = SlidePattern(2 * n)
+    pattern = SlidePattern.parse(f"{2 * n - 2}:{2 * n}")
+    assert pattern == SlidePattern.parse(f"2_{2 * n}") == SlidePattern(2 * n)
+    assert (pattern.expansion, pattern.speedup_bound) == (2 - Fraction(2, n), Fraction(n, n - 1))
     phase = data.draw(st.integers(0, 2 * n - 1))
     layout = pattern.layout(columns, phase)
     assert layout == SlideLayout(columns, phase, 2 * n)

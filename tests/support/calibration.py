@@ -16,16 +16,19 @@ from torch import Tensor, nn
 
 from slidesparse.calibrate.inputs import Hessian
 from slidesparse.calibrate.model import Model
-from slidesparse.calibrate.task import Calibration
+from slidesparse.calibrate.roles import Roles, random_rotation
+from slidesparse.calibrate.rotation import Rotation, untie_head, value_pair
+from slidesparse.calibrate.task import Calibration, Task, prepare
 from slidesparse.checkpoint.skeleton import Skeleton
 from slidesparse.checkpoint.storage import Checkpoint, Reader
 from slidesparse.convert.report import Report
+from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import dequantize_rows
 
+CPU = torch.device("cpu")
 IDS = torch.from_numpy(np.random.default_rng(0).integers(3, 128, (2, 24)))
 LINEARS = sorted(LLAMA.linears())
 TOKENS = (6, 24)  # number of samples, sequence length
-Patch = pytest.MonkeyPatch
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
@@ -54,9 +57,28 @@ def save(name: str, folder: Path, **settings: Any) -> nn.Module:
     return model
 
 
-def open_model(folder: Path) -> Model:
-    """Open the model of a checkpoint on the CPU."""
-    return Model(Skeleton(Checkpoint.open(folder)), torch.device("cpu"))
+def open_model(folder: Path, untied: bool = False) -> Model:
+    """Open the model of a checkpoint on the CPU, with an ``untied`` head as it is rotated."""
+    checkpoint = Checkpoint.open(folder)
+    return Model(Skeleton(untie_head(checkpoint) if untied else checkpoint), CPU)
+
+
+def task_of(model: Model, ids: str, pattern: SlidePattern, **options: Any) -> Task:
+    """Return a task that prunes all linear layers of a model."""
+    names = [name for number in range(model.blocks) for name in model.linears(number)]
+    calibration = Calibration((ids,), seqlen=TOKENS[1], device="cpu", epochs=0)
+    return prepare(model, dict.fromkeys(names, pattern), (), "int8", calibration, **options)
+
+
+def some_rotation(model: Model, roles: list[Roles]) -> Rotation:
+    """Return a rotation of the residual stream and of the values of all heads."""
+    pairs = {number: value_pair(of_block) for number, of_block in enumerate(roles)}
+    r = {
+        number: torch.stack([random_rotation(pair.width, CPU).roll(i, 0) for i in range(pair.kv_heads)])
+        for number, pair in pairs.items()
+        if pair
+    }
+    return Rotation(random_rotation(model.hidden, CPU), r)
 
 
 @torch.inference_mode()
