@@ -15,16 +15,21 @@ it, the weights do not change.  The method is that of EBFT (arXiv 2402.12419).
 from __future__ import annotations
 
 import math
+import os
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from slidesparse.calibrate.inputs import HiddenStates, Stream
 from slidesparse.calibrate.model import fast_products
@@ -244,21 +249,71 @@ class InputRounder:
         return self._last[1]
 
 
+class _Attention(torch.autograd.Function):
+    """Attention that is computed again for its gradients, which are summed in a fixed order.
+
+    The backward passes of torch's fused kernels do that only in the strict deterministic mode, in which other
+    operations fail; so it holds for them alone.  For the matrix products of unfused attention, which are deterministic
+    on one stream, the mode asks for a setting of cuBLAS.
+    """
+
+    repeats = False  # whether the gradients of one are being computed, also by another thread
+
+    @staticmethod
+    def forward(context: Any, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        kind = tensors[0].device.type
+        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        context.compute, context.autocast = compute, partial(torch.autocast, kind, dtype, enabled)
+        context.save_for_backward(*tensors)
+        return compute(*tensors)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = [t.detach().requires_grad_() for t in context.saved_tensors]
+        _Attention.repeats = True
+        try:
+            with torch.enable_grad(), context.autocast(), sdpa_kernel(ATTENTION[tensors[0].device.type]):
+                out = context.compute(*tensors)
+            with _deterministic(warn_only=False), patch.dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8"):
+                return (None, *torch.autograd.grad(out, tensors, gradients[0]))
+        finally:
+            _Attention.repeats = False
+
+
+class _FixedAttention(TorchFunctionMode):
+    """Computes the attention of all modules by `_Attention`."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is not scaled_dot_product_attention or _Attention.repeats:
+            return function(*args, **kwargs)
+        names = ("query", "key", "value")
+        tensors = [*args[:3], *(kwargs.pop(name) for name in names[len(args) :])]
+
+        def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return scaled_dot_product_attention(q, k, v, *args[3:], **kwargs)
+
+        return _Attention.apply(compute, *tensors)
+
+
 @contextmanager
 def fixed_order() -> Iterator[None]:
-    """Make sums deterministic, those of attention's backward pass above all.
+    """Make sums deterministic where torch can, those of attention's backward pass above all."""
+    with _deterministic(warn_only=True), _FixedAttention(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
 
-    Matrix products already are, on one stream; for them torch would require an environment variable that must be set
-    before the process starts, of which it only warns here.
-    """
+
+@contextmanager
+def _deterministic(warn_only: bool) -> Iterator[None]:
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            yield
+        yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -43,13 +44,15 @@ def simulated_gpu() -> Iterator[None]:
         for name, function in CUDA_FUNCTIONS.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, function))
         stack.enter_context(mock.patch.object(torch, "compile", lambda function, **_: function))
-        autocast = torch.autocast
-        stack.enter_context(
-            mock.patch.object(torch, "autocast", lambda _, *args, **kwargs: autocast("cpu", *args, **kwargs))
-        )
+        for name in ("autocast", "is_autocast_enabled", "get_autocast_dtype"):
+            stack.enter_context(mock.patch.object(torch, name, partial(_for_cpu, getattr(torch, name))))
         stack.enter_context(mock.patch.object(ThreadPoolExecutor, "submit", _submit))
         stack.enter_context(_Placement())
         yield
+
+
+def _for_cpu(function: Callable[..., Any], _: str, *args: Any, **kwargs: Any) -> Any:
+    return function("cpu", *args, **kwargs)
 
 
 def on_gpu(tensor: Tensor) -> bool:
