@@ -85,17 +85,26 @@ class Skeleton:
         return [self.layer(i, name) for i in range(len(self.blocks)) for name in self.linears(i)]
 
     def missing(self) -> list[str]:
-        """Return the weights of the linear layers of blocks that the checkpoint lacks.
+        """Return the parameters that the checkpoint lacks: of blocks and, if the model predicts tokens, of its decoder.
 
+        Others may be left out, as the poolers of encoders.  vLLM leaves those of a quantized model uninitialized.
         Where transformers computes parameters of a block from other tensors, it alone knows what they need.
         """
+        model, stored = self.model, {target for target, _ in self._targets.values()}
         converted = {target for target, is_converted in self._targets.values() if is_converted}
+        prefixes = [self.prefix(number) for number in range(len(self.blocks))]
+        computed = tuple(path for path in prefixes if any(name.startswith(path) for name in converted))
+        modules = [*self.blocks]
+        if self.generates:
+            modules += filter(None, (model.get_decoder(), model.get_output_embeddings()))
+        needed = {id(parameter) for module in modules for parameter in module.parameters()}
         return [
-            self.prefix(number) + name + WEIGHT
-            for number, block in enumerate(self.blocks)
-            for name in _linears(block)
-            if self.prefix(number) + name + WEIGHT not in self.stored
-            and not any(target.startswith(self.prefix(number)) for target in converted)
+            name
+            for name, parameter in model.named_parameters()
+            if id(parameter) in needed
+            and name not in stored
+            and name not in model.all_tied_weights_keys
+            and not name.startswith(computed)
         ]
 
     def require_tensors(self, widths: Mapping[str, int]) -> None:

@@ -331,7 +331,10 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         lambda source: rewrite(source, **{f"{Q}.weight_scale": torch.ones(64, 1)}),
         [f"has {Q}.weight_scale, but by its config.json no weights are quantized"],
     ),
-    "a block too few": (config(num_hidden_layers=3), ["model.layers.2.", "is missing (7 such)"]),
+    "a block too few": (config(num_hidden_layers=3), ["model.layers.2.", "is missing (16 such)"]),
+    "no final norm": (tensor("model.norm.weight", lambda t: None), ["model.norm.weight is missing (1 such)"]),
+    "no head": (tensor("lm_head.weight", lambda t: None), ["lm_head.weight is missing (1 such)"]),
+    "no bias": (tensor(f"{Q}.bias", lambda t: None), [f"{Q}.bias is missing (1 such)"]),
     "a block too many": (config(num_hidden_layers=1), ["model.layers.1.", "none of the 1 blocks"]),
     "another width": (config(hidden_size=62), ["has shape", "but config.json describes"]),
     "no heads": (config(num_attention_heads=0), ["describes no model that transformers can build"]),
@@ -346,7 +349,7 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     ),
     "another model's config": (
         config(model_type="gpt2", architectures=["GPT2LMHeadModel"]),
-        ["GPT2LMHeadModel"],
+        ["transformer.wte.weight is missing", "or the config another model's"],
     ),
     "a wrapper's prefix": (
         lambda s: write(s, config_of(s), {f"_orig_mod.{name}": t for name, t in tensors_of(s).items()}),
