@@ -37,41 +37,51 @@ constexpr int kAlgorithmId = 0, kLargestId = 1;               // cusparseLtMatmu
 
 using Address = std::uintptr_t;
 
+// The library's functions: result, name, arguments.
+#define SLIDESPARSE_FUNCTIONS(X)                                                                  \
+  X(int, cusparseLtInit, (Opaque * handle))                                                       \
+  X(int, cusparseLtDestroy, (const Opaque* handle))                                               \
+  X(int, cusparseLtGetProperty, (int which, int* value))                                          \
+  X(const char*, cusparseLtGetErrorName, (int status))                                            \
+  X(const char*, cusparseLtGetErrorString, (int status))                                          \
+  X(int, cusparseLtDenseDescriptorInit,                                                           \
+    (const Opaque* handle, Opaque* matrix, std::int64_t rows, std::int64_t cols,                  \
+     std::int64_t leading, std::uint32_t alignment, int type, int order))                         \
+  X(int, cusparseLtStructuredDescriptorInit,                                                      \
+    (const Opaque* handle, Opaque* matrix, std::int64_t rows, std::int64_t cols,                  \
+     std::int64_t leading, std::uint32_t alignment, int type, int order, int sparsity))           \
+  X(int, cusparseLtMatDescriptorDestroy, (const Opaque* matrix))                                  \
+  X(int, cusparseLtMatmulDescriptorInit,                                                          \
+    (const Opaque* handle, Opaque* product, int of_a, int of_b, const Opaque* a, const Opaque* b, \
+     const Opaque* c, const Opaque* d, int compute_type))                                         \
+  X(int, cusparseLtMatmulAlgSelectionInit,                                                        \
+    (const Opaque* handle, Opaque* selection, const Opaque* product, int algorithm))              \
+  X(int, cusparseLtMatmulAlgSelectionDestroy, (const Opaque* selection))                          \
+  X(int, cusparseLtMatmulAlgSetAttribute,                                                         \
+    (const Opaque* handle, Opaque* selection, int attribute, const void* value,                   \
+     std::size_t bytes))                                                                          \
+  X(int, cusparseLtMatmulAlgGetAttribute,                                                         \
+    (const Opaque* handle, const Opaque* selection, int attribute, void* value,                   \
+     std::size_t bytes))                                                                          \
+  X(int, cusparseLtMatmulPlanInit,                                                                \
+    (const Opaque* handle, Opaque* plan, const Opaque* product, const Opaque* selection))         \
+  X(int, cusparseLtMatmulPlanDestroy, (const Opaque* plan))                                       \
+  X(int, cusparseLtMatmulGetWorkspace,                                                            \
+    (const Opaque* handle, const Opaque* plan, std::size_t* bytes))                               \
+  X(int, cusparseLtMatmul,                                                                        \
+    (const Opaque* handle, const Opaque* plan, const void* alpha, const void* a, const void* b,   \
+     const void* beta, const void* c, void* d, void* workspace, void** streams,                   \
+     std::int32_t count))                                                                         \
+  X(int, cusparseLtSpMMACompressedSize,                                                           \
+    (const Opaque* handle, const Opaque* plan, std::size_t* bytes, std::size_t* buffer))          \
+  X(int, cusparseLtSpMMACompress,                                                                 \
+    (const Opaque* handle, const Opaque* plan, const void* dense, void* compressed, void* buffer, \
+     void* stream))
+
 struct Api {
-  int (*cusparseLtInit)(Opaque* handle);
-  int (*cusparseLtDestroy)(const Opaque* handle);
-  int (*cusparseLtGetProperty)(int which, int* value);
-  const char* (*cusparseLtGetErrorName)(int status);
-  const char* (*cusparseLtGetErrorString)(int status);
-  int (*cusparseLtDenseDescriptorInit)(const Opaque* handle, Opaque* matrix, std::int64_t rows,
-                                       std::int64_t cols, std::int64_t leading,
-                                       std::uint32_t alignment, int type, int order);
-  int (*cusparseLtStructuredDescriptorInit)(const Opaque* handle, Opaque* matrix, std::int64_t rows,
-                                            std::int64_t cols, std::int64_t leading,
-                                            std::uint32_t alignment, int type, int order,
-                                            int sparsity);
-  int (*cusparseLtMatDescriptorDestroy)(const Opaque* matrix);
-  int (*cusparseLtMatmulDescriptorInit)(const Opaque* handle, Opaque* product, int of_a, int of_b,
-                                        const Opaque* a, const Opaque* b, const Opaque* c,
-                                        const Opaque* d, int compute_type);
-  int (*cusparseLtMatmulAlgSelectionInit)(const Opaque* handle, Opaque* selection,
-                                          const Opaque* product, int algorithm);
-  int (*cusparseLtMatmulAlgSelectionDestroy)(const Opaque* selection);
-  int (*cusparseLtMatmulAlgSetAttribute)(const Opaque* handle, Opaque* selection, int attribute,
-                                         const void* value, std::size_t bytes);
-  int (*cusparseLtMatmulAlgGetAttribute)(const Opaque* handle, const Opaque* selection,
-                                         int attribute, void* value, std::size_t bytes);
-  int (*cusparseLtMatmulPlanInit)(const Opaque* handle, Opaque* plan, const Opaque* product,
-                                  const Opaque* selection);
-  int (*cusparseLtMatmulPlanDestroy)(const Opaque* plan);
-  int (*cusparseLtMatmulGetWorkspace)(const Opaque* handle, const Opaque* plan, std::size_t* bytes);
-  int (*cusparseLtMatmul)(const Opaque* handle, const Opaque* plan, const void* alpha,
-                          const void* a, const void* b, const void* beta, const void* c, void* d,
-                          void* workspace, void** streams, std::int32_t count);
-  int (*cusparseLtSpMMACompressedSize)(const Opaque* handle, const Opaque* plan, std::size_t* bytes,
-                                       std::size_t* buffer);
-  int (*cusparseLtSpMMACompress)(const Opaque* handle, const Opaque* plan, const void* dense,
-                                 void* compressed, void* buffer, void* stream);
+#define SLIDESPARSE_DECLARE(result, name, arguments) result(*name) arguments;
+  SLIDESPARSE_FUNCTIONS(SLIDESPARSE_DECLARE)
+#undef SLIDESPARSE_DECLARE
 };
 
 // Null until `Load`.  What it points to lives until the process ends, because plans call it.
@@ -91,26 +101,8 @@ void Load(const std::string& path) {
     }
     *function = reinterpret_cast<std::remove_pointer_t<decltype(function)>>(symbol);
   };
-#define SLIDESPARSE_FIND(name) find(#name, &found->name)
-  SLIDESPARSE_FIND(cusparseLtInit);
-  SLIDESPARSE_FIND(cusparseLtDestroy);
-  SLIDESPARSE_FIND(cusparseLtGetProperty);
-  SLIDESPARSE_FIND(cusparseLtGetErrorName);
-  SLIDESPARSE_FIND(cusparseLtGetErrorString);
-  SLIDESPARSE_FIND(cusparseLtDenseDescriptorInit);
-  SLIDESPARSE_FIND(cusparseLtStructuredDescriptorInit);
-  SLIDESPARSE_FIND(cusparseLtMatDescriptorDestroy);
-  SLIDESPARSE_FIND(cusparseLtMatmulDescriptorInit);
-  SLIDESPARSE_FIND(cusparseLtMatmulAlgSelectionInit);
-  SLIDESPARSE_FIND(cusparseLtMatmulAlgSelectionDestroy);
-  SLIDESPARSE_FIND(cusparseLtMatmulAlgSetAttribute);
-  SLIDESPARSE_FIND(cusparseLtMatmulAlgGetAttribute);
-  SLIDESPARSE_FIND(cusparseLtMatmulPlanInit);
-  SLIDESPARSE_FIND(cusparseLtMatmulPlanDestroy);
-  SLIDESPARSE_FIND(cusparseLtMatmulGetWorkspace);
-  SLIDESPARSE_FIND(cusparseLtMatmul);
-  SLIDESPARSE_FIND(cusparseLtSpMMACompressedSize);
-  SLIDESPARSE_FIND(cusparseLtSpMMACompress);
+#define SLIDESPARSE_FIND(result, name, arguments) find(#name, &found->name);
+  SLIDESPARSE_FUNCTIONS(SLIDESPARSE_FIND)
 #undef SLIDESPARSE_FIND
   api = found.release();
 }

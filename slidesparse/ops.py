@@ -27,15 +27,13 @@ from torch import Tensor
 from slidesparse import gemm, reference
 from slidesparse.gemm.backend import TwoStep
 from slidesparse.gemm.problem import Layer
-from slidesparse.kernels import Producer, RmsNorm, SiluMul
+from slidesparse.kernels import RmsNorm, SiluMul
 
 ABI = 8  # version of operators and packed weights; part of vLLM's compile-cache key
 
 NAMESPACE = "slidesparse"
-NATIVE = {
-    "cuda": "hopper",
-    "cpu": "reference",
-}  # type of device -> the backend that runs all operators but linear_by
+# type of device -> the backend that runs all operators but linear_by
+NATIVE = {"cuda": "hopper", "cpu": "reference"}
 # The part that all schemas but linear_by's end with
 LAYER = "Tensor weight, Tensor scale_w, Tensor? bias, SymInt[] layer, ScalarType out_dtype"
 if "_library" not in globals():  # kept across reloads: operators disappear with their library object
@@ -73,13 +71,9 @@ def _linear_fake(
     return x.new_empty(x.shape[0], Layer(*layer).n, dtype=out)
 
 
-def _produced(x: Tensor, producer: Producer, *layer: Any) -> Tensor:
-    return _linear(reference.produce(x, producer), *layer)
-
-
 def _rms_norm_linear(x: Tensor, norm: Tensor, eps: float, *layer: Any) -> Tensor:
     """Run ``linear`` on RMSNorm(x), norm [K]."""
-    return _produced(x, RmsNorm(norm, eps), *layer)
+    return _linear(reference.produce(x, RmsNorm(norm, eps)), *layer)
 
 
 def _rms_norm_linear_fake(x: Tensor, norm: Tensor, eps: float, *layer: Any) -> Tensor:
@@ -91,7 +85,7 @@ def _add_rms_norm_linear(
 ) -> tuple[Tensor, Tensor]:
     """Run ``linear`` on RMSNorm(x + residual); return also the sum [M, K] in x's dtype, the next residual."""
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return _produced(x, RmsNorm(norm, eps, residual, total), *layer), total
+    return _linear(reference.produce(x, RmsNorm(norm, eps, residual, total)), *layer), total
 
 
 def _add_rms_norm_linear_fake(
@@ -102,7 +96,7 @@ def _add_rms_norm_linear_fake(
 
 def _silu_mul_linear(x: Tensor, *layer: Any) -> Tensor:
     """Run ``linear`` on silu(gate) * up, where x [M, 2 K] holds gate before up."""
-    return _produced(x, SiluMul(), *layer)
+    return _linear(reference.produce(x, SiluMul()), *layer)
 
 
 def _register(
@@ -120,20 +114,11 @@ _NORM, _ADD_NORM = "Tensor x, Tensor norm, float eps", "Tensor x, Tensor residua
 
 _register("linear", f"(Tensor x, {LAYER}) -> Tensor", _linear, _linear_fake)
 _register("rms_norm_linear", f"({_NORM}, {LAYER}) -> Tensor", _rms_norm_linear, _rms_norm_linear_fake)
-_register(
-    "add_rms_norm_linear",
-    f"({_ADD_NORM}, {LAYER}) -> (Tensor, Tensor)",
-    _add_rms_norm_linear,
-    _add_rms_norm_linear_fake,
-)
 _register("silu_mul_linear", f"(Tensor x, {LAYER}) -> Tensor", _silu_mul_linear, _linear_fake)
-_register(
-    "linear_by",
-    f"(Tensor x, {LAYER}, str backend) -> Tensor",
-    _linear_by,
-    _linear_fake,
-    "CompositeExplicitAutograd",
-)
+_both = f"({_ADD_NORM}, {LAYER}) -> (Tensor, Tensor)"
+_register("add_rms_norm_linear", _both, _add_rms_norm_linear, _add_rms_norm_linear_fake)
+_any_device = "CompositeExplicitAutograd"
+_register("linear_by", f"(Tensor x, {LAYER}, str backend) -> Tensor", _linear_by, _linear_fake, _any_device)
 
 
 def linear(

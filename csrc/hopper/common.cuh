@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "flags.cuh"
 #include "format.cuh"
 #include "ptx.cuh"
 #include "wgmma.cuh"
@@ -62,14 +63,11 @@ struct GemmArguments {
 
   // Stream-K only.
   std::uint32_t* flags;         // kFlagWords for each CTA, all zero between launches
-  uint4* partials;              // [CTAs][kTokens / 8][consumer threads]
+  uint4* partials;              // [CTAs][kTokens / 8][consumer threads], PartialBytes
   int whole_tiles;              // tiles that each CTA computes alone, before its shared ones
   std::uint32_t shared_stages;  // stages of all shared tiles together
   bool two_per_tile;            // no tile is shared by more than two CTAs
 };
-
-constexpr int kFlagWords = 8;          // one sector of 32 bytes
-constexpr int kMaxStreamKCtas = 1024;  // of one launch
 
 __device__ __forceinline__ float Widen(const void* from, int index, Float type) {
   if (type == Float::kFloat32) return LoadVolatile(static_cast<const float*>(from) + index);

@@ -4,10 +4,10 @@
 #include <map>
 #include <mutex>
 #include <tuple>
+#include <utility>
 
 #include "gemm.cuh"
 #include "stream_k.cuh"
-#include "workspace.cuh"
 
 namespace slidesparse::hopper {
 namespace {
@@ -16,7 +16,6 @@ constexpr int kMinStages = 2;  // one is multiplied while the other is filled
 constexpr int kMaxStages = 256;
 constexpr int kGroupTokens = 2048;      // whose tiles form a group of the tile scheduler
 constexpr int kKeptOutputs = 16 << 20;  // bytes; more would evict weights and activations from L2
-constexpr std::int64_t kFlagBytes = kMaxStreamKCtas * kFlagWords * 4;
 
 using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
                                  const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
@@ -53,22 +52,13 @@ const char* EncodeMatrix(CUtensorMap* map, CUtensorMapDataType type, int element
 
 template <class Type>
 GemmKernel KernelOf(const Configuration& c, bool mixed) {
-  switch (c.tokens) {
-    case 8:
-      return FindGemm<Type, 8>(c.strips, c.stream_k, mixed);
-    case 16:
-      return FindGemm<Type, 16>(c.strips, c.stream_k, mixed);
-    case 32:
-      return FindGemm<Type, 32>(c.strips, c.stream_k, mixed);
-    case 64:
-      return FindGemm<Type, 64>(c.strips, c.stream_k, mixed);
-    case 128:
-      return FindGemm<Type, 128>(c.strips, c.stream_k, mixed);
-    case 256:
-      return FindGemm<Type, 256>(c.strips, c.stream_k, mixed);
-    default:
-      return {};
+  constexpr std::pair<int, decltype(&FindGemm<Type, 8>)> kByTokens[] = {
+      {8, FindGemm<Type, 8>},   {16, FindGemm<Type, 16>},   {32, FindGemm<Type, 32>},
+      {64, FindGemm<Type, 64>}, {128, FindGemm<Type, 128>}, {256, FindGemm<Type, 256>}};
+  for (const auto& [tokens, find] : kByTokens) {
+    if (c.tokens == tokens) return find(c.strips, c.stream_k, mixed);
   }
+  return {};
 }
 
 // Whether a kernel was compiled and accepts the cluster, of which each CTA loads whole swizzle
@@ -162,14 +152,11 @@ const char* FitGemm(const Configuration& c, bool fp8, bool mixed, Gemm* gemm) {
   }
   if (c.stream_k) {
     const int ctas = gemm->fit.clusters * c.multicast;
-    const std::int64_t bytes =
-        kFlagBytes + std::int64_t{ctas} * c.strips * kStripRows * c.tokens * 4;
-    if (ctas > kMaxStreamKCtas || bytes > kWorkspaceBytes) {
-      return Fail(
-          "configuration %s wants a workspace of %lld bytes for %d CTAs; a stream has %lld for %d",
-          gemm->text.c_str(), static_cast<long long>(bytes), ctas,
-          static_cast<long long>(kWorkspaceBytes), kMaxStreamKCtas);
+    if (ctas > kMaxStreamKCtas) {
+      return Fail("configuration %s has %d CTAs; stream-K has flags for %d", gemm->text.c_str(),
+                  ctas, kMaxStreamKCtas);
     }
+    gemm->partial_bytes = std::int64_t{ctas} * c.strips * kStripRows * c.tokens * 4;
   }
   return nullptr;
 }
@@ -227,10 +214,8 @@ const char* LaunchGemm(const Gemm& gemm, std::int64_t m, const GemmTensors& tens
                 static_cast<long long>(m), a.n, gemm.text.c_str());
   }
   if (c.stream_k) {
-    void* workspace;
-    if (const char* error = FindWorkspace(gemm.device, stream, &workspace)) return error;
-    a.flags = static_cast<std::uint32_t*>(workspace);
-    a.partials = reinterpret_cast<uint4*>(static_cast<std::uint8_t*>(workspace) + kFlagBytes);
+    if (const char* error = FindFlags(gemm.device, stream, &a.flags)) return error;
+    a.partials = static_cast<uint4*>(tensors.partials);
     if (a.vector_stores) {
       if (const char* error =
               EncodeMatrix(&a.out, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, a.y, m, a.n,

@@ -28,6 +28,7 @@ struct Gemm {
   std::string text;  // the configuration, for messages
   GemmKernel kernel;
   Fit fit;
+  std::int64_t partial_bytes;  // of the partial sums that stream-K exchanges
   GemmArguments arguments;
 };
 
@@ -42,6 +43,7 @@ struct GemmTensors {
   Float bias_type;
   void* out;
   Float out_type;
+  void* partials;  // partial_bytes, aligned to 16 bytes
 };
 
 // Fits a configuration to the current device, for mixed weights or for those of 2:4 blocks alone.

@@ -107,7 +107,7 @@ typedef void (*SlidesparsePlanner)(std::int32_t device, const SlidesparseLayer* 
 // Unregisters all plans, without deleting them.
 SLIDESPARSE_EXPORT void slidesparse_hopper_forget();
 
-// The bytes of scratch memory that slidesparse_hopper_linear needs for m tokens.
+// The bytes of scratch memory that slidesparse_hopper_linear and _product need for m tokens.
 SLIDESPARSE_EXPORT std::int64_t slidesparse_hopper_scratch_bytes(const SlidesparseHopperPlan* plan,
                                                                  std::int64_t m);
 
@@ -124,7 +124,7 @@ SLIDESPARSE_EXPORT std::int64_t slidesparse_hopper_scratch_bytes(const Slidespar
 //   scale_w     float32 [n]
 //   bias        [n] of bias_type
 //   out         [m, n] of BF16 or FP16
-//   scratch     aligned to 128 bytes
+//   scratch     slidesparse_hopper_scratch_bytes, aligned to 128 bytes
 
 // Applies the prologue to x, quantizes the result and lifts it.
 SLIDESPARSE_EXPORT const char* slidesparse_hopper_quantize(
@@ -136,7 +136,8 @@ SLIDESPARSE_EXPORT const char* slidesparse_hopper_quantize(
 SLIDESPARSE_EXPORT const char* slidesparse_hopper_product(
     const SlidesparseHopperPlan* plan, std::int64_t m, const void* q, std::int64_t q_columns,
     const void* scale_x, const void* weight, std::int64_t weight_bytes, const void* scale_w,
-    const void* bias, std::int32_t bias_type, void* out, std::int32_t out_type, void* stream);
+    const void* bias, std::int32_t bias_type, void* out, std::int32_t out_type, void* scratch,
+    void* stream);
 
 // Both, through scratch memory.
 SLIDESPARSE_EXPORT const char* slidesparse_hopper_linear(

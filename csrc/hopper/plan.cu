@@ -1,6 +1,7 @@
 // Plans of layers, behind the C interface, which interface.cuh documents.
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -28,22 +29,23 @@ struct SlidesparseHopperPlan {
   slidesparse::hopper::PlanKey key;
   bool fp8;
   slidesparse::hopper::QuantizeArguments quantize;  // all but the tensors
+  using Gemms = std::array<slidesparse::hopper::Gemm, SLIDESPARSE_BLOCK_KINDS>;
   // A row of the tuned table: the GEMMs for up to `tokens` tokens, by SlidesparseBlocks.
   struct Tuned {
     std::int64_t tokens;
-    slidesparse::hopper::Gemm gemms[SLIDESPARSE_BLOCK_KINDS];
+    Gemms gemms;
   };
   std::vector<Tuned> tuned;
 
-  // The GEMM for m tokens, of a plan that does not only quantize.
-  const slidesparse::hopper::Gemm* Choose(std::int64_t m, SlidesparseBlocks blocks) const {
+  // The GEMMs for m tokens, of a plan that does not only quantize.
+  const Gemms& Choose(std::int64_t m) const {
     const Tuned* found = &tuned.back();
     for (const Tuned& one : tuned) {
       if (m > one.tokens) continue;
       found = &one;
       break;
     }
-    return &found->gemms[blocks];
+    return found->gemms;
   }
 };
 
@@ -56,6 +58,14 @@ constexpr std::int64_t kScaleBytes = 128;  // alignment of the codes, which foll
 
 std::shared_mutex mutex;
 std::map<PlanKey, const Plan*> served;
+
+// The bytes of partial sums that m tokens need, of whichever blocks the weight is.
+std::int64_t PartialsOf(const Plan& plan, std::int64_t m) {
+  std::int64_t bytes = 0;
+  if (plan.tuned.empty()) return bytes;
+  for (const Gemm& gemm : plan.Choose(m)) bytes = std::max(bytes, gemm.partial_bytes);
+  return bytes;
+}
 
 std::int64_t ScalesOf(std::int64_t m) { return CeilDiv(4 * m, kScaleBytes) * kScaleBytes; }
 
@@ -196,7 +206,7 @@ void slidesparse_hopper_forget() {
 }
 
 std::int64_t slidesparse_hopper_scratch_bytes(const SlidesparseHopperPlan* plan, std::int64_t m) {
-  return ScalesOf(m) + m * plan->quantize.columns;
+  return PartialsOf(*plan, m) + ScalesOf(m) + m * plan->quantize.columns;
 }
 
 const char* slidesparse_hopper_quantize(const SlidesparseHopperPlan* plan, std::int64_t m,
@@ -206,11 +216,11 @@ const char* slidesparse_hopper_quantize(const SlidesparseHopperPlan* plan, std::
                                         void* total, void* q, void* scale_x, void* stream) {
   const bool adds = prologue == SLIDESPARSE_ADD_RMS_NORM;
   const bool norm = adds || prologue == SLIDESPARSE_RMS_NORM;
-  if (!IsType(type) || norm != (gain != nullptr) || adds != (residual != nullptr) ||
-      adds != (total != nullptr)) {
+  if (!IsType(type) || prologue < 0 || prologue > SLIDESPARSE_SILU_MUL ||
+      norm != (gain != nullptr) || adds != (residual != nullptr) || adds != (total != nullptr)) {
     return Fail(
         "type %d and prologue %d with a gain at %p, a residual at %p and its sum at %p: types are "
-        "1 to 3, norms have a gain, norms of sums all three, and nothing else any",
+        "1 to 3, prologues 0 to 3, norms have a gain, norms of sums all three, the others none",
         type, prologue, gain, residual, total);
   }
   QuantizeArguments arguments = plan->quantize;
@@ -232,7 +242,7 @@ const char* slidesparse_hopper_product(const SlidesparseHopperPlan* plan, std::i
                                        const void* weight, std::int64_t weight_bytes,
                                        const void* scale_w, const void* bias,
                                        std::int32_t bias_type, void* out, std::int32_t out_type,
-                                       void* stream) {
+                                       void* scratch, void* stream) {
   if ((bias != nullptr) != IsType(bias_type) ||
       (out_type != SLIDESPARSE_BFLOAT16 && out_type != SLIDESPARSE_FLOAT16)) {
     return Fail(
@@ -245,10 +255,9 @@ const char* slidesparse_hopper_product(const SlidesparseHopperPlan* plan, std::i
   if (const char* error = FindKind(plan->tuned.front().gemms[0].arguments, weight_bytes, &kind)) {
     return error;
   }
-  const Gemm* gemm = plan->Choose(m, kind);
-  return LaunchGemm(*gemm, m,
+  return LaunchGemm(plan->Choose(m)[kind], m,
                     {q, q_columns, scale_x, weight, scale_w, bias, static_cast<Float>(bias_type),
-                     out, static_cast<Float>(out_type)},
+                     out, static_cast<Float>(out_type), scratch},
                     static_cast<cudaStream_t>(stream));
 }
 
@@ -261,14 +270,16 @@ const char* slidesparse_hopper_linear(const SlidesparseHopperPlan* plan, std::in
                                       void* out, std::int32_t out_type, void* scratch,
                                       void* stream) {
   if (plan->tuned.empty()) return FailWithoutGemm();
-  void* q = static_cast<char*>(scratch) + ScalesOf(m);
+  char* scale_x = static_cast<char*>(scratch) + PartialsOf(*plan, m);
+  char* q = scale_x + ScalesOf(m);
   if (const char* error =
           slidesparse_hopper_quantize(plan, m, x, type, stride, prologue, eps, gain, residual,
-                                      residual_stride, total, q, scratch, stream)) {
+                                      residual_stride, total, q, scale_x, stream)) {
     return error;
   }
-  return slidesparse_hopper_product(plan, m, q, plan->quantize.columns, scratch, weight,
-                                    weight_bytes, scale_w, bias, bias_type, out, out_type, stream);
+  return slidesparse_hopper_product(plan, m, q, plan->quantize.columns, scale_x, weight,
+                                    weight_bytes, scale_w, bias, bias_type, out, out_type, scratch,
+                                    stream);
 }
 
 }  // extern "C"

@@ -61,24 +61,10 @@ Division Divide(const QuantizeArguments& arguments, std::int64_t m, Prologue pro
   return division;
 }
 
-constexpr Prologue kPrologues[] = {Prologue::kNone, Prologue::kRmsNorm, Prologue::kAddRmsNorm,
-                                   Prologue::kSiluMul};
-constexpr Float kInputs[] = {Float::kBFloat16, Float::kFloat16, Float::kFloat32};
-
-QuantizeKernel FindKernel(Prologue prologue, Float input, bool fp8, bool wide, int vectors) {
-  switch (prologue) {
-    case Prologue::kNone:
-      return FindQuantize<Prologue::kNone>(input, fp8, wide, vectors);
-    case Prologue::kRmsNorm:
-      return FindQuantize<Prologue::kRmsNorm>(input, fp8, wide, vectors);
-    case Prologue::kAddRmsNorm:
-      return FindQuantize<Prologue::kAddRmsNorm>(input, fp8, wide, vectors);
-    case Prologue::kSiluMul:
-      return FindQuantize<Prologue::kSiluMul>(input, fp8, wide, vectors);
-    default:
-      return nullptr;
-  }
-}
+// By Prologue.
+constexpr decltype(&FindQuantize<Prologue::kNone>) kFindKernel[] = {
+    FindQuantize<Prologue::kNone>, FindQuantize<Prologue::kRmsNorm>,
+    FindQuantize<Prologue::kAddRmsNorm>, FindQuantize<Prologue::kSiluMul>};
 
 // Loads all kernels for a type of codes, once for each device, because a kernel cannot be loaded
 // while a CUDA graph is captured, where its first call may be.
@@ -89,10 +75,10 @@ cudaError_t LoadKernels(bool fp8) {
   if (cudaError_t error = cudaGetDevice(&device)) return error;
   std::lock_guard lock(mutex);
   if (loaded.count({device, fp8}) > 0) return cudaSuccess;
-  for (Prologue prologue : kPrologues) {
-    for (Float input : kInputs) {
+  for (const auto find : kFindKernel) {
+    for (Float input : {Float::kBFloat16, Float::kFloat16, Float::kFloat32}) {
       for (int vectors : {0, 1, 2, 4}) {
-        const QuantizeKernel kernel = FindKernel(prologue, input, fp8, vectors > 0, vectors);
+        const QuantizeKernel kernel = find(input, fp8, vectors > 0, vectors);
         if (cudaError_t error = LoadKernel(reinterpret_cast<const void*>(kernel))) return error;
       }
     }
@@ -163,10 +149,9 @@ const char* EnqueueQuantize(QuantizeArguments arguments, std::int64_t m, Float i
   const int codes = std::min(arguments.part, arguments.padded);
   const Launch launch(stream, m * division.parts, division.threads,
                       CeilDiv(codes, kStoreCodes) * kStoreCodes, division.parts);
-  const QuantizeKernel kernel = FindKernel(prologue, input, fp8, wide, division.vectors);
-  const cudaError_t error = kernel != nullptr
-                                ? cudaLaunchKernelEx(&launch.config, kernel, arguments)
-                                : cudaErrorInvalidValue;
+  const QuantizeKernel kernel =
+      kFindKernel[static_cast<int>(prologue)](input, fp8, wide, division.vectors);
+  const cudaError_t error = cudaLaunchKernelEx(&launch.config, kernel, arguments);
   if (error == cudaSuccess) return nullptr;
   return Fail(
       "%s (%s) for quantizing [%lld, %d] of type %d after prologue %d in %d parts by %d threads",

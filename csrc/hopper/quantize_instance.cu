@@ -9,15 +9,10 @@ constexpr Prologue kPrologue = Prologue::SLIDESPARSE_PROLOGUE;
 
 template <Float kInput, bool kFp8>
 QuantizeKernel FindVectors(bool wide, int vectors) {
-  if (!wide) return Quantize<kInput, kFp8, false, 1, kPrologue>;
-  switch (vectors) {
-    case 1:
-      return Quantize<kInput, kFp8, true, 1, kPrologue>;
-    case 2:
-      return Quantize<kInput, kFp8, true, 2, kPrologue>;
-    default:
-      return Quantize<kInput, kFp8, true, 4, kPrologue>;
-  }
+  return !wide          ? Quantize<kInput, kFp8, false, 1, kPrologue>
+         : vectors == 1 ? Quantize<kInput, kFp8, true, 1, kPrologue>
+         : vectors == 2 ? Quantize<kInput, kFp8, true, 2, kPrologue>
+                        : Quantize<kInput, kFp8, true, 4, kPrologue>;
 }
 
 template <Float kInput>

@@ -65,17 +65,12 @@ const char* Validate(const SlidesparseSpmm& call) {
 template <class T>
 using Kernel = void (*)(Arguments<T>);
 
-template <class T, bool kStrip>
-Kernel<T> KernelOf(int variant) {
-  switch (variant) {
-    case 0:
-      return Spmm<T, Variant::kBaseline, kStrip>;
-    case 1:
-      return Spmm<T, Variant::kPrefetch, kStrip>;
-    default:
-      return Spmm<T, Variant::kDouble, kStrip>;
-  }
-}
+// By variant and `strip`.
+template <class T>
+constexpr Kernel<T> kKernels[3][2] = {
+    {Spmm<T, Variant::kBaseline, false>, Spmm<T, Variant::kBaseline, true>},
+    {Spmm<T, Variant::kPrefetch, false>, Spmm<T, Variant::kPrefetch, true>},
+    {Spmm<T, Variant::kDouble, false>, Spmm<T, Variant::kDouble, true>}};
 
 template <class T>
 cudaError_t Launch(const SlidesparseSpmm& call) {
@@ -84,8 +79,7 @@ cudaError_t Launch(const SlidesparseSpmm& call) {
   if (splits == 1) a.partials = nullptr;
   const auto stream = static_cast<cudaStream_t>(call.stream);
   const dim3 grid(CeilDiv(a.m, kTile), CeilDiv(a.n, kTile), splits);
-  const Kernel<T> kernel =
-      call.strip != 0 ? KernelOf<T, true>(call.variant) : KernelOf<T, false>(call.variant);
+  const Kernel<T> kernel = kKernels<T>[call.variant][call.strip != 0];
   kernel<<<grid, kThreads, 0, stream>>>(a);
   if (splits > 1) {
     const dim3 sums(a.n, CeilDiv(a.m, kThreads * kEach));

@@ -78,8 +78,7 @@ class Tunable(Backend, Protocol):
     def plan(self, problem: Problem, device: torch.device, algorithm: str | None = None) -> Plan:
         """Make a plan; nothing is cached.  ``algorithm`` None lets the backend choose.
 
-        Raises LibraryError when it does not support the problem or the algorithm, or needs a larger workspace than a
-        stream has.
+        Raises LibraryError when it does not support the problem or the algorithm, or needs too large a workspace.
         """
 
 

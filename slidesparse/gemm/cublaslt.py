@@ -40,16 +40,8 @@ OUTPUTS = {
 }
 COMPUTE_FLOAT32, COMPUTE_INT32 = 68, 72  # cublasComputeType_t
 # cublasLtMatmulDescAttributes_t
-TRANSPOSE_WEIGHT, EPILOGUE, BIAS, WEIGHT_SCALES, TOKEN_SCALES, FAST_ACCUMULATION, BIAS_TYPE = (
-    3,
-    7,
-    8,
-    17,
-    18,
-    25,
-    26,
-)
-WEIGHT_SCALE_MODE, TOKEN_SCALE_MODE = 31, 32
+TRANSPOSE_WEIGHT, EPILOGUE, BIAS, FAST_ACCUMULATION, BIAS_TYPE = 3, 7, 8, 25, 26
+WEIGHT_SCALES, TOKEN_SCALES, WEIGHT_SCALE_MODE, TOKEN_SCALE_MODE = 17, 18, 31, 32
 TRANSPOSED, ADD_BIAS, BY_VECTOR = 1, 4, 3
 MAX_WORKSPACE = 1  # of cublasLtMatmulPreferenceAttributes_t
 
@@ -152,11 +144,8 @@ class CublasLtPlan(Owner, LibraryPlan):
         Owner.__init__(self, library)
         LibraryPlan.__init__(self, algorithm, index)
         self._handle, self._problem, self._chosen = handle, problem, Proposal()
-        (n, k, m), operand, out = (
-            (problem.n, problem.k, problem.m),
-            DATA_TYPES[problem.dtype],
-            DATA_TYPES[problem.out],
-        )
+        n, k, m = problem.n, problem.k, problem.m
+        operand, out = DATA_TYPES[problem.dtype], DATA_TYPES[problem.out]
         self._weight, self._activations, self._out = (
             self._make("cublasLtMatrixLayout", kind, rows, columns, rows)
             for kind, rows, columns in ((operand, k, n), (operand, k, m), (out, n, m))
@@ -188,13 +177,8 @@ class CublasLtPlan(Owner, LibraryPlan):
         preference = c_void_p()
         self._call("cublasLtMatmulPreferenceCreate", byref(preference))
         try:
-            self._call(
-                "cublasLtMatmulPreferenceSetAttribute",
-                preference,
-                MAX_WORKSPACE,
-                byref(limit),
-                ctypes.sizeof(limit),
-            )
+            size = ctypes.sizeof(limit)
+            self._call("cublasLtMatmulPreferenceSetAttribute", preference, MAX_WORKSPACE, byref(limit), size)
             self._call(
                 "cublasLtMatmulAlgoGetHeuristic",
                 *(self._handle.made, self._operation, self._weight, self._activations, self._out, self._out),

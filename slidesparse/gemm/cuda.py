@@ -41,6 +41,18 @@ def is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+def no_gpu(needs_device: bool = True) -> str | None:
+    """Return why torch can use no GPU, or None; whether there is one is only asked if ``needs_device``."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a CPU build: {INSTALL_CUDA}"
+    if needs_device and not torch.cuda.is_available():
+        return (
+            f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, finds no GPU that it can use: "
+            "nvidia-smi should list one, and its driver must support that CUDA version"
+        )
+    return None
+
+
 def subject_of(backend: Tunable, device: torch.device) -> tuned.Subject:
     """Return the subject of a backend's tuned table for a GPU.  Raises LibraryError if the library cannot load."""
     gpu, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
@@ -85,13 +97,8 @@ class CudaBackend(ABC):
         """See `Backend.unusable`: a GPU with sparse tensor cores, the library and Triton are needed."""
         if device.type != "cuda":
             return "it needs an NVIDIA GPU; the reference backend runs on this machine"
-        if torch.version.cuda is None:
-            return f"torch {torch.__version__} is a CPU build: {INSTALL_CUDA}"
-        if capability is None and not torch.cuda.is_available():
-            return (
-                f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, finds no GPU that it can use: "
-                "nvidia-smi should list one, and its driver must support that CUDA version"
-            )
+        if reason := no_gpu(needs_device=capability is None):
+            return reason
         gpu_capability = capability or torch.cuda.get_device_capability(device)
         if gpu_capability < SPARSE_CAPABILITY:
             major, minor = gpu_capability

@@ -23,7 +23,7 @@ from slidesparse.pattern import round_up
 from slidesparse.quantize import FP8, INT8
 
 PLAN_CACHE_CAPACITY = 1024  # cached per thread, device and library; a plan takes some KB of host memory
-WORKSPACE_BYTES = 64 << 20  # bytes per stream; algorithms that need more are refused
+WORKSPACE_BYTES = 64 << 20  # algorithms that need more are refused
 
 ACCUMULATOR_DTYPES = {INT8: torch.int32, FP8: torch.float32}  # type of the operands -> type of exact sums
 DATA_TYPES = {"fp32": 0, "fp16": 2, "int8": 3, "int32": 10, "bf16": 14, "fp8": 28}  # cudaDataType
@@ -36,21 +36,22 @@ class LibraryPlan:
         self.algorithm, self.workspace, self.index = algorithm or "", 0, index
 
     def require_workspace(self) -> None:
-        """Raise LibraryError if a stream's workspace is too small."""
+        """Raise LibraryError if the algorithm needs too large a workspace."""
         if self.workspace > WORKSPACE_BYTES:
             raise LibraryError(
-                f"algorithm {self.algorithm} needs a workspace of {self.workspace} bytes, but a stream has "
+                f"algorithm {self.algorithm} needs a workspace of {self.workspace} bytes, allowed are "
                 f"{WORKSPACE_BYTES}"
             )
 
     def run(self, tensors: Tensors) -> None:
         """See `slidesparse.gemm.problem.Plan.run`."""
-        stream = cuda.current_stream(self.index)
-        self.launch(tensors, workspace(self.index, stream) if self.workspace else 0, stream)
+        # From torch's allocator, so that streams have their own, and so do CUDA graphs that do not share a pool
+        workspace = tensors.activations.new_empty(self.workspace, dtype=torch.uint8)
+        self.launch(tensors, workspace.data_ptr(), cuda.current_stream(self.index))
 
     @abstractmethod
     def launch(self, tensors: Tensors, workspace: int, stream: int) -> None:
-        """Launch on a stream with its workspace, addresses both."""
+        """Launch on a stream with a workspace of ``self.workspace`` bytes, addresses both."""
 
 
 class PlanCache:
@@ -96,20 +97,6 @@ _thread_state = _ThreadState()
 def plan_cache(name: str, index: int) -> PlanCache:
     """Return this thread's plans of library ``name`` on CUDA device ``index``."""
     return _thread_state.caches[name, index]
-
-
-_workspaces: dict[tuple[int, int], Tensor] = {}
-_workspaces_lock = threading.Lock()
-
-
-def workspace(index: int, stream: int) -> int:
-    """Return the address of a stream's workspace, allocated once and never moved, because captured graphs use it."""
-    with _workspaces_lock:
-        buffer = _workspaces.get((index, stream))
-        if buffer is None:
-            buffer = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=torch.device("cuda", index))
-            _workspaces[index, stream] = buffer
-    return buffer.data_ptr()
 
 
 def allocate_rows(x: Tensor, rows: int) -> Tensor:

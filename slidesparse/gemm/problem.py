@@ -108,10 +108,9 @@ class Plan(Protocol):
     """A problem and an algorithm, ready to run on one device."""
 
     algorithm: str
-    workspace: int  # bytes of workspace that it needs
 
     def run(self, tensors: Tensors) -> None:
-        """Launch on torch's current stream; never synchronizes, allocates nothing but the stream's workspace once.
+        """Launch on torch's current stream, with memory from torch's allocator; never synchronizes.
 
         Scales and bias are given if the problem has them, the bias of out's dtype.  Shapes must be those of the
         problem; they are not checked.
@@ -120,9 +119,8 @@ class Plan(Protocol):
 
 def require_operand(dtype: torch.dtype) -> str:
     """Return the name of an operand's dtype.  Raises LibraryError for one that no backend multiplies."""
-    for name in OPERANDS:
-        if DTYPES.get(name) == dtype:
-            return name
+    if NAMES.get(dtype) in OPERANDS:
+        return NAMES[dtype]
     raise LibraryError(
         f"weights and activations of {dtype} cannot be multiplied, only {', '.join(OPERANDS)} can: quantize to int8 "
         "or fp8"

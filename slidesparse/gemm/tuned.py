@@ -5,9 +5,9 @@ fastest and what an algorithm's name means.  A file ships with the package, or i
 
     {"format": 1, "gpu": "NVIDIA H200", "capability": "9.0", "library": "hopper", "version": "4",
      "entries": {"int8 -> bf16, scale both, bias no, n 4608, k 5376": {
-         "64": {"algorithm": "...", "us": 9.1, "others": {"...": 9.2, "...": 9.4}, "tried": 60}}}}
+         "64": ["split:2x64/1x4/2", 9.1]}}}
 
-``others`` are the second and third of ``tried`` algorithms.  A shipped table has neither: ``"64": ["...", 9.1]``.
+An entry is an algorithm and its time in microseconds.
 """
 
 from __future__ import annotations
@@ -72,12 +72,10 @@ class Subject:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The fastest algorithm of a problem, its time in microseconds, and the runners-up."""
+    """The fastest algorithm of a problem, and its time in microseconds."""
 
     algorithm: str
     us: float
-    others: tuple[tuple[str, float], ...] = ()  # the next fastest and their times
-    tried: int = 0  # number of algorithms searched; 0: not known
 
 
 class Shape(NamedTuple):
@@ -193,11 +191,6 @@ def tuned_tokens(subject: Subject, problem: Problem) -> list[int]:
     return list(_merged_table(subject, tables_folder()).get(Shape.of_problem(problem), ()))
 
 
-def find_entry(subject: Subject, problem: Problem) -> Tuned | None:
-    """Return the table entry for exactly this problem, including its M, or None."""
-    return _merged_table(subject, tables_folder()).get(Shape.of_problem(problem), {}).get(problem.m)
-
-
 @cache
 def note_untuned(library: str, dtype: str, n: int, k: int, instead: str) -> None:
     """Log once that a problem is not tuned, what runs ``instead``, and how to tune it."""
@@ -245,17 +238,13 @@ def _to_text(subject: Subject, entries: Entries) -> str:
     """Return a table as JSON, sorted, with a line for each entry."""
     shapes = []
     for shape, measured in sorted(entries.items(), key=lambda item: str(item[0])):
-        lines = [f'   "{m}": {json.dumps(_entry_to_json(best))}' for m, best in sorted(measured.items())]
+        lines = [
+            f'   "{m}": {json.dumps([best.algorithm, round(best.us, 3)])}'
+            for m, best in sorted(measured.items())
+        ]
         shapes.append(f"  {json.dumps(str(shape))}: {{\n" + ",\n".join(lines) + "\n  }")
     head = json.dumps({"format": FORMAT, **subject.facts()}, indent=1).removesuffix("\n}")
     return head + ',\n "entries": {\n' + ",\n".join(shapes) + "\n }\n}\n"
-
-
-def _entry_to_json(best: Tuned) -> dict[str, Any] | list[Any]:
-    if not best.tried:
-        return [best.algorithm, round(best.us, 3)]
-    others = {algorithm: round(us, 3) for algorithm, us in best.others}
-    return {"algorithm": best.algorithm, "us": round(best.us, 3), "others": others, "tried": best.tried}
 
 
 def _tokens(text: str) -> int:
@@ -265,11 +254,8 @@ def _tokens(text: str) -> int:
 
 
 def _entry_from_json(entry: Any) -> Tuned:
-    if isinstance(entry, list):
-        algorithm, us = entry
-        return Tuned(str(algorithm), float(us))
-    others = tuple((str(algorithm), float(us)) for algorithm, us in entry.get("others", {}).items())
-    return Tuned(str(entry["algorithm"]), float(entry["us"]), others, int(entry.get("tried", 0)))
+    algorithm, us = entry if isinstance(entry, list) else (entry["algorithm"], entry["us"])  # until 0.2.0
+    return Tuned(str(algorithm), float(us))
 
 
 @cache

@@ -5,6 +5,7 @@ Problems in the tables are skipped, so repeating the command continues an interr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from slidesparse.gemm.backend import Tunable
 from slidesparse.gemm.problem import ALL_2_4, ALL_DENSE, MIXED, LibraryError, Problem
-from slidesparse.gemm.tuned import find_entry
+from slidesparse.gemm.tuned import tuned_tokens
 from slidesparse.pattern import SlidePattern, parse_pattern, round_up
 from slidesparse.tune.session import Session, served_outputs
 from slidesparse.tune.shapes import Layer, slided_columns
@@ -71,16 +72,16 @@ def tune(session: Session, todo: Sequence[Job], force: bool = False) -> tuple[bo
 
     What a library refuses is appended to the session's ``skipped``.
     """
-    counts = dict.fromkeys(COUNTS, 0)
+    counts = Counter(dict.fromkeys(COUNTS, 0))
     return all(_tune_job(session, job, force, counts) for job in todo), counts
 
 
-def _tune_job(session: Session, job: Job, force: bool, counts: dict[str, int]) -> bool:
+def _tune_job(session: Session, job: Job, force: bool, counts: Counter[str]) -> bool:
     """Tune one job; return False if the deadline passed."""
     subject, inputs = session.gpu.subject(job.library), session.inputs
     weights: list[Tensor] = []
     for problem in (replace(job.problem, m=m) for m in job.tokens):
-        if not force and find_entry(subject, problem):
+        if not force and problem.m in tuned_tokens(subject, problem):
             counts["known"] += 1
         elif session.deadline.passed:
             return False
@@ -90,10 +91,8 @@ def _tune_job(session: Session, job: Job, force: bool, counts: dict[str, int]) -
                     smallest = replace(job.problem, m=min(job.tokens))
                     weights = inputs.packed(job.library, smallest, inputs.copies(smallest))
                 result = session.search(job.library, problem, weights)
-                for name, count in zip(
-                    COUNTS, (1, 0, result.tried, result.refused, result.wrong), strict=True
-                ):
-                    counts[name] += count
+                tried = {"algorithms": result.tried, "refused": result.refused, "wrong": result.wrong}
+                counts.update(tuned=1, **tried)
             except LibraryError as error:
                 session.skipped.append(f"{job.library.name}: {error}")
         session.advance(f"{job.library.name} {problem.dtype} {problem.n}x{problem.k} M={problem.m}")

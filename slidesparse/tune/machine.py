@@ -9,7 +9,8 @@ from typing import cast
 import torch
 
 from slidesparse import gemm
-from slidesparse.errors import INSTALL_CUDA, EnvironmentFault
+from slidesparse.errors import EnvironmentFault
+from slidesparse.gemm import cuda
 from slidesparse.gemm.backend import Tunable
 from slidesparse.gemm.tuned import Subject
 
@@ -37,16 +38,8 @@ class Gpu:
 
 def require_gpu() -> Gpu:
     """Return the current CUDA device.  Raises MissingError."""
-    if torch.version.cuda is None:
-        raise MissingError(
-            f"this command measures an NVIDIA GPU, but torch {torch.__version__} is built without CUDA; "
-            f"on a machine with an NVIDIA GPU: {INSTALL_CUDA}"
-        )
-    if not torch.cuda.is_available():
-        raise MissingError(
-            f"this command measures an NVIDIA GPU, but torch {torch.__version__} finds none that it can use; "
-            "`nvidia-smi` should list one, and `slidesparse doctor` shows what is missing"
-        )
+    if reason := cuda.no_gpu():
+        raise MissingError(f"this command measures an NVIDIA GPU, but {reason}")
     device = torch.device("cuda", torch.cuda.current_device())
     properties = torch.cuda.get_device_properties(device)
     return Gpu(

@@ -17,7 +17,6 @@ from slidesparse.tune.inputs import Operands
 from slidesparse.tune.measure import EXACT_US, QUICK_US, SAMPLES, Clock, Launch, Replay, Timing
 
 FINALISTS = 6  # that are timed precisely; quick estimates of equally fast algorithms differ by some percent
-KEPT = 3  # finalists in the result
 FINAL_SAMPLES = 5  # samples of each finalist; the winner gets the rest of SAMPLES
 MAX_SLOWDOWN = 2.0  # algorithms slower than this many times the best so far are not timed further
 NOISE_US = 30.0  # timing noise of one eager launch
@@ -32,7 +31,6 @@ class SearchResult:
 
     algorithm: str
     timing: Timing
-    others: tuple[tuple[str, float], ...]  # the KEPT - 1 next fastest finalists, and their microseconds
     tried: int
     refused: int
     wrong: int
@@ -71,10 +69,9 @@ def search(
             f"{library.name}: none of the {len(names)} algorithms for {problem} can be used: "
             f"{len(names) - len(timed)} cannot run here and {wrong} give wrong results"
         )
-    (winner, replay, samples), *others = sorted(finalists, key=lambda finalist: Timing.of(finalist[2]).p50)
+    winner, replay, samples = min(finalists, key=lambda finalist: Timing.of(finalist[2]).p50)
     timing = Timing.of(samples + replay.samples(SAMPLES - FINAL_SAMPLES), replay.graphed)
-    slower = tuple((name, Timing.of(times).p50) for name, _, times in others[: KEPT - 1])
-    return SearchResult(winner, timing, slower, len(names), len(names) - len(timed), wrong)
+    return SearchResult(winner, timing, len(names), len(names) - len(timed), wrong)
 
 
 def _expected_output(

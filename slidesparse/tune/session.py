@@ -34,7 +34,7 @@ class Session:
         operands = self.inputs.operands(problem, weights)
         result = search(library, problem, operands, self.clock, self.gpu.device)
         if (problem.out, problem.scale) in served_outputs(library, problem.dtype):
-            best = Tuned(result.algorithm, result.timing.p50, result.others, result.tried)
+            best = Tuned(result.algorithm, result.timing.p50)
             save(self.gpu.subject(library), [(problem, best)])  # milliseconds
         return result
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import cast
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from configurations import Configuration
 from gpu_layers import PackedLayer, codes, dense_sums, exact, forget_plans, gpu, layer, normal
 from strategies import assert_same_bits
@@ -130,38 +133,6 @@ def test_configurations_fit_as_many_ctas_as_named() -> None:
         assert native.fit(f"split:2x256/1x{splits}/1", INT8).stages == 5, splits
 
 
-def test_candidates_are_sorted_by_predicted_time() -> None:
-    wide = Layer.of(37888, 5376, TWO_FOUR, 0, INT8, 16)
-    candidates = native.candidates(wide, 64, 48)
-    assert len(candidates) == 48
-    assert [us for _, us in candidates] == sorted(us for _, us in candidates)
-    assert {text.partition(":")[0] for text, _ in candidates} == {"split", "stream"}
-    assert [text for text, _ in native.candidates(wide, 64, 5)] == [text for text, _ in candidates[:5]]
-
-
-@pytest.mark.parametrize(
-    ("m", "n", "k"),
-    [(1, 333, 1000), (7, 4608, 512), (16, 65, 8192), (40, 640, 64), (100, 201, 777), (300, 513, 1536)],
-)
-def test_every_configuration_gives_equal_products(m: int, n: int, k: int) -> None:
-    """Products are bitwise equal, also where K is split, and no configuration is refused."""
-    packed_layer = layer("hopper", "2:4", INT8, n, k)
-    q, scale_x, bias = codes(m, k, seed=5), scales(m, 5), normal(1, n, 6)[0]
-    columns = packed_layer.layer.columns
-    lifted = torch.nn.functional.pad(packed_layer.lifted(q), (0, columns - packed_layer.layout.slided))
-    expected = scaled(exact(q, packed_layer.weight), packed_layer, scale_x, bias, torch.bfloat16)
-    problem = Problem("int8", "bf16", n, columns, m, "both", True)
-    out = torch.empty_like(expected)
-    configs = configurations(n, k, m)
-    assert {config.partition(":")[0] for config in configs} == {"split", "stream"}
-    for config in configs:
-        plan = BACKEND.plan(problem, gpu(), config)
-        for _ in range(2):  # a workspace must be left unchanged
-            out.fill_(torch.nan)
-            plan.run(Tensors(lifted, packed_layer.packed, out, packed_layer.scale, scale_x, bias))
-            assert torch.equal(out, expected), config
-
-
 @pytest.mark.parametrize(
     ("m", "pattern"), [(1, "6:8"), (64, "6:8"), (64, "2:4"), (3000, "6:8"), (3000, "2:4")]
 )
@@ -246,53 +217,117 @@ def test_product_in_a_graph_waits_for_copies_and_joins(reused_operands: tuple) -
     assert torch.equal(joined, expected[2])
 
 
-def streamed(n: int, k: int, m: int) -> tuple[Layer, Tensor, Tensor, Tensor, str]:
-    """Return a layer, codes, scales, their product, and a stream-K configuration."""
-    packed_layer = layer("hopper", "2:4", INT8, n, k)
-    q, scale_x = codes(m, k, 1), scales(m, 1)
-    expected = scaled(exact(q, packed_layer.weight), packed_layer, scale_x, None, torch.bfloat16)
-    name = next(text for text in configurations(n, k, m) if text.startswith("stream:"))
-    return packed_layer, q, scale_x, expected, name
+class Streamed:
+    """A stream-K product of a layer [n, k] and ``m`` tokens; several run side by side if it has few tiles."""
+
+    def __init__(self, n: int, k: int, m: int, prefix: str = "stream:") -> None:
+        self.layer, self.scale_x = layer("hopper", "2:4", INT8, n, k), scales(m, 1)
+        name = next(text for text in configurations(n, k, m) if text.startswith(prefix))
+        self.plan = BACKEND.plan(Problem("int8", "bf16", n, k, m, "both"), gpu(), name)
+        self.inputs = [codes(m, k, seed) for seed in (1, 2)]
+        sums = [exact(q, self.layer.weight) for q in self.inputs]
+        self.expected = [scaled(one, self.layer, self.scale_x, None, torch.bfloat16) for one in sums]
+        self.mismatches = torch.zeros(2, dtype=torch.int64, device=gpu())
+
+    def run(self, i: int) -> None:
+        """Multiply input i and count the elements that differ from the expected ones."""
+        out = torch.full_like(self.expected[i], torch.nan)
+        self.plan.run(Tensors(self.inputs[i], self.layer.packed, out, self.layer.scale, self.scale_x))
+        self.mismatches[i] += (out != self.expected[i]).sum()
+
+    def capture(
+        self, i: int, times: int, stream: torch.cuda.Stream, pool: tuple[int, int] | None = None
+    ) -> torch.cuda.CUDAGraph:
+        """Capture products of input i on a stream, which is in use by nothing else."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(*([] if pool is None else [pool]))
+            for _ in range(times):
+                self.run(i)
+            graph.capture_end()
+        return graph
 
 
-def test_capture_on_new_streams_makes_zeroed_workspaces() -> None:
-    """Any number of streams get workspaces during capture, and replays leave them zero."""
-    packed_layer, q, scale_x, expected, name = streamed(512, 4096, 64)
-    plan = BACKEND.plan(Problem("int8", "bf16", 512, 4096, 64, "both"), gpu(), name)
-    out = torch.empty_like(expected)
-    for _ in range(3):
-        torch.cuda.synchronize()
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        with torch.cuda.graph(graph, stream=stream):
-            plan.run(Tensors(q, packed_layer.packed, out, packed_layer.scale, scale_x))
-        for _ in range(3):
-            out.zero_()
-            graph.replay()
-            assert torch.equal(out, expected)
-        with torch.cuda.stream(stream):  # the same workspace outside of graphs
-            out.zero_()
-            plan.run(Tensors(q, packed_layer.packed, out, packed_layer.scale, scale_x))
-        stream.synchronize()
-        assert torch.equal(out, expected)
+@pytest.fixture(scope="module")
+def few_tiles() -> Streamed:
+    made = Streamed(192, 2048, 64)
+    made.run(0)
+    torch.cuda.synchronize()
+    return made
 
 
-def test_workspaces_are_not_allocated_in_memory_pools() -> None:
-    """vLLM discards the contents of its pool in sleep level 2, but a workspace must stay zero."""
-    packed_layer, q, scale_x, expected, name = streamed(512, 4096, 64)
-    plan = BACKEND.plan(Problem("int8", "bf16", 512, 4096, 64, "both"), gpu(), name)
-    out, pool, stream = torch.empty_like(expected), torch.cuda.MemPool(), torch.cuda.Stream(priority=-1)
-    torch.cuda.synchronize()  # a stream that no other test has used
-    free = torch.cuda.mem_get_info()[0]
-    with torch.cuda.use_mem_pool(pool), torch.cuda.stream(stream):
-        weight = torch.zeros(1 << 22, dtype=torch.uint8, device=gpu())
-        plan.run(Tensors(q, packed_layer.packed, out, packed_layer.scale, scale_x))
-    stream.synchronize()
-    assert torch.equal(out, expected)
-    allocated, pooled = (
-        free - torch.cuda.mem_get_info()[0],
-        sum(segment["total_size"] for segment in pool.snapshot()),
-    )
-    assert weight.numel() <= pooled < 48 << 20 <= allocated
+def test_graphs_of_one_stream_run_at_the_same_time(few_tiles: Streamed) -> None:
+    """Each exchanges partial sums through flags of its own, and so do products outside of graphs meanwhile."""
+    few_tiles.mismatches.zero_()
+    captured_on, streams = torch.cuda.Stream(), [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    graphs = [few_tiles.capture(i, 8, captured_on) for i in range(2)]
+    torch.cuda.synchronize()
+    for _ in range(200):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        with torch.cuda.stream(captured_on):
+            q = few_tiles.inputs[0]
+            out = torch.empty_like(few_tiles.expected[0])
+            few_tiles.plan.run(
+                Tensors(q, few_tiles.layer.packed, out, few_tiles.layer.scale, few_tiles.scale_x)
+            )
+    torch.cuda.synchronize()
+    assert few_tiles.mismatches.tolist() == [0, 0]
+    assert torch.equal(out, few_tiles.expected[0])
+
+
+def test_flags_of_destroyed_graphs_are_used_again(few_tiles: Streamed) -> None:
+    """Graphs that are captured and destroyed one after another, 32 KiB of flags each, take no more and more memory."""
+    few_tiles.mismatches.zero_()
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    first = few_tiles.capture(0, 1, stream)
+    free = []
+    for _ in range(2):
+        for i in range(256):
+            with torch.cuda.stream(stream):
+                few_tiles.capture(i % 2, 1, stream, first.pool()).replay()
+            torch.cuda.synchronize()
+        free.append(torch.cuda.mem_get_info()[0])
+    assert free[0] - free[1] < 4 << 20
+    assert few_tiles.mismatches.tolist() == [0, 0]
+
+
+@triton.jit
+def occupy(stop):  # type: ignore[no-untyped-def]
+    """Keep SMs busy until ``stop`` [1] int32 is not zero."""
+    while tl.load(stop, volatile=True) == 0:
+        pass
+
+
+def test_stream_k_ends_while_another_kernel_holds_half_of_the_sms() -> None:
+    """CTAs that find no room start later, and none that is resident waits for them.
+
+    A CTA of this configuration takes nearly all registers of an SM, so that it cannot join 1024 other threads.
+    """
+    product = Streamed(1024, 4096, 512, "stream:2x256")
+    product.run(0)
+    busy, stop = torch.cuda.Stream(), torch.zeros(1, dtype=torch.int32, device=gpu())
+    sms = torch.cuda.get_device_properties(gpu()).multi_processor_count
+    occupy[(1,)](stop.fill_(1), num_warps=32)  # compiles it
+    stop.zero_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(busy):
+        occupy[(sms // 2,)](stop, num_warps=32)
+    ended, deadline = torch.cuda.Event(), time.monotonic() + 60
+    for i in range(20):
+        product.run(i % 2)
+    ended.record()
+    while not ended.query() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    in_time, held = ended.query(), not busy.query()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        stop.fill_(1)
+    torch.cuda.synchronize()
+    assert (in_time, held) == (True, True)
+    assert product.mismatches.tolist() == [0, 0]
 
 
 def test_plan_serves_any_token_count_during_capture() -> None:

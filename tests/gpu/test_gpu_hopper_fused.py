@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pytest
 import torch
 from gpu_layers import gpu, hopper_quantize, layer, normal
@@ -88,32 +86,6 @@ def test_quantize_with_activations_of_every_bfloat16_gate() -> None:
         assert_same_codes(actual, expected)
 
 
-class Case(NamedTuple):
-    """The inputs of a norm or activation before a layer."""
-
-    x: Tensor
-    residual: Tensor
-    norm: Tensor
-    gate_up: Tensor
-
-
-def case(m: int, k: int, source: torch.dtype) -> Case:
-    return Case(
-        normal(m, k, 1, source),
-        normal(m, k, 2, source),
-        normal(1, k, 3, source)[0],
-        normal(m, 2 * k, 4, source),
-    )
-
-
-def run_fused_operators(inputs: Case, of_layer: tuple[object, ...]) -> list[Tensor]:
-    return [
-        OURS.rms_norm_linear(inputs.x, inputs.norm, EPS, *of_layer),
-        *OURS.add_rms_norm_linear(inputs.x, inputs.residual, inputs.norm, EPS, *of_layer),
-        OURS.silu_mul_linear(inputs.gate_up, *of_layer),
-    ]
-
-
 @pytest.mark.parametrize("dtype", [INT8, FP8])
 @pytest.mark.parametrize(("pattern", "k"), [("6:8", 1003), ("4:6", 1024), ("2:4", 2048), ("6:8", 8200)])
 def test_fused_operators_equal_two_calls(pattern: str, k: int, dtype: torch.dtype) -> None:
@@ -122,32 +94,31 @@ def test_fused_operators_equal_two_calls(pattern: str, k: int, dtype: torch.dtyp
     packed_layer = layer("hopper", pattern, dtype, n, k)
     for m in (1, 17, 64, 300, 2049):
         for source in (torch.bfloat16, torch.float16):
-            inputs = case(m, k, source)
-            bias = normal(1, n, 1)[0].to(source)
-            total = torch.empty_like(inputs.x)
+            x, residual, gate_up = (
+                normal(m, k, 1, source),
+                normal(m, k, 2, source),
+                normal(m, 2 * k, 4, source),
+            )
+            norm, bias = normal(1, k, 3, source)[0], normal(1, n, 1)[0].to(source)
+            total = torch.empty_like(x)
             parts = []
-            for x, producer in (
-                (inputs.x, RmsNorm(inputs.norm, EPS)),
-                (inputs.x, RmsNorm(inputs.norm, EPS, inputs.residual, total)),
-                (inputs.gate_up, SiluMul()),
+            for tokens, producer in (
+                (x, RmsNorm(norm, EPS)),
+                (x, RmsNorm(norm, EPS, residual, total)),
+                (gate_up, SiluMul()),
             ):
-                q, scale_x = hopper_quantize(x, packed_layer.layer, producer)
+                q, scale_x = hopper_quantize(tokens, packed_layer.layer, producer)
                 parts.append(packed_layer.product(q, scale_x, bias, source))
             expected = [*parts[:2], total, parts[2]]
-            actual = run_fused_operators(inputs, packed_layer.arguments(bias, source))
+            of_layer = packed_layer.arguments(bias, source)
+            actual = [
+                OURS.rms_norm_linear(x, norm, EPS, *of_layer),
+                *OURS.add_rms_norm_linear(x, residual, norm, EPS, *of_layer),
+                OURS.silu_mul_linear(gate_up, *of_layer),
+            ]
             for output, expected_output in zip(actual, expected, strict=True):
                 assert bool(expected_output.any())
                 assert_same_bits(output, expected_output)
-
-
-def test_fused_operators_of_no_tokens() -> None:
-    packed_layer = layer("hopper", "6:8", INT8, 64, 64)
-    for output, width in zip(
-        run_fused_operators(case(0, 64, torch.bfloat16), packed_layer.arguments(None, torch.bfloat16)),
-        (64,) * 4,
-        strict=True,
-    ):
-        assert output.shape == (0, width)
 
 
 def test_graph_of_decoder_blocks_equals_eager() -> None:

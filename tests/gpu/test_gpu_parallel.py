@@ -1,6 +1,6 @@
-"""Tensor and pipeline parallelism on two GPUs, against stock vLLM with the same parallelism.
+"""Tensor and pipeline parallelism on two and four GPUs, against stock vLLM with the same parallelism.
 
-INT8 in float16 is compared bitwise, as on one GPU: each rank's layers give stock's bits, and a sum of two ranks has one
+INT8 in float16 is compared bitwise, as on one GPU: each rank's layers give stock's bits, and ranks are summed in one
 order. A row-parallel shard of K = 256 or 704 has 128 or 352 columns: full blocks of 4 and 8, but not of 6 and 10.
 """
 
@@ -32,6 +32,7 @@ pytestmark = [
 AT_A_TIME = 6  # two processes each, whose all-reduces wait for one another across time slices of the GPUs
 TP = Engine("int8", "6:8", "float16", parallel="tp")
 PP = Engine("int8", "6:8", "float16", parallel="pp")
+FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="four GPUs are needed")
 
 
 def beside_stock(engine: Engine) -> list[Engine]:
@@ -51,6 +52,13 @@ def beside_stock(engine: Engine) -> list[Engine]:
         pytest.param(PP, id="PP 6:8"),
         pytest.param(replace(PP, layout="slided"), id="PP 6:8 slided"),
         pytest.param(replace(PP, mode="graphs"), id="PP 6:8 graphs"),
+        *(
+            pytest.param(
+                Engine("int8", pattern, "float16", parallel=ranks), id=f"{ranks} {pattern}", marks=FOUR
+            )
+            for ranks in ("tp4", "pp2tp2")
+            for pattern in ("dense", "6:8", "2:4", "2:4@50%")
+        ),
     ],
 )
 def test_int8_float16_outputs_equal_stock(gpu_engines: GpuEngines, engine: Engine) -> None:

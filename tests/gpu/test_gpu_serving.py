@@ -339,15 +339,6 @@ def test_profile_names_layers_and_kernels(gpu_engines: GpuEngines) -> None:
     assert kernels in graphs
 
 
-@needs(lambda: [INT8_6_8])
-def test_summary_line_names_layers_and_backend(gpu_engines: GpuEngines) -> None:
-    answer = gpu_engines.answer(INT8_6_8)
-    layers = f"{INT8_6_8.layers}, 1 dense (1 lm_head)"
-    start = f"6:8 (2 of every 8 pruned): {layers}; dense layout; backend {gpu_engines.backend}: "
-    assert answer.summary.startswith(start)
-    assert answer.log.count("SlideSparse 6:8") == 1
-
-
 def test_sleep_frees_memory_and_wake_keeps_outputs(gpu_engines: GpuEngines) -> None:
     """The engine runs alone, as free memory is that of the GPU. Packed weights are freed, too."""
     gpu_engines.wait()

@@ -1,4 +1,6 @@
-"""The packed weight of the Hopper kernels: round trips, and the place of single elements in the hardware's layout."""
+"""The packed weight of the Hopper kernels: the place of single elements in the hardware's layout."""
+
+from itertools import combinations
 
 import pytest
 import torch
@@ -6,40 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slidesparse.gemm.hopper import format as fmt
-from slidesparse.pattern import SlidePattern
-from slidesparse.prune import prune
-from slidesparse.slide import slide
 
-
-def two_four(n: int, k: int, seed: int, most: int = 2) -> torch.Tensor:
-    """Return random int8 [n, k] with at most ``most`` non-zeros in each group of four columns."""
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randint(1, 128, (n, -(-k // 4), 4), generator=generator, dtype=torch.int8)
-    order = torch.rand(values.shape, generator=generator).argsort(-1)
-    counts = torch.randint(0, most + 1, values.shape[:2], generator=generator)
-    return torch.where(order < counts[..., None], values, 0).reshape(n, -1)[:, :k].contiguous()
-
-
-@settings(max_examples=60, deadline=None)
-@given(n=st.integers(1, 200), k=st.integers(1, 400), seed=st.integers(0, 2**31))
-def test_pack_unpack_round_trip(n: int, k: int, seed: int) -> None:
-    weight = two_four(n, k, seed)
-    packed = fmt.pack(weight)
-    assert packed.numel() == fmt.packed_bytes(n, k)
-    assert torch.equal(fmt.unpack(packed, n, k, torch.int8), weight)
-
-
-@pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8", "8:10", "14:16", "2_inf"])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_slided_weights_round_trip(pattern: str, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(3)
-    parsed = SlidePattern.parse(pattern)
-    weight = torch.randn(70, 150, generator=generator) * 50
-    if parsed.length is not None:
-        weight = prune(weight, parsed)
-    slided = slide(weight.to(dtype), parsed)
-    unpacked = fmt.unpack(fmt.pack(slided), *slided.shape, dtype)
-    assert torch.equal(unpacked.float(), slided.float())
+KEPT = [kept for count in (1, 2) for kept in combinations(range(4), count)]  # columns of a group
 
 
 def test_pack_refuses_three_nonzeros_in_four() -> None:
@@ -49,22 +19,39 @@ def test_pack_refuses_three_nonzeros_in_four() -> None:
         fmt.pack(weight)
 
 
-@settings(max_examples=60, deadline=None)
-@given(row=st.integers(0, 127), column=st.integers(0, 255))
-def test_packed_element_is_where_ptx_isa_says(row: int, column: int) -> None:
+def place(block: torch.Tensor, value: int) -> tuple[int, int, int]:
+    """Return the wgmma, the row and the column of a value in a block's core matrices of 8 rows by 16 bytes."""
+    at = int((block == value).nonzero().item())
+    matrix = at % 2048 // 128
+    return at // 2048, 8 * (matrix // 2) + at % 128 // 16, 16 * (matrix % 2) + at % 16
+
+
+@settings(max_examples=100, deadline=None)
+@given(row=st.integers(0, 127), group=st.integers(0, 63), kept=st.sampled_from(KEPT))
+def test_packed_elements_are_where_ptx_isa_says(row: int, group: int, kept: tuple[int, ...]) -> None:
     """The PTX ISA defines the core matrix, row and byte of a value, and the thread and bits of its metadata."""
     weight = torch.zeros(128, 256, dtype=torch.int8)
-    weight[row, column] = 77
-    block = fmt.pack(weight).view(2, 2, fmt.BLOCK_BYTES)[row // 64, column // 128]
-    at = int((block[: fmt.VALUE_BYTES] == 77).nonzero().item())
-    product, matrix, inside, byte = at // 2048, at % 2048 // 128, at % 128 // 16, at % 16
-    assert row % 64 == 8 * (matrix // 2) + inside
-    compressed = 16 * (matrix % 2) + byte
-    assert column % 128 == 64 * product + 4 * (compressed // 2) + column % 4
-    warp, lower = matrix // 4, matrix // 2 % 2
-    thread = warp * 32 + 4 * inside + 2 * (column % 64 // 32) + lower
+    for value, column in enumerate(kept, 100):
+        weight[row, 4 * group + column] = value
+    block = fmt.pack(weight).view(2, 2, fmt.BLOCK_BYTES)[row // 64, group // 32]
     metadata = block[fmt.VALUE_BYTES :].view(torch.int32)
-    nibble = int(metadata[128 * product + thread]) >> (4 * (column % 32 // 4)) & 15
-    first, second = nibble & 3, nibble >> 2
-    assert first < second
-    assert (first, second)[compressed % 2] == column % 4
+    lower, upper = row % 8, row % 16 // 8
+    thread = row % 64 // 16 * 32 + 4 * lower + 2 * (group % 16 // 8) + upper
+    nibble = int(metadata[128 * (group % 32 // 16) + thread]) >> (4 * (group % 8)) & 15
+    indices = nibble & 3, nibble >> 2
+    assert indices[0] < indices[1]
+    for value, column in enumerate(kept, 100):
+        wgmma, found, compressed = place(block[: fmt.VALUE_BYTES], value)
+        assert (wgmma, found, compressed // 2) == (group % 32 // 16, row % 64, group % 16)
+        assert indices[compressed % 2] == column
+
+
+@settings(max_examples=60, deadline=None)
+@given(row=st.integers(0, 127), column=st.integers(0, 255))
+def test_elements_of_dense_blocks_are_where_ptx_isa_says(row: int, column: int) -> None:
+    weight = torch.zeros(128, 256, dtype=torch.int8)
+    weight[row, column] = 100
+    packed = fmt.pack_mixed(weight, torch.ones(2, 2, dtype=torch.bool))
+    assert packed[:16].view(torch.int32).tolist() == [2 * (1 + 8 * block) + 1 for block in range(4)]
+    block = packed[fmt.OFFSET_UNIT :].view(2, 2, fmt.DENSE_BYTES)[row // 64, column // 128]
+    assert place(block, 100) == (column % 128 // 32, row % 64, column % 32)

@@ -23,6 +23,7 @@ from slidesparse.gemm.problem import (
     DTYPES,
     MIN_ROWS,
     NAMES,
+    TWO_FOUR,
     LibraryError,
     Problem,
     Tensors,
@@ -126,6 +127,21 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
         )
         for dtype in (torch.int32, torch.float32, torch.uint8)
     },
+    **{
+        f"a product {dtype} -> {out}": (
+            lambda dtype=dtype, out=out: CuSparseLt().plan(Problem(dtype, out, 64, 64, 16), CPU),
+            f"products are .* asked for {dtype} .* -> {out}",
+        )
+        for dtype, out in (("fp4", "bf16"), ("int8", "fp32"))
+    },
+    "scales by cuSPARSELt": (
+        lambda: CuSparseLt().plan(Problem("int8", "int32", 64, 64, 16, "both"), CPU),
+        r"asked for .* \* scale_w \* scale_x",
+    ),
+    "a weight on the CPU": (
+        lambda: CuSparseLt().pack(torch.zeros(64, 64, dtype=torch.int8), TWO_FOUR),
+        "packs weights on a GPU, but this one is on cpu",
+    ),
     # a library gets only pointers, and would read beyond the end of the weight
     **{
         f"{backend.name} weight {dtype} {shape}": (
@@ -192,9 +208,8 @@ class Noted:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulate a GPU with a workspace at 4096 and the current stream 77."""
+    """Simulate a GPU with the current stream 77."""
     monkeypatch.setattr(library, "_thread_state", library._ThreadState())
-    monkeypatch.setattr(library, "workspace", lambda index, stream: 4096)
     monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 0)
     for name, value in (("device_index", 0), ("current_stream", 77), ("on_device", nullcontext())):
         monkeypatch.setattr(cuda, name, lambda *_, value=value: value)
@@ -268,8 +283,10 @@ def test_cusparselt_gets_its_tensors(fake: Any) -> None:
     ]  # only activations are transposed, INT32
     assert calls["cusparseLtMatmulAlgSetAttribute"] == [["0", "3", "4"]]
     x, weight, out = (str(tensor.data_ptr()) for tensor in tensors[:3])
-    assert calls["cusparseLtMatmul"] == [["1", weight, x, "0", out, out, "4096", "77", "1"]]
+    workspace = calls["cusparseLtMatmul"][0].pop(6)
+    assert calls["cusparseLtMatmul"] == [["1", weight, x, "0", out, out, "77", "1"]]
     assert plan.workspace == 4096
+    assert workspace not in ("0", weight, x, out)
     fake.fake_reset(b"")
     assert backend.algorithms(PROBLEM, CPU) == [*map(str, range(12))]
     assert "cusparseLtMatmulAlgSetAttribute" not in calls_of(fake)
@@ -348,12 +365,12 @@ def test_failing_calls_of_cusparselt_raise_and_leak_nothing(fake: Any) -> None:
         assert fake.fake_alive() == (name == "cusparseLtMatmulDescriptorInit"), name
 
 
-def test_workspace_may_not_exceed_that_of_a_stream(fake: Any) -> None:
+def test_too_large_a_workspace_is_refused(fake: Any) -> None:
     needed = library.WORKSPACE_BYTES + 1
     bytes_of_workspace = ctypes.c_size_t.in_dll(fake, "fake_workspace")
     bytes_of_workspace.value = needed
     try:
-        with pytest.raises(LibraryError, match=f"workspace of {needed} bytes, but a stream has"):
+        with pytest.raises(LibraryError, match=f"workspace of {needed} bytes, allowed are"):
             run(CuSparseLt(), PROBLEM)
     finally:
         bytes_of_workspace.value = 4096

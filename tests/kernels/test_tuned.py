@@ -6,8 +6,6 @@ import json
 import logging
 import os
 import re
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from itertools import product
@@ -45,25 +43,12 @@ def save_results(*results: tuple[int, str], problem: Problem = PROBLEM) -> Path:
     return tuned.save(SUBJECT, [(replace(problem, m=m), Tuned(name, 1.0)) for m, name in results])
 
 
-@pytest.mark.parametrize(
-    ("m", "expected"),
-    [
-        (1, "a"),
-        (64, "a"),
-        (65, "b"),
-        (128, "b"),
-        (255, None),
-        (256, "c"),
-        (2048, "c"),
-        (2049, "c"),
-        (4096, "c"),
-        (4097, None),
-    ],
-)
-def test_lookup_takes_the_next_larger_tuned_m(m: int, expected: str | None) -> None:
+def test_lookup_takes_the_next_larger_tuned_m() -> None:
     """One that is more than eight times as large is no substitute, but for few tokens."""
     save_results((2048, "c"), (64, "a"), (128, "b"))
-    assert choose(replace(PROBLEM, m=m)) == expected
+    found = {m: choose(replace(PROBLEM, m=m)) for m in (1, 64, 65, 128, 255, 256, 2048, 4096, 4097)}
+    few = {1: "a", 64: "a", 65: "b", 128: "b"}
+    assert found == {**few, 255: None, 256: "c", 2048: "c", 4096: "c", 4097: None}
 
 
 def test_far_more_tokens_use_a_neighbouring_shape() -> None:
@@ -86,42 +71,33 @@ def test_far_more_tokens_use_a_neighbouring_shape() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"dtype": "fp8"}, {"out": "int32"}, {"scale": "none"}, {"bias": True}, {"n": 4640}, {"k": 5344}],
+    [
+        *({"dtype": "fp8"}, {"out": "int32"}, {"scale": "none"}, {"bias": True}, {"n": 4640}, {"k": 5344}),
+        *({"library": "cublaslt"}, {"version": "0.8.1"}, {"gpu": "NVIDIA H100"}, {"capability": (9, 1)}),
+    ],
     ids=str,
 )
-def test_lookup_needs_equal_problems_apart_from_m(change: dict[str, object]) -> None:
-    save_results((64, "a"))
-    assert choose(PROBLEM) == "a"
-    assert choose(replace(PROBLEM, **change)) is None
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"library": "cublaslt"}, {"version": "0.8.1"}, {"gpu": "NVIDIA H100"}, {"capability": (9, 1)}],
-    ids=str,
-)
-def test_tables_are_separate_per_library_version_and_gpu(change: dict[str, object], cache: Path) -> None:
+def test_lookup_needs_equal_problems_apart_from_m_and_the_same_machine(
+    change: dict[str, object], cache: Path
+) -> None:
     assert save_results((64, "a")) == cache / FILE
-    assert choose(PROBLEM, replace(SUBJECT, **change)) is None
+    assert choose(PROBLEM) == "a"
+    if hasattr(SUBJECT, next(iter(change))):
+        assert choose(PROBLEM, replace(SUBJECT, **change)) is None
+    else:
+        assert choose(replace(PROBLEM, **change)) is None
 
 
-def test_save_keeps_runners_up_and_search_size(cache: Path) -> None:
-    """They are kept when another problem is saved; a table without them is still valid."""
-    save_results((64, "plain"))
-    best = Tuned("a", 1.0, (("b", 1.25), ("c", 1.5)), 60)
-    tuned.save(SUBJECT, [(replace(PROBLEM, m=128), best)])
-    path = save_results((256, "plain"))
-    before = '{"algorithm": "plain", "us": 1.0}'  # as tables were written before 0.2.0
+def test_entries_written_before_0_2_0_are_read_and_kept(cache: Path) -> None:
+    path = save_results((64, "plain"))
+    before = '{"algorithm": "plain", "us": 1.0, "others": {"b": 1.25}, "tried": 60}'
     path.write_text(path.read_text().replace('["plain", 1.0]', before))
     tuned._merged_table.cache_clear()
-    assert tuned.tuned_tokens(SUBJECT, PROBLEM) == [64, 128, 256]
     save_results((512, "new"))
-    assert tuned.find_entry(SUBJECT, replace(PROBLEM, m=128)) == best
+    assert tuned.tuned_tokens(SUBJECT, PROBLEM) == [64, 512]
     document = json.loads((cache / FILE).read_text())
     assert (document["format"], document["gpu"], document["library"]) == (1, "NVIDIA H200", "cusparselt")
-    (entries,) = document["entries"].values()
-    assert entries["64"] == entries["256"] == ["plain", 1.0]
-    assert entries["128"] == {"algorithm": "a", "us": 1.0, "others": {"b": 1.25, "c": 1.5}, "tried": 60}
+    assert [*document["entries"].values()] == [{"64": ["plain", 1.0], "512": ["new", 1.0]}]
 
 
 def test_user_table_overrides_the_shipped_one(cache: Path) -> None:
@@ -131,18 +107,6 @@ def test_user_table_overrides_the_shipped_one(cache: Path) -> None:
     save_results((128, "mine"))
     assert [choose(replace(PROBLEM, m=m)) for m in (64, 128)] == ["shipped", "mine"]
     assert "shipped" not in (cache / FILE).read_text()
-
-
-def test_save_merges_entries_of_another_process() -> None:
-    save_results((64, "a"), (128, "old"))
-    program = (
-        "from slidesparse.gemm import tuned\nfrom slidesparse.gemm.problem import Problem\n"
-        f"tuned.save(tuned.{SUBJECT!r}, [({replace(PROBLEM, m=256)!r}, tuned.Tuned('other', 2.0))])"
-    )
-    assert choose(replace(PROBLEM, m=100)) == "old"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
-    save_results((128, "b"))
-    assert [choose(replace(PROBLEM, m=m)) for m in (64, 128, 256)] == ["a", "b", "other"]
 
 
 def test_concurrent_saves_keep_both_entries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,14 +164,13 @@ def test_damaged_or_foreign_table_is_reported(cache: Path, text: str | None, mes
 @pytest.mark.parametrize(
     ("broken", "instead"),
     [
-        *((key, '"what"') for key in ('"algorithm"', '"64"', '"us"', "7777", '{"b": 2.0}')),
+        *((key, '"what"') for key in ('"64"', "7777.0", '["a", 7777.0]')),
         (f'"{tuned.Shape.of_problem(PROBLEM)}"', '"what"'),
         ('"64"', '"-16"'),
-        ("7777", "Infinity"),
     ],
 )
 def test_damaged_entries_are_reported(broken: str, instead: str) -> None:
-    path = tuned.save(SUBJECT, [(PROBLEM, Tuned("a", 1.0, (("b", 2.0),), 7777))])
+    path = tuned.save(SUBJECT, [(PROBLEM, Tuned("a", 7777.0))])
     text = json.dumps(json.loads(path.read_text()))
     assert broken in text
     path.write_text(text.replace(broken, instead))

@@ -28,7 +28,6 @@ class FakePlan:
     library: FakeLibrary
     problem: Problem
     algorithm: str
-    workspace: int = 0
 
     def run(self, tensors: Tensors) -> None:
         activations, weight, out, scale_w, scale_x, _ = tensors

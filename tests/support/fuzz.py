@@ -124,7 +124,7 @@ def damage_json(document: Any, rng: random.Random, below: tuple[Any, ...] = ()) 
     return f"{place} {str(holder[key])[:40]!r}"
 
 
-def _dump(document: Any) -> bytes:
+def dump(document: Any) -> bytes:
     return json.dumps(document).replace(f'"{DEEP}"', "[" * 50_000 + "]" * 50_000).encode()
 
 
@@ -164,7 +164,7 @@ def _index(folder: Path, rng: random.Random) -> str:
 def _json_file(path: Path, rng: random.Random, below: tuple[Any, ...] = ()) -> str:
     document = json.loads(path.read_bytes())
     description = " and ".join(damage_json(document, rng, below) for _ in range(rng.choice([1, 1, 1, 2, 3])))
-    path.write_bytes(_dump(document))
+    path.write_bytes(dump(document))
     return f"{path.name}: {description}"
 
 
@@ -191,7 +191,7 @@ def _header(folder: Path, rng: random.Random) -> str:
         description = f"{first} and {second} change {field}"
     else:
         description = damage_json(header, rng)
-    text = _dump(header)
+    text = dump(header)
     path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
     return f"{path.name}: header: {description}"
 
@@ -448,8 +448,9 @@ def run(
     return counts
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(run: Callable[..., Counter[str]]) -> bool:
+    """Run cases as the command line says, and return whether there was a defect."""
+    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=1000)
     options = parser.parse_args()
@@ -460,8 +461,8 @@ def main() -> None:
     for name, number in sorted(counts.items()):
         print(f"{number:7} {name}")
     print(f"{options.count} cases in {time.monotonic() - started:.0f} s")
-    sys.exit(bool(counts["defect"]))
+    return bool(counts["defect"])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(run))

@@ -50,6 +50,8 @@ PARALLEL: dict[str, dict[str, Any]] = {
     "": {},
     "tp": {"tensor_parallel_size": 2, "disable_custom_all_reduce": True},
     "pp": {"pipeline_parallel_size": 2},
+    "tp4": {"tensor_parallel_size": 4, "disable_custom_all_reduce": True},
+    "pp2tp2": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "disable_custom_all_reduce": True},
 }
 COMMON: dict[str, Any] = {
     "enforce_eager": False,
@@ -95,8 +97,9 @@ class Engine:
     @property
     def layers(self) -> str:
         """The count of sparse layers in the summary; in a pipeline each of two processes counts its own."""
-        count = trained.LAYERS // 2 if self.parallel == "pp" else trained.LAYERS
-        return f"{count * 3 // 4 if self.skip else count} layers sparse"
+        count = trained.LAYERS // 2 if self.parallel.startswith("pp") else trained.LAYERS
+        kind = "in blocks" if self.pattern == "dense" else "sparse"
+        return f"{count * 3 // 4 if self.skip else count} layers {kind}"
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,8 @@ def needed(request: pytest.FixtureRequest) -> Iterable[Engine]:
     """Yield the engines that the selected tests of the requesting module need."""
     for item in request.session.items:
         engines = getattr(getattr(item, "function", None), "engines", None)
-        if engines and item.module is request.module:  # type: ignore[attr-defined]
+        skipped = any(mark.args and mark.args[0] for mark in item.iter_markers("skipif"))
+        if engines and not skipped and item.module is request.module:  # type: ignore[attr-defined]
             callspec = getattr(item, "callspec", None)
             yield from engines(**(callspec.params if callspec else {}))
 

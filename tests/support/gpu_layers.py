@@ -116,15 +116,8 @@ def input_arguments(x: Tensor, producer: Producer) -> tuple[Any, ...]:
     """Return the kernels' arguments: x, type, stride, prologue, eps, weight of the norm, residual, its stride, sum."""
     tokens = x.data_ptr(), TYPES[x.dtype], x.stride(0)
     if producer is None or isinstance(producer, SiluMul):
-        return (
-            *tokens,
-            native.SILU_MUL if producer is not None else native.NO_PROLOGUE,
-            0.0,
-            None,
-            None,
-            0,
-            None,
-        )
+        prologue = native.NO_PROLOGUE if producer is None else native.SILU_MUL
+        return *tokens, prologue, 0.0, None, None, 0, None
     gain, eps, residual, total = producer
     if residual is None or total is None:
         return *tokens, native.RMS_NORM, eps, gain.data_ptr(), None, 0, None

@@ -26,7 +26,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import cast
 
 import torch
@@ -37,11 +37,11 @@ from torch import Tensor
 from benchmarks.spmm import kernels as spmm
 from slidesparse import gemm, reference
 from slidesparse.blocks import BLOCK
-from slidesparse.gemm.backend import Tunable, TwoStep, quantize
+from slidesparse.gemm.backend import Tunable
 from slidesparse.gemm.hopper import format as hopper_format
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.backend import HOPPER_CAPABILITY, Hopper, pack_by_kernel
-from slidesparse.gemm.problem import ALL_2_4, BLOCKS, MIXED, TWO_FOUR, Layer, Problem, Tensors, bucket
+from slidesparse.gemm.problem import ALL_2_4, BLOCKS, MIXED, Layer, Problem, Tensors, bucket
 from slidesparse.kernels import RmsNorm, SiluMul
 from slidesparse.kernels.dequant_bias import dequant_bias
 from slidesparse.kernels.quant_slide import quant_slide
@@ -122,28 +122,33 @@ def same(actual: Tensor, expected: Tensor) -> bool:
     return left.dtype == right.dtype and torch.equal(left.view(integers), right.view(integers))
 
 
-def check_quantization(pattern: str, k: int, phase: int, source: torch.dtype, dtype: torch.dtype) -> bool:
-    layout, passed = SlidePattern.parse(pattern).layout(k, phase), True
-    columns = layout.slided + -layout.slided % 32
+Quantize = Callable[[Tensor, Layer], tuple[Tensor, Tensor]]
+
+
+def by_triton(x: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
+    return quant_slide(x, layer.layout, layer.dtype, layer.columns, bucket(len(x)))
+
+
+def check_quantization(
+    run: Quantize, pattern: str, k: int, phase: int, source: torch.dtype, dtype: torch.dtype
+) -> bool:
+    layer, passed = Layer.of(0, k, SlidePattern.parse(pattern), phase, dtype, HOPPER.alignment), True
+    layout = layer.layout
     for m in TOKENS:
         x = normal(m, k, source)
         q, scale = reference.quant_slide(x, layout, dtype)
         for tokens in (tight(x), poisoned(x)):
-            actual = quant_slide(tokens, layout, dtype, columns, bucket(m))
+            actual = run(tokens, layer)
             passed &= same(actual[0][:, : layout.slided], q) and same(actual[1], scale)
             passed &= not bool(actual[0][:, layout.slided :].view(INT8).any())
-            plain, scale_of_plain = quant_slide(tokens, TWO_FOUR.layout(k), dtype, k + -k % 4, bucket(m))
-            expected, expected_scale = quantize_rows(x, dtype)
-            passed &= same(plain[:, :k], expected) and same(scale_of_plain, expected_scale)
     return passed
 
 
-def quantization() -> Iterator[Case]:
-    for pattern, k, phase in GEOMETRIES:
-        for source in SOURCES if k == 75 else SOURCES[:1]:  # compilation takes time
-            for dtype in CODES:
-                case = f"quant_slide {pattern} K={k} phase={phase} {source} {dtype}"
-                yield case, partial(check_quantization, pattern, k, phase, source, dtype)
+def quantization(run: Quantize, name: str) -> Iterator[Case]:
+    for (pattern, k, phase), source, dtype in product(GEOMETRIES, SOURCES, CODES):
+        if k == 75 or source == SOURCES[0] or run == hopper_quantize:  # Triton's compilation takes time
+            case = f"{name} {pattern} K={k} phase={phase} {source} {dtype}"
+            yield case, partial(check_quantization, run, pattern, k, phase, source, dtype)
 
 
 def check_dequantization(n: int, source: torch.dtype, out_dtype: torch.dtype) -> bool:
@@ -214,35 +219,6 @@ def products() -> Iterator[Case]:
             yield f"{library.name} {name} -> {out}", partial(check_products, library, dtype, name, out)
 
 
-def check_layers(backend: str, length: int) -> bool:
-    """Layers from tokens to outputs with N and K that need padding, compared with the reference backend."""
-    n, k, passed = 45, 75, True
-    pattern, implementation = SlidePattern(length), cast("TwoStep", gemm.get(backend))
-    slides = pattern if length > 4 else None
-    w, scale_w = quantize_rows(prune(normal(n, k), pattern), INT8)
-    packed = gemm.get(backend).pack(tight(w), slides)
-    layer = Layer.of(n, k, slides, 0, INT8, gemm.get(backend).alignment)
-    for m in TOKENS:
-        x, bias = normal(m, k, torch.bfloat16), normal(1, n, torch.bfloat16)[0]
-        q, scale_x = quantize(tight(x), layer)
-        guarded = Guarded(m, n, torch.float32)
-        implementation.scaled_matmul(Tensors(q, packed, guarded.out, tight(scale_w), scale_x, tight(bias)))
-        codes, scale = quantize_rows(x, INT8)
-        sums = (codes.double() @ w.double().t()).to(torch.int32)
-        expected = reference.dequant_bias(sums, scale, scale_w, bias, torch.float32, "cuda")
-        passed &= same(guarded.out, expected) and guarded.untouched()
-    return passed
-
-
-def layers() -> Iterator[Case]:
-    for backend, length in (("cusparselt", 8), ("cublaslt", 4)):
-        yield f"a layer by {backend}", partial(check_layers, backend, length)
-
-
-def on_hopper() -> bool:
-    return torch.cuda.get_device_capability() == HOPPER_CAPABILITY
-
-
 def check_hopper_products(m: int, n: int, k: int, blocks: str) -> bool:
     """The Hopper kernels in every configuration, with operands without a margin and a guarded output.
 
@@ -273,30 +249,6 @@ def hopper_products() -> Iterator[Case]:
         if blocks == MIXED and k <= BLOCK:
             continue  # a single block
         yield f"hopper {m} x {n} x {k}, blocks {blocks}", partial(check_hopper_products, m, n, k, blocks)
-
-
-def check_hopper_quantization(
-    pattern: str, k: int, phase: int, source: torch.dtype, dtype: torch.dtype
-) -> bool:
-    """Hopper's quantization of the rows of `quantization`; codes and scales have their own memory."""
-    windows = Layer.of(0, k, SlidePattern.parse(pattern), phase, dtype, HOPPER.alignment)
-    layout, passed = windows.layout, True
-    for m in TOKENS:
-        x = normal(m, k, source)
-        q, scale = reference.quant_slide(x, layout, dtype)
-        for tokens in (tight(x), poisoned(x)):
-            actual = hopper_quantize(tokens, windows)
-            passed &= same(actual[0][:, : layout.slided], q) and same(actual[1], scale)
-            passed &= not bool(actual[0][:, layout.slided :].view(INT8).any())
-    return passed
-
-
-def hopper_quantization() -> Iterator[Case]:
-    for pattern, k, phase in GEOMETRIES:
-        for source in SOURCES:
-            for dtype in CODES:
-                case = f"hopper quantize {pattern} K={k} phase={phase} {source} {dtype}"
-                yield case, partial(check_hopper_quantization, pattern, k, phase, source, dtype)
 
 
 def check_hopper_producers(pattern: str, k: int, phase: int, source: torch.dtype) -> bool:
@@ -368,19 +320,22 @@ def main() -> int:
     """Run all selected cases, and return 1 if a result is wrong."""
     import slidesparse.ops  # noqa: F401  registers the operators
 
-    wrong = 0
-    words = sys.argv[1:]  # a case runs if its name contains one of them, or if there are none
-    kinds = (quantization, dequantization, products, layers)
-    kinds += (packing, hopper_quantization, hopper_producers, hopper_products) if on_hopper() else ()
-    kinds += (spmm_products,)
-    for cases in kinds:
-        for name, run in cases():
-            if words and not any(word in name for word in words):
-                continue
-            passed = run()
-            torch.cuda.synchronize()
-            wrong += not passed
-            print("right" if passed else "WRONG", name.replace("torch.", ""), flush=True)
+    kinds = [quantization(by_triton, "quant_slide"), dequantization(), products(), spmm_products()]
+    if torch.cuda.get_device_capability() == HOPPER_CAPABILITY:
+        kinds += [
+            quantization(hopper_quantize, "hopper quantize"),
+            packing(),
+            hopper_producers(),
+            hopper_products(),
+        ]
+    wrong, words = 0, sys.argv[1:]  # a case runs if its name contains one of them, or if there are none
+    for name, run in chain(*kinds):
+        if words and not any(word in name for word in words):
+            continue
+        passed = run()
+        torch.cuda.synchronize()
+        wrong += not passed
+        print("right" if passed else "WRONG", name.replace("torch.", ""), flush=True)
     print(f"{wrong} results are wrong")
     return 1 if wrong else 0
 

@@ -1,9 +1,5 @@
 // csrc/spmm/kernels.cuh on a CPU: 64 threads that wait for each other at barriers, one CTA after
-// another.  As a library it multiplies; as a program, compiled with a sanitizer, it looks for races
-// and accesses out of bounds:
-//
-//     g++ -std=c++17 -O1 -g -fsanitize=thread -DPROGRAM -Icsrc/spmm spmm_on_cpu.cpp -o races &&
-//     ./races
+// another.
 //
 // An asynchronous copy may write at any time until it is waited for: its target is filled with NaN
 // at once, and with the data at the wait.  So a tile that is overwritten too early is a race, and
@@ -13,11 +9,9 @@
 
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
 #include <deque>
 #include <functional>
-#include <random>
 #include <thread>
 #include <vector>
 
@@ -159,83 +153,3 @@ const char* slidesparse_spmm(const SlidesparseSpmm* call) {
   }
   return nullptr;
 }
-
-#ifdef PROGRAM
-namespace {
-
-int RoundUp(int count, int multiple) { return (count + multiple - 1) / multiple * multiple; }
-
-// Small integers, so that sums are exact in any order; NaN beyond the tokens and out-features.
-template <class T>
-bool Right(SlidesparseSpmm call) {
-  std::mt19937 random(call.m * call.n + call.k);
-  const auto number = [&] { return static_cast<float>(static_cast<int>(random() % 5) - 2); };
-  const int w = CeilDiv(call.k, call.group) * call.kept;
-  call.ldx = RoundUp(call.m, 16 / sizeof(T));
-  call.ldw = RoundUp(call.n, 16);
-  call.ldo = RoundUp(call.m, 4);
-  // vectors of the exact sizes, so that a sanitizer sees what is read behind them
-  std::vector<T> x(call.k * call.ldx, NAN), values(w * call.ldw, NAN), out(call.n * call.ldo, 7);
-  std::vector<std::uint8_t> offsets(w * call.ldw, 0xFF);
-  std::vector<float> partials(call.splits * call.n * call.ldo);
-  for (int k = 0; k < call.k; ++k) {
-    for (int m = 0; m < call.m; ++m) x[k * call.ldx + m] = number();
-  }
-  for (int i = 0; i < w; ++i) {
-    for (int n = 0; n < call.n; ++n) {
-      const bool own = call.strip == 0 || n % kTile == 0;
-      values[i * call.ldw + n] = number();
-      offsets[i * call.ldw + n] = own ? random() % call.group : offsets[i * call.ldw + n - 1];
-    }
-  }
-  call.x = x.data();
-  call.values = values.data();
-  call.offsets = offsets.data();
-  call.out = out.data();
-  call.partials = partials.data();
-  slidesparse_spmm(&call);
-  for (int n = 0; n < call.n; ++n) {
-    for (int m = 0; m < call.ldo; ++m) {
-      float sum = m < call.m ? 0 : 7;  // between rows nothing is written
-      for (int i = 0; i < w && m < call.m; ++i) {
-        const int k = i / call.kept * call.group + offsets[i * call.ldw + n];
-        if (k < call.k) {
-          sum += static_cast<float>(values[i * call.ldw + n]) *
-                 static_cast<float>(x[k * call.ldx + m]);
-        }
-      }
-      const float found = static_cast<float>(out[n * call.ldo + m]);
-      if (found == sum) continue;
-      std::printf("token %d, out-feature %d: %g, not %g\n", m, n, found, sum);
-      return false;
-    }
-  }
-  return true;
-}
-
-}  // namespace
-
-int main() {
-  const int shapes[][3] = {{1, 1, 1}, {5, 37, 70}, {33, 35, 300}};
-  const int patterns[][2] = {{2, 4}, {6, 8}, {1, 1}};
-  int wrong = 0;
-  for (const auto& shape : shapes) {
-    for (const auto& pattern : patterns) {
-      for (int choice = 0; choice < 3 * 2 * 2 * 2; ++choice) {
-        SlidesparseSpmm call = {};
-        call.m = shape[0], call.n = shape[1], call.k = shape[2];
-        call.kept = pattern[0], call.group = pattern[1];
-        call.variant = choice % 3, call.half = choice / 3 % 2, call.strip = choice / 6 % 2;
-        call.splits = choice / 12 == 0 ? 1 : 3;
-        if (call.half != 0 ? Right<Half>(call) : Right<float>(call)) continue;
-        std::printf("%d x %d x %d at %d:%d, variant %d half %d strip %d splits %d\n", call.m,
-                    call.n, call.k, call.kept, call.group, call.variant, call.half, call.strip,
-                    call.splits);
-        ++wrong;
-      }
-    }
-  }
-  std::printf("%d products are wrong\n", wrong);
-  return wrong != 0;
-}
-#endif

@@ -58,8 +58,6 @@ _planning = threading.Lock()
 class HopperPlan:
     """See `slidesparse.gemm.problem.Plan`.  It runs any number of tokens; out is BF16 or FP16, a bias of any float."""
 
-    workspace = 0  # the kernels allocate it themselves
-
     def __init__(self, problem: Problem, algorithm: str) -> None:
         self.algorithm = algorithm
         self._plan = native.Plan(product_layer(problem), algorithm)
@@ -74,12 +72,13 @@ def multiply(plan: int, tensors: Tensors) -> None:
     q, weight, out, scale_w, scale_x, bias = tensors
     assert scale_w is not None
     assert scale_x is not None
+    scratch = q.new_empty(native.library().slidesparse_hopper_scratch_bytes(plan, len(q)), dtype=torch.uint8)
     native.call(
         "product",
         *(plan, q.shape[0], q.data_ptr(), q.shape[1], scale_x.data_ptr()),
         *(weight.data_ptr(), weight.numel(), scale_w.data_ptr()),
         *((None, 0) if bias is None else (bias.data_ptr(), TYPES[bias.dtype])),
-        *(out.data_ptr(), TYPES[out.dtype], cuda.current_stream(q.get_device())),
+        *(out.data_ptr(), TYPES[out.dtype], scratch.data_ptr(), cuda.current_stream(q.get_device())),
     )
 
 

@@ -1,4 +1,4 @@
-"""The packed weight of the Hopper kernels, written and read in torch: the oracle for the GPU's packer.
+"""The packed weight of the Hopper kernels, written in torch: the oracle for the GPU's packer.
 
 Out-features go in strips of 64, columns of the slided weight in blocks of 128, both filled up with zeros.  The blocks
 of a strip follow each other.  A weight whose blocks are all 2:4, as a slided one's are, is made of nothing else; a
@@ -48,11 +48,6 @@ _KEPT_COLUMNS = {
     0b1010: (1, 3),
     0b1100: (2, 3),
 }
-
-
-def packed_bytes(n: int, slided: int) -> int:
-    """Return the bytes of a packed weight [n, slided] of 2:4 blocks."""
-    return strips_of(n) * blocks_of(slided) * BLOCK_BYTES
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -118,43 +113,6 @@ def pack_mixed(weight: Tensor, dense: Tensor) -> Tensor:
             at = OFFSET_UNIT * (entry // 2)
             packed[at : at + values.numel()] = values
     return packed
-
-
-def unpack(packed: Tensor, n: int, slided: int, dtype: torch.dtype) -> Tensor:
-    """Return the weight that `pack` or `pack_mixed` was given: [N, K'] of ``dtype``."""
-    strips, blocks = strips_of(n), blocks_of(slided)
-    if packed.numel() == packed_bytes(n, slided):
-        return _unpack_sparse(packed, n, slided, dtype)
-    codes = torch.empty(strips * STRIP, blocks * BLOCK, dtype=torch.uint8, device=packed.device)
-    entries = packed[: 4 * strips * blocks].view(torch.int32).view(strips, blocks).tolist()
-    for strip, row in enumerate(entries):
-        for block, entry in enumerate(row):
-            at = OFFSET_UNIT * (entry // 2)
-            if entry % 2:
-                values = (
-                    packed[at : at + DENSE_BYTES]
-                    .view(4, 8, 2, 8, 16)
-                    .permute(1, 3, 0, 2, 4)
-                    .reshape(STRIP, BLOCK)
-                )
-            else:
-                values = _unpack_sparse(packed[at : at + BLOCK_BYTES], STRIP, BLOCK, torch.uint8)
-            codes[STRIP * strip : STRIP * (strip + 1), BLOCK * block : BLOCK * (block + 1)] = values
-    return codes[:n, :slided].contiguous().view(dtype)
-
-
-def _unpack_sparse(packed: Tensor, n: int, slided: int, dtype: torch.dtype) -> Tensor:
-    strips, blocks = strips_of(n), blocks_of(slided)
-    packed = packed.view(strips, blocks, BLOCK_BYTES)
-    matrices = packed[..., :VALUE_BYTES].reshape(strips, blocks, 2, 8, 2, 8, 16)
-    values = matrices.permute(0, 3, 5, 1, 2, 4, 6).reshape(strips * STRIP, blocks * BLOCK // 4, 2)
-    words = packed[..., VALUE_BYTES:].reshape(strips, blocks, 2, 4, 8, 2, 2, 4)
-    pairs = words.permute(0, 3, 6, 4, 1, 2, 5, 7)  # strip, w, r, g, block, wgmma, half, pair
-    nibbles = torch.stack((pairs & 15, pairs >> 4), -1).reshape(strips * STRIP, blocks * BLOCK // 4)
-    columns = torch.stack((nibbles & 3, nibbles >> 2), -1).long()
-    groups = torch.zeros(*nibbles.shape, 4, dtype=torch.uint8, device=packed.device)
-    groups.scatter_(-1, columns, values)
-    return groups.view(strips * STRIP, blocks * BLOCK)[:n, :slided].contiguous().view(dtype)
 
 
 def _kept_columns(device: torch.device) -> Tensor:

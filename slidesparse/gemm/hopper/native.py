@@ -41,7 +41,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "quantize": (c_char_p, c_void_p, c_int64, *_INPUT, *(c_void_p,) * 3),
     "product": (
         *(c_char_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64),
-        *(c_void_p, c_void_p, c_int32, c_void_p, c_int32, c_void_p),
+        *(c_void_p, c_void_p, c_int32, c_void_p, c_int32, c_void_p, c_void_p),
     ),
     "linear": (
         *(c_char_p, c_void_p, c_int64, *_INPUT, c_void_p, c_int64, c_void_p, c_void_p),
