@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import json
 import tempfile
-import time
 import zlib
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -29,7 +28,7 @@ from slidesparse.blocks import STRIP
 from slidesparse.calibrate.task import Progress, no_progress
 from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.metadata import KEY
-from slidesparse.checkpoint.names import WEIGHT, architecture_of
+from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.checkpoint.output import (
     full_disk_explained,
     partial_folder,
@@ -98,21 +97,6 @@ PUBLIC: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class SynthReport:
-    """The checkpoint that was written."""
-
-    out: Path
-    architecture: str
-    layers: int  # number of transformer blocks
-    pattern: Pattern | None
-    quant: str
-    layout: str
-    files: int  # shards
-    bytes_out: int
-    seconds: float
-
-
 def synth(
     config: str | Path,
     out: str | Path,
@@ -122,8 +106,8 @@ def synth(
     layout: str = "dense",
     layers: int | None = None,
     progress: Progress = no_progress,
-) -> SynthReport:
-    """Write the checkpoint ``out`` of a model with random weights and a placeholder tokenizer.
+) -> ConversionPlan:
+    """Write the checkpoint ``out`` of a model with random weights and a placeholder tokenizer; return its plan.
 
     Args:
         config: a config.json, a folder that holds one, or a name in PUBLIC.
@@ -137,7 +121,7 @@ def synth(
     The output is deterministic with the same torch.  Raises CheckpointError before anything is written when the config
     or the options cannot be used, EnvironmentFault when the output does not fit.
     """
-    started, out = time.monotonic(), Path(out)
+    out = Path(out)
     require_free_name(Path(config) / CONFIG, out)
     values = _config(config, quant, layers)
     if quant not in QUANTS:
@@ -166,12 +150,7 @@ def synth(
             for file, content in plan.small_files():
                 (partial / file).write_bytes(content)
             publish(partial, out)
-    blocks = int(values["num_hidden_layers"])
-    seconds = time.monotonic() - started
-    files = len(plan.checkpoint.files)
-    return SynthReport(
-        out, str(architecture_of(values)), blocks, pattern, quant, layout, files, plan.bytes_out, seconds
-    )
+    return plan
 
 
 def _config(config: str | Path, quant: str, layers: int | None) -> dict[str, Any]:
@@ -283,9 +262,6 @@ class RandomWeights(Floats):
         places = torch.arange(rows.start, rows.stop)
         index = (places + STRIP * (places // SAMPLE)) % SAMPLE
         return codes[index], scale[index]
-
-    def also_quantized(self, excluded: Collection[str]) -> list[str]:
-        return []
 
 
 def tokenizer_files(vocabulary: int) -> dict[str, bytes]:

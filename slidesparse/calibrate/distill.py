@@ -77,10 +77,6 @@ class Distilled:
             f"{self.seconds / 60:.3g} minutes"
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the part of the ``--report`` file about distillation."""
-        return asdict(self)
-
 
 @torch.inference_mode(False)
 @torch.no_grad()

@@ -7,11 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slidesparse.blocks import BLOCK, STRIP, dense_blocks, missing
 from slidesparse.checkpoint.bitnet import as_int8
 from slidesparse.checkpoint.metadata import KEY, Metadata
 from slidesparse.checkpoint.names import SCALE, WEIGHT
-from slidesparse.checkpoint.storage import Checkpoint, CheckpointError, Reader
+from slidesparse.checkpoint.storage import Checkpoint, CheckpointError
 from slidesparse.checkpoint.w8a8 import parse_block, require_quantized
 from slidesparse.errors import CheckFailed
 from slidesparse.pattern import MixedPattern, PatternError
@@ -74,30 +73,11 @@ def require_shape(checkpoint: Checkpoint, metadata: Metadata, layer: str) -> Non
         )
 
 
-def lacking_share(
-    checkpoint: Checkpoint, reader: Reader, metadata: Metadata, layer: str
-) -> DamagedError | None:
-    """Return the error of a mixed weight with fewer 2:4 blocks than its pattern requires, or None."""
-    pattern, spec = metadata.layers[layer].pattern, checkpoint.require(layer + WEIGHT)
-    if not isinstance(pattern, MixedPattern):
-        return None
-    dense = torch.cat([dense_blocks(reader.rows(spec.name, rows)) for rows in spec.chunks(STRIP)])
-    lacking = missing(dense, pattern)
-    if not lacking:
-        return None
-    strip, block = (int(i) for i in dense.nonzero()[0])
-    message = (
-        f"{layer}: {int((~dense).sum())} of {dense.numel()} blocks of {STRIP} x {BLOCK} weights are 2:4, "
-        f"{pattern.ratio} needs {lacking} more; convert the original model again"
-    )
-    return DamagedError(message, Violation(lacking, strip * STRIP, block, 0))
-
-
 def restore(values: Tensor, metadata: Metadata, layer: str, first_row: int = 0) -> Tensor:
     """Restore stored rows of ``layer``, [rows, K] or [rows, K'] starting at ``first_row``, to [rows, K].
 
     Raises DamagedError with layer, row, block and count if they break the layer's pattern, or if slided rows are not
-    the result of `slide` for any weight.  Rows of a mixed weight are not checked; see `lacking_share`.
+    the result of `slide` for any weight.  Rows of a mixed weight are not checked.
     """
     entry = metadata.layers[layer]
     if isinstance(entry.pattern, MixedPattern):

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 from slidesparse.checkpoint.storage import SIDE_NAMES, SIDE_SUFFIXES, SUFFIX, CheckpointError
-from slidesparse.errors import EnvironmentFault
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PAGE = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(.*?)(?:/tree/main)?/?")
@@ -16,7 +15,7 @@ def local_folder(model: str) -> Path:
     """Return a model's folder: ``model`` itself if it exists, otherwise its copy in the Hub's cache.
 
     A missing copy is downloaded, but only files that a conversion reads or copies; with HF_HUB_OFFLINE=1 it must be
-    there.  Raises CheckpointError for a model that is not available, EnvironmentFault without the library.
+    there.  Raises CheckpointError for a model that is not available.
     """
     folder, page = Path(model), _PAGE.fullmatch(model)
     if folder.exists():
@@ -28,13 +27,8 @@ def local_folder(model: str) -> Path:
     model = page[1] if page else model
     if not _ID.fullmatch(model):
         return folder
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise EnvironmentFault(
-            f"{model} is not a folder here; a model of the Hugging Face Hub needs the package huggingface_hub, "
-            f"which cannot be imported ({error}): pip install huggingface_hub"
-        ) from error
+    from huggingface_hub import snapshot_download
+
     kinds = [f"*{suffix}" for suffix in (SUFFIX, *SIDE_SUFFIXES)] + [f"{name}*" for name in SIDE_NAMES]
     try:
         return Path(snapshot_download(model, allow_patterns=kinds, ignore_patterns=["consolidated*"]))

@@ -8,12 +8,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from slidesparse.checkpoint.converted import DamagedError, lacking_share, natural, open_checkpoint, restore
+import torch
+
+from slidesparse.blocks import STRIP, dense_blocks, missing
+from slidesparse.checkpoint.converted import DamagedError, natural, open_checkpoint, restore
 from slidesparse.checkpoint.metadata import Metadata, sparsity_of
 from slidesparse.checkpoint.names import SCALE, WEIGHT, is_expert, layer_names
 from slidesparse.checkpoint.skeleton import Skeleton
 from slidesparse.checkpoint.storage import Checkpoint, Reader
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import MixedPattern, SlidePattern
 from slidesparse.slide import violations
 
 RATIOS = ("2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16")  # sparsest first
@@ -90,8 +93,9 @@ def _inspect_layer(
     spec = checkpoint.tensors[name + WEIGHT].spec
     entry = metadata.layers.get(name) if metadata else None
     candidates = [SlidePattern.parse(ratio) for ratio in RATIOS]
-    broken, first = 0, None
-    for rows in spec.chunks():
+    mixed = entry.pattern if entry and isinstance(entry.pattern, MixedPattern) else None
+    broken, first, dense = 0, None, []
+    for rows in spec.chunks(STRIP if mixed else 1):
         values = reader.rows(spec.name, rows)
         if entry and metadata:
             try:
@@ -100,8 +104,9 @@ def _inspect_layer(
                 broken, first = broken + error.violation.total, first or str(error)
                 candidates = []
         candidates = [pattern for pattern in candidates if violations(values, pattern) is None]
-    if entry and metadata and (lacking := lacking_share(checkpoint, reader, metadata, name)):
-        broken, first = lacking.violation.total, str(lacking)
+        dense += [dense_blocks(values)] if mixed else []
+    if mixed and (broken := missing(torch.cat(dense), mixed)):
+        first = f"{name}: {broken} blocks more must be 2:4; convert the original model again"
     satisfied = candidates[0] if candidates else None
     in_features = entry.in_features if entry else spec.columns
     shown = entry.pattern if entry else satisfied

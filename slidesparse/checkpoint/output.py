@@ -44,14 +44,9 @@ def require_free_name(source: Path, out: Path) -> None:
         raise CheckpointError(
             f"output folder {out} is where a disk or volume is mounted; name a folder in it"
         )
-    if os.statvfs(parent).f_flag & os.ST_RDONLY:
+    if not os.access(parent, os.W_OK | os.X_OK):  # false on a disk that is mounted read-only, too
         raise EnvironmentFault(
-            f"output folder {out} cannot be created: {parent} is mounted read-only; name a folder elsewhere"
-        )
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise EnvironmentFault(
-            f"output folder {out} cannot be created: {parent} is not writable by this user; change its permissions, or "
-            "name a folder elsewhere"
+            f"output folder {out} cannot be created: {parent} is not writable here; name a folder elsewhere"
         )
 
 

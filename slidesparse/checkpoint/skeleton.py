@@ -22,10 +22,9 @@ from torch import Tensor, nn
 
 from slidesparse.checkpoint.names import WEIGHT, architecture_of
 from slidesparse.checkpoint.storage import CONFIG, QUANTIZATION, TEXT_CONFIG, Checkpoint, CheckpointError
-from slidesparse.errors import EnvironmentFault, shown
+from slidesparse.errors import shown
 
 TIED = "tie_word_embeddings"  # key of config.json: whether the output head is the embedding
-TRANSFORMERS = "5.0"  # the oldest release whose conversion mapping is read
 MAX_LAYERS = 1024  # blocks and other counts of modules, which take time to make; 126 in Llama 3.1 405B
 
 
@@ -33,7 +32,7 @@ class Skeleton:
     """The model of a checkpoint without weights.
 
     Raises CheckpointError for a model that transformers does not know, whose config.json it refuses, or that has no
-    linear layer of the usual form, and EnvironmentFault where transformers is missing or too old.
+    linear layer of the usual form.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -84,7 +83,7 @@ class Skeleton:
         """The checkpoint's names of the linear layers of all blocks."""
         return [self.layer(i, name) for i in range(len(self.blocks)) for name in self.linears(i)]
 
-    def missing(self) -> list[str]:
+    def _missing(self) -> list[str]:
         """Return the parameters that the checkpoint lacks: of blocks and, if the model predicts tokens, of its decoder.
 
         Others may be left out, as the poolers of encoders.  vLLM leaves those of a quantized model uninitialized.
@@ -113,7 +112,7 @@ class Skeleton:
         Args:
             widths: K of layers whose weights may be stored with other columns.
         """
-        if missing := self.missing():
+        if missing := self._missing():
             wrapped = next(
                 (name for name in self.checkpoint.tensors if name.endswith(f".{missing[0]}")), None
             )
@@ -237,24 +236,10 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _library() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise EnvironmentFault(
-            f"the package transformers, which knows the layers of models, cannot be imported ({error}): pip install "
-            f"'transformers>={TRANSFORMERS}'"
-        ) from error
-    if int(transformers.__version__.split(".")[0]) < int(TRANSFORMERS.split(".")[0]):
-        raise EnvironmentFault(
-            f"transformers {transformers.__version__} is too old: pip install 'transformers>={TRANSFORMERS}'"
-        )
-    return transformers
-
-
 def _read_config(checkpoint: Checkpoint) -> Any:
     """Return transformers' config of a checkpoint, without its quantization."""
-    transformers = _library()
+    import transformers
+
     # transformers writes infinite numbers in a way of its own, which this function reads
     read, _ = transformers.PreTrainedConfig.get_config_dict(checkpoint.folder, local_files_only=True)
     _require_few_layers(read, checkpoint.folder)
@@ -297,22 +282,21 @@ def _refused(folder: Path, error: Exception) -> CheckpointError:
 
 def _build(checkpoint: Checkpoint, config: Any) -> nn.Module:
     """Return the model with parameters on the meta device: of the class that config.json names, or the usual one."""
-    transformers, architecture = _library(), architecture_of(checkpoint.config)
+    import transformers
+
+    architecture = architecture_of(checkpoint.config)
     named = getattr(transformers, architecture or "", None)
     causal = (architecture or "").endswith("ForCausalLM")
     auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
-    kind = named if isinstance(named, type) and hasattr(named, "_from_config") else None
+    is_model = isinstance(named, type) and hasattr(named, "_from_config")
+    make: Any = named._from_config if is_model else auto.from_config  # type: ignore[union-attr]
     with meta_parameters(), torch.no_grad():
         try:
             for attention in ("sdpa", "eager"):
+                # other implementations of experts need memory of their own
+                options = {"attn_implementation": attention, "experts_implementation": "eager"}
                 try:
-                    options = {"attn_implementation": attention, "dtype": torch.float32}
-                    options |= {
-                        "experts_implementation": "eager"
-                    }  # others need experts in memory of their own
-                    model = (
-                        kind._from_config(config, **options) if kind else auto.from_config(config, **options)
-                    )
+                    model = make(config, dtype=torch.float32, **options)
                     break
                 except ValueError:
                     if attention == "eager":

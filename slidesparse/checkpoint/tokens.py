@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from slidesparse.errors import EnvironmentFault, SlideSparseError, shown
+from slidesparse.errors import SlideSparseError, shown
 
 TOKENIZER = "tokenizer.json"
 MAX_IDS = 2**28  # ids in a file, 2 GiB
@@ -104,21 +104,11 @@ def _document(value: Any, where: str) -> list[Document]:
         ) from reason
 
 
-def _library(module: str, package: str, data: object) -> Any:
-    from importlib import import_module
-
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise EnvironmentFault(
-            f"{data} needs the package {package}, which cannot be imported ({error}): pip install {package}"
-        ) from error
-
-
 def _parquet_rows(path: Path) -> list[Any]:
-    library = _library("pyarrow.parquet", "pyarrow", path)
+    from pyarrow.parquet import read_table  # type: ignore[import-untyped]
+
     try:
-        return list(library.read_table(path).to_pylist())
+        return list(read_table(path).to_pylist())
     except Exception as error:  # of the library
         raise SlideSparseError(
             f"{path} is not a Parquet file: {' '.join(str(error).split())[:300]}"
@@ -127,9 +117,10 @@ def _parquet_rows(path: Path) -> list[Any]:
 
 def _hub_rows(name: str) -> Iterator[Any]:
     """Yield the rows of a dataset in a random order, the same in every run, and no more than are asked for."""
-    library = _library("datasets", "datasets", name)
+    from datasets import load_dataset  # type: ignore[import-not-found]
+
     try:
-        yield from library.load_dataset(name, split=SPLIT, streaming=True).shuffle(seed=0, buffer_size=BUFFER)
+        yield from load_dataset(name, split=SPLIT, streaming=True).shuffle(seed=0, buffer_size=BUFFER)
     except Exception as error:  # of the library or its HTTP client
         reason = " ".join(str(error).split())[:300]
         raise SlideSparseError(
@@ -178,7 +169,7 @@ def tokenizer_of(folder: Path) -> Callable[[Document], list[int]]:
     """Return the checkpoint's tokenizer as a function from a document to ids, including special tokens.
 
     Messages are formatted by the tokenizer's chat template.  Raises SlideSparseError for a folder without a readable
-    tokenizer, or without a template where it is needed, and EnvironmentFault for a missing library.
+    tokenizer, or without a template where it is needed.
     """
     if not any(path.is_file() for kind in ("tokenizer*", "vocab*") for path in folder.glob(kind)):
         raise SlideSparseError(
@@ -187,9 +178,10 @@ def tokenizer_of(folder: Path) -> Callable[[Document], list[int]]:
         )
     automatic = cache(_automatic_tokenizer)
     if (folder / TOKENIZER).is_file():
-        plain = _library("tokenizers", "tokenizers", f"the tokenizer of {folder}").Tokenizer
+        from tokenizers import Tokenizer
+
         try:
-            fast = plain.from_file(str(folder / TOKENIZER))
+            fast = Tokenizer.from_file(str(folder / TOKENIZER))
         except Exception as error:  # the library raises plain Exception
             raise _unreadable(folder, error) from error
         fast.no_padding()
@@ -219,11 +211,10 @@ def tokenizer_of(folder: Path) -> Callable[[Document], list[int]]:
 
 
 def _automatic_tokenizer(folder: Path) -> Any:
-    transformers = _library("transformers", "transformers", f"the tokenizer of {folder}")
+    from transformers import AutoTokenizer
+
     try:
-        return transformers.AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise _unreadable(folder, error) from error
 

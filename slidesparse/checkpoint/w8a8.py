@@ -41,11 +41,6 @@ class Scheme:
         """The safetensors dtype of the weight."""
         return KINDS[self.quant][1]
 
-    @property
-    def native(self) -> bool:
-        """Whether the plugin serves this scheme unchanged."""
-        return self.block is None and self.activations == "per token"
-
 
 @dataclass(frozen=True)
 class Quantization:
@@ -70,9 +65,10 @@ class Quantization:
 
     def rewritten(self, experts: bool) -> bool:
         """Return whether the source must be requantized, for the plugin or for ``experts`` with per-tensor scales."""
-        native = all(scheme.native for scheme in self.schemes)
-        by_tensor = any(scheme.strategy == "tensor" for scheme in self.schemes)
-        return self.method == FP8_METHOD or not native or (experts and by_tensor)
+        return self.method == FP8_METHOD or any(
+            scheme.block or scheme.activations != "per token" or (experts and scheme.strategy == "tensor")
+            for scheme in self.schemes
+        )
 
     def ignores(self, layer: str) -> bool:
         """Return whether the ignore list contains a layer, by name or by a ``re:`` regex."""
@@ -189,15 +185,6 @@ def new_block(quant: str, ignore: Sequence[str], kv_cache: Mapping[str, Any] | N
         "ignore": list(ignore),
         **({"kv_cache_scheme": dict(kv_cache)} if kv_cache else {}),
     }
-
-
-def holds_floats(block: Mapping[str, Any]) -> bool:
-    """Return whether a ``quantization_config`` quantizes no weights: it is left over, or for the KV cache alone."""
-    groups = block.get("config_groups") or {}
-    return _method(block) == COMPRESSED_TENSORS and not any(
-        not isinstance(group, dict) or group.get("weights")
-        for group in (groups.values() if isinstance(groups, dict) else groups)
-    )
 
 
 def _method(block: Mapping[str, Any]) -> Any:
@@ -375,29 +362,29 @@ def _group(name: str, group: Any, form: Any) -> Scheme | None:
     if not isinstance(weights, dict) or not isinstance(inputs, dict):
         raise _refusal(f"weights or input_activations that are no objects in {name}", "objects are")
     bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
-    quant = next((quant for quant, (type_, _) in KINDS.items() if (type_, 8) == (kind, bits)), None)
-    if quant is None:
-        raise _refusal(
-            f"{shown(bits)}-bit {shown(kind)} weights in {name}", "8-bit int and float weights are"
-        )
-    if not inputs:
-        raise _refusal(f"no quantized activations in {name} (W8A16)", "8-bit ones are")
-    form = group.get("format") or form
-    if form not in _FORMATS:
-        raise _refusal(f"format {shown(form)} in {name}", f"one of {', '.join(_FORMATS)} is")
-    strategy, block = _strategy(weights), weights.get("block_structure")
-    if strategy not in ("channel", "tensor") and not (strategy == "block" and block):
-        raise _refusal(
-            f"weight scales per {shown(strategy)} in {name}", "scales per channel, tensor or block are"
-        )
-    if not weights.get("symmetric", True) or weights.get("dynamic", False):
-        raise _refusal(f"asymmetric or dynamic weights in {name}", "symmetric static ones are")
-    if (inputs.get("num_bits", 8), inputs.get("type", "int")) != (8, kind):
-        raise _refusal(f"activations of another type than the weights in {name}", f"8-bit {kind} ones are")
-    if group.get("output_activations"):
-        raise _refusal(f"quantized outputs in {name}", "unquantized ones are")
-    size = _block_size(block, f"block_structure in {name}") if strategy == "block" else None
-    return Scheme(quant, strategy, _activations(name, inputs, size is not None), size)
+    quants = [quant for quant, (type_, _) in KINDS.items() if (type_, 8) == (kind, bits)]
+    form, strategy, block = group.get("format") or form, _strategy(weights), weights.get("block_structure")
+    by_block = strategy == "block" and bool(block)
+    is_static = weights.get("symmetric", True) and not weights.get("dynamic", False)
+    is_alike = (inputs.get("num_bits", 8), inputs.get("type", "int")) == (8, kind)
+    required = (
+        (quants, f"{shown(bits)}-bit {shown(kind)} weights", "8-bit int and float weights are"),
+        (inputs, "no quantized activations (W8A16)", "8-bit ones are"),
+        (form in _FORMATS, f"format {shown(form)}", f"one of {', '.join(_FORMATS)} is"),
+        (
+            strategy in ("channel", "tensor") or by_block,
+            f"weight scales per {shown(strategy)}",
+            "scales per channel, tensor or block are",
+        ),
+        (is_static, "asymmetric or dynamic weights", "symmetric static ones are"),
+        (is_alike, "activations of another type than the weights", f"8-bit {shown(kind)} ones are"),
+        (not group.get("output_activations"), "quantized outputs", "unquantized ones are"),
+    )
+    for holds, problem, allowed in required:
+        if not holds:
+            raise _refusal(f"{problem} in {name}", allowed)
+    size = _block_size(block, f"block_structure in {name}") if by_block else None
+    return Scheme(quants[0], strategy, _activations(name, inputs, by_block), size)
 
 
 def _strategy(arguments: Mapping[str, Any]) -> Any:

@@ -25,6 +25,8 @@ from slidesparse.errors import ENVIRONMENT, INTERRUPTED, SlideSparseError
 
 LINE_SECONDS = 30.0  # least time between two lines of progress in a log
 MAX_COLUMNS = 1000  # characters of a table's line
+# Packages that commands import when they need them
+LIBRARIES = ("datasets", "huggingface_hub", "numpy", "pyarrow", "regex", "torch", "transformers")
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -71,12 +73,10 @@ def report_errors() -> Iterator[None]:
         fail(error.exit_code, error)
     except ImportError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in ("torch", "numpy"):
+        if missing not in LIBRARIES:
             raise
-        fail(
-            ENVIRONMENT,
-            f"this command needs {missing}, which cannot be imported ({error}): pip install {missing}",
-        )
+        reason = f"this command needs {missing}, which cannot be imported ({error})"
+        fail(ENVIRONMENT, f"{reason}: pip install {missing}, or upgrade it")
     except BrokenPipeError:
         raise  # the reader of the output, such as `head`, has closed the pipe: Typer ends the command without a message
     except OSError as error:

@@ -222,9 +222,12 @@ def _calibration(calib: list[str] | None, options: dict[str, Any]) -> Calibratio
 
 
 def _warn(report: Report) -> None:
-    pruned = any(pattern.density < 1 for pattern in report.patterns.values())
-    if report.method == "magnitude" and not report.samples and report.newly_pruned and pruned:
-        warn(TERNARY if report.ternary else WITHOUT_CALIBRATION)
+    from slidesparse.checkpoint.bitnet import is_bitnet
+
+    plan = report.plan
+    pruned = any(pattern.density < 1 for pattern in plan.patterns.values())
+    if pruned and not (report.samples or report.was_sparse or plan.source.metadata):
+        warn(TERNARY if is_bitnet(plan.checkpoint.config) else WITHOUT_CALIBRATION)
     if report.note:
         warn(report.note, "note")
     if report.unserved:
@@ -239,35 +242,35 @@ def _warn(report: Report) -> None:
 
 
 def _summarize(report: Report, dry_run: bool) -> None:
+    from slidesparse.calibrate.pipeline import METHOD
+
+    plan = report.plan
     if report.budget:
         _show_budget(report.budget)
     if not (report.budget and dry_run):
-        show("pattern", f"{report.pattern}; as a vLLM flag: SPARSITY={report.pattern.flag}")
-        kind = f"{report.quant.upper()} W8A8, {report.layout} layout"
-        show(
-            "pruned" if report.pattern.density < 1 else "layers",
-            f"{len(report.pruned)} linear layers, {kind}",
-        )
-        others = Counter(p.ratio for p in report.patterns.values() if p != report.pattern)
+        show("pattern", f"{plan.pattern}; as a vLLM flag: SPARSITY={plan.pattern.flag}")
+        kind = f"{plan.quant.upper()} W8A8, {plan.options.layout} layout"
+        title = "pruned" if plan.pattern.density < 1 else "layers"
+        show(title, f"{len(plan.patterns)} linear layers, {kind}")
+        others = Counter(p.ratio for p in plan.patterns.values() if p != plan.pattern)
         for pattern, count in others.items():
             show("", f"{count} of them at {pattern}")
-    if report.rewritten:
-        show("source", report.rewritten)
-    if report.samples:
-        show("method", f"{report.method}, calibrated with {report.samples}")
-    if report.rotation:
-        show("rotation", report.rotation)
-    if report.smoothing:
-        show("smoothing", report.smoothing)
-    if report.distillation:
-        show("distilled", report.distilled.summary if report.distilled else report.distillation)
-    for title, names in (("unpruned", report.skipped), ("unchanged", report.kept)):
+    for title, text in {
+        "source": plan.rewritten,
+        "method": report.samples and f"{METHOD}, calibrated with {report.samples}",
+        "rotation": report.rotation,
+        "smoothing": report.smoothing,
+        "distilled": report.distilled.summary if report.distilled else report.distillation,
+    }.items():
+        if text:
+            show(title, text)
+    for title, treatment, names in (
+        ("unpruned", "quantized but not pruned", plan.skipped),
+        ("unchanged", "neither pruned nor quantized again", plan.kept),
+    ):
         by_reason = defaultdict(list)
         for name, reason in names.items():
             by_reason[reason].append(name)
-        treatment = (
-            "quantized but not pruned" if title == "unpruned" else "neither pruned nor quantized again"
-        )
         for reason, layers in sorted(by_reason.items()):
             weights = "1 weight" if len(layers) == 1 else f"{len(layers)} weights"
             show(title, f"{weights} {treatment} ({reason}): {_join_names(layers)}")
@@ -278,7 +281,7 @@ def _summarize(report: Report, dry_run: bool) -> None:
             f"{len(files)} files were not copied, as they are not tokenizer, configuration or license files: "
             f"{_join_names(files)}",
         )
-    size = f"{report.bytes_in / 1e6:.1f} MB -> {report.bytes_out / 1e6:.1f} MB"
+    size = f"{plan.bytes_in / 1e6:.1f} MB -> {plan.bytes_out / 1e6:.1f} MB"
     if dry_run and report.budget:
         show("dry run", "no checkpoint was written; the measured losses are cached for the next run")
         return
@@ -287,7 +290,9 @@ def _summarize(report: Report, dry_run: bool) -> None:
         show("dry run", "nothing was written")
         return
     _show_errors(report)
-    show("size", f"{size} in {report.seconds:.1f} s, {report.rate:.0f} MB/s of input")
+    show(
+        "size", f"{size} in {report.seconds:.1f} s, {plan.bytes_in / 1e6 / report.seconds:.0f} MB/s of input"
+    )
     show("serve", f"vllm serve {shlex.quote(str(report.out))}")
 
 
@@ -297,6 +302,8 @@ def _join_names(names: Sequence[str]) -> str:
 
 def _show_budget(outcome: Outcome) -> None:
     """Show the trade-off between loss and speed or zeros, the uniform patterns and the choice."""
+    from slidesparse.convert.budget import PATTERNS
+
     problem, timed = outcome.problem, not outcome.problem.by_zeros
     frontier = problem.frontier()
     last = len(frontier) - 1
@@ -312,7 +319,7 @@ def _show_budget(outcome: Outcome) -> None:
 
     for number in sorted({round(last * part / FRONTIER_ROWS) for part in range(FRONTIER_ROWS + 1)}):
         add("", frontier[number])
-    for pattern in problem.patterns:
+    for pattern in PATTERNS:
         add("uniform: ", problem.uniform(pattern), "dim")
     if outcome.choice:
         add("chosen: ", outcome.choice, "bold")
@@ -336,6 +343,6 @@ def _show_errors(report: Report) -> None:
     for name in ranked:
         row = errors[name]
         text = f"{row['error_pruned']:.4f} after pruning, {row['error_quantized']:.4f} after quantization"
-        if row["error_finetuned"] is not None:
+        if "error_finetuned" in row:
             text += f", {row['error_finetuned']:.4f} after fine-tuning"
         show("error", f"{name}: {text}{'  (the largest)' if name == ranked[0] else ''}")

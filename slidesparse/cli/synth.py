@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from slidesparse.cli.console import Layout, byte_progress, show
 from slidesparse.pattern import parse_pattern
-
-if TYPE_CHECKING:
-    from slidesparse.synth import SynthReport
 
 
 def synth(
@@ -45,28 +42,18 @@ def synth(
     from slidesparse.synth import synth as run
 
     with byte_progress() as progress:
-        report = run(
-            config,
-            target,
-            quant=quant,
-            pattern=pattern,
-            layout=layout,
-            layers=layers,
-            progress=progress,
+        plan = run(
+            config, target, quant=quant, pattern=pattern, layout=layout, layers=layers, progress=progress
         )
-    _summarize(report)
-
-
-def _summarize(report: SynthReport) -> None:
-    pruned = f"pruned to {report.pattern}, {report.layout} layout" if report.pattern else "not pruned"
-    form = report.quant if report.quant == "bf16" else f"{report.quant} W8A8"
-    show("model", f"{report.architecture}, {report.layers} layers in {form}, {pruned}")
+    architecture, blocks = plan.config["architectures"][0], plan.config["num_hidden_layers"]
+    pruned = f"pruned to {pattern}, {layout} layout" if pattern else "not pruned"
+    form = quant if quant == "bf16" else f"{quant} W8A8"
+    show("model", f"{architecture}, {blocks} layers in {form}, {pruned}")
     show("weights", "random: for measuring speed only, the output is meaningless")
-    files = f"{report.files} file{'s' if report.files > 1 else ''}"
-    speed = f"{report.seconds:.1f} s"
-    show("size", f"{report.bytes_out / 1e6:.1f} MB in {files}, {speed}")
-    folder = shlex.quote(str(report.out))
+    files = len(plan.checkpoint.files)
+    show("size", f"{plan.bytes_out / 1e6:.1f} MB in {files} file{'s' if files > 1 else ''}")
+    folder = shlex.quote(str(target))
     show("tokenizer", "a placeholder whose tokens are the words t0, t1, t2, ...")
-    if report.quant == "bf16":
+    if quant == "bf16":
         show("convert", f"slidesparse convert {folder} PRUNED --sparsity 6:8 --calib random")
     show("serve", f"vllm serve {folder} --tokenizer {folder}/tokenizer")

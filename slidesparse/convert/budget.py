@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,10 +19,10 @@ from slidesparse.calibrate.losses import LayerGroup, Losses
 from slidesparse.convert.times import (
     DEFAULT_GPU,
     DEFAULT_TOKENS,
-    LayerTimes,
+    STOCK,
     Shape,
+    layer_fits,
     name_of,
-    times_of,
 )
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
@@ -30,14 +30,13 @@ from slidesparse.pattern import SlidePattern
 PATTERNS = tuple(SlidePattern.parse(ratio) for ratio in ("8:10", "6:8", "4:6", "2:4"))
 # The pattern for which a rotation is learned, before patterns are chosen
 MIDDLE = SlidePattern.parse("4:6")
-GOALS = ("--max-loss", "--zeros")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The goal of an allocation, and the steps and GPU whose layer times count.
+    """The goal of an allocation, one of two, and the steps and GPU whose layer times count.
 
-    Raises CalibrationError for values out of range, TimesError for an unknown GPU.
+    Raises CalibrationError for values out of range.
     """
 
     max_loss: float | None = None  # increase in perplexity, or 1 - cosine of embeddings: 0.01 is 1%
@@ -46,18 +45,13 @@ class Budget:
     gpu: str = DEFAULT_GPU
 
     def __post_init__(self) -> None:
-        values = self.max_loss, self.zeros
-        goals = [goal for goal, value in zip(GOALS, values, strict=True) if value is not None]
-        if len(goals) != 1:
-            raise CalibrationError(f"give one of {', '.join(GOALS)}, found {' and '.join(goals) or 'none'}")
+        assert (self.max_loss is None) != (self.zeros is None)
         if self.max_loss is not None and not 0 < self.max_loss < 1:
             raise CalibrationError(f"{self.goal} is not between 0% and 100%")
         if self.zeros is not None and not 0 < self.zeros <= 0.5:
             raise CalibrationError(
                 f"--zeros {self.zeros:.2%} is not above 0% and at most 50%, which is 2:4 everywhere"
             )
-        if self.zeros is None:
-            times_of(self.gpu)  # raise TimesError now, not after calibration
 
     @property
     def goal(self) -> str:
@@ -113,6 +107,11 @@ class Choice:
         return dict(Counter(map(name_of, self.patterns.values())))
 
     @property
+    def by_layer(self) -> dict[str, SlidePattern | None]:
+        """The pattern of each layer."""
+        return {name: pattern for group, pattern in self.patterns.items() for name in group}
+
+    @property
     def mix(self) -> str:
         """The `counts` as text, such as ``3 at 2:4, 5 at dense``."""
         return ", ".join(f"{count} at {name}" for name, count in sorted(self.counts.items()))
@@ -135,11 +134,6 @@ class AllocationProblem:
             self.fixed + sum(candidate.time for candidate in picked.values()),
             sum(candidate.zeros for candidate in picked.values()) / self.weights,
         )
-
-    @property
-    def patterns(self) -> list[SlidePattern]:
-        """The patterns of the candidates."""
-        return [candidate.pattern for candidate in next(iter(self.candidates.values())) if candidate.pattern]
 
     def uniform(self, pattern: SlidePattern) -> Choice:
         """Return the choice of the same pattern for all groups."""
@@ -232,19 +226,18 @@ def allocation_problem(
         quant: "int8" or "fp8".
         fixed: [N, K] of the linear layers that stay dense, whose time and weights count, too.
     """
-    times = None if budget.zeros is not None else LayerTimes.of(budget.gpu)
+    fits = layer_fits(budget.gpu) if budget.zeros is None else {}
     all_shapes = [*shapes.values(), *fixed]
-    baseline = {
-        m: sum(times.stock_us(quant, shape, m) for shape in all_shapes) if times else 1.0
-        for m in budget.tokens
-    }
+
+    def us(name: str, shape: Shape, tokens: int) -> float:
+        a, b = fits[quant, name, tokens]
+        return a + b * shape[0] * shape[1]
+
+    baseline = {m: sum(us(STOCK, shape, m) for shape in all_shapes) for m in budget.tokens if fits}
 
     def share(pattern: SlidePattern | None, shape: Shape) -> float:
-        if times is None:
-            return 0.0
-        return sum(times.us(quant, pattern, shape, m) / baseline[m] for m in budget.tokens) / len(
-            budget.tokens
-        )
+        parts = [us(name_of(pattern), shape, m) / time for m, time in baseline.items()]
+        return sum(parts) / len(parts) if parts else 0.0
 
     candidates: Candidates = {}
     for group, (n, k) in shapes.items():
@@ -256,11 +249,4 @@ def allocation_problem(
             )
         candidates[group] = tuple(options)
     fixed_time = sum(share(None, shape) for shape in fixed)
-    return AllocationProblem(candidates, sum(n * k for n, k in all_shapes), times is None, fixed_time)
-
-
-def layers(choice: Choice) -> Iterator[tuple[str, SlidePattern | None]]:
-    """Yield the name and pattern of each layer."""
-    for group, pattern in choice.patterns.items():
-        for name in group:
-            yield name, pattern
+    return AllocationProblem(candidates, sum(n * k for n, k in all_shapes), not fits, fixed_time)

@@ -27,7 +27,7 @@ from slidesparse.convert.budget import (
     allocation_problem,
     percent,
 )
-from slidesparse.convert.times import Shape, name_of
+from slidesparse.convert.times import Shape
 from slidesparse.errors import CalibrationError, shown
 
 # Initial estimate of the loss of the whole model, relative to the sum of its layers' losses
@@ -82,40 +82,6 @@ class Outcome:
             f"{metric} {sign}{percent(self.shown(self.measured_loss))} relative to the unpruned model with the same "
             "quantization"
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the object "budget" of the ``--report`` file."""
-        return {
-            "goal": self.budget.goal,
-            "gpu": self.budget.gpu,
-            "tokens": list(self.budget.tokens),
-            "loss_of": "perplexity" if self.in_nats else "1 - cosine",
-            "loss": None if self.measured_loss is None else self.shown(self.measured_loss),
-            "kept": self.within_budget,
-            "part": self.part,
-            "chosen": None if self.choice is None else self._row(self.choice),
-            "uniform": {p.ratio: self._row(self.problem.uniform(p)) for p in self.problem.patterns},
-            "frontier": [self._row(choice) for choice in self.problem.frontier()],
-            "groups": [
-                {
-                    "layers": list(group),
-                    "pattern": None if self.choice is None else name_of(self.choice.patterns[group]),
-                    "options": [
-                        {"pattern": name_of(o.pattern), "loss": o.loss, "time": o.time, "zeros": o.zeros}
-                        for o in options
-                    ],
-                }
-                for group, options in self.problem.candidates.items()
-            ],
-        }
-
-    def _row(self, choice: Choice) -> dict[str, Any]:
-        return {
-            "loss": self.loss(choice),
-            "speedup": None if self.problem.by_zeros else choice.speedup,
-            "zeros": choice.zeros,
-            "patterns": choice.counts,
-        }
 
 
 def loss_cache() -> Path:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import slidesparse
 from slidesparse.calibrate.model import Model
@@ -28,12 +28,11 @@ from slidesparse.checkpoint.storage import (
     Checkpoint,
     CheckpointError,
     TensorSpec,
-    Writer,
     plan_file,
 )
 from slidesparse.checkpoint.w8a8 import KINDS
 from slidesparse.convert.options import ConvertOptions
-from slidesparse.convert.source import Converted, Quantized, Source, source_of
+from slidesparse.convert.source import Converted, Source, source_of
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import Pattern
 
@@ -70,12 +69,6 @@ class Output:
     layer: str | None = None  # name of the layer, if the tensor is a weight to quantize
     pattern: Pattern | None = None  # None: not pruned
 
-    def write(self, writer: Writer, row: int, weight: Tensor, scale: Tensor | None) -> None:
-        """Write rows of a quantized weight, [n, K] or [n, K'], starting at ``row``, and their scales [n, 1]."""
-        writer.write(self.specs[0].name, row, weight)
-        if len(self.specs) > 1 and scale is not None:
-            writer.write(self.specs[1].name, row, scale)
-
 
 @dataclass(frozen=True)
 class ConversionPlan:
@@ -104,12 +97,6 @@ class ConversionPlan:
     def rewritten(self) -> str:
         """A description of the changes to the source's quantization."""
         return "; ".join(self.source.changes([output.layer for output in self.outputs if output.layer]))
-
-    @property
-    def experts(self) -> dict[str, int]:
-        """The number of routed experts' matrices in W8A8, and of unchanged ones."""
-        kept = sum(reason == JOINED or naming.is_expert(name) for name, reason in self.kept.items())
-        return {"w8a8": sum(reason == ROUTED for reason in self.skipped.values()), "kept": kept}
 
     @property
     def bytes_in(self) -> int:
@@ -193,8 +180,7 @@ class Planner:
             patterns |= dict.fromkeys(unprunable)
         widths = {name: source.in_features(name) for name in patterns}
         if not source.metadata:
-            for layer in self._other_matrices({*patterns, *source.heads}):
-                kept.setdefault(layer, self._why_kept(layer))
+            kept |= self._other_matrices({*kept, *patterns, *source.heads})
         entries = {name: LayerEntry(pattern, widths[name]) for name, pattern in patterns.items() if pattern}
         metadata = Metadata(
             self._commonest(entries) if by_budget else options.pattern,
@@ -251,12 +237,22 @@ class Planner:
         ignored = naming.matched(layers, groups, self.options.ignore, BY_IGNORE)
         kept = {name: BY_IGNORE for name in layers if name in ignored}
         kept |= {name: UNSERVED for name in layers if name in self.served.unquantized}
-        if isinstance(self.source, Quantized) and self.source.requantizes:
-            self._require_none_ignored(self.source, kept)
+        if self.source.requantizes and (
+            quantized := [name for name in kept if not self.source.is_float(name)]
+        ):
+            raise CheckpointError(
+                f"--ignore covers {quantized[0]}, which cannot be left unchanged, because the source is requantized; "
+                f"--layer '{re.escape(quantized[0])}=dense' leaves it unpruned"
+            )
         kept = {name: BY_SOURCE for name in layers if self.source.is_float(name)} | kept
         for name, stored in self.checkpoint.tensors.items():
             if len(stored.spec.shape) == 3 and naming.joined_experts(name):
-                kept[name] = self._joined(stored.spec)
+                if stored.spec.dtype not in FLOATS:
+                    raise CheckpointError(
+                        f"tensor {name} holds several routed experts in {stored.spec.dtype}, which vLLM cannot load; "
+                        "start from the original checkpoint, or one with a tensor for each expert"
+                    )
+                kept[name] = JOINED
         chosen = [name for name in candidates if name not in kept]
         if not chosen:
             raise CheckpointError("every linear layer is ignored, so nothing is left to prune; ignore fewer")
@@ -273,26 +269,6 @@ class Planner:
         groups = (tuple(name for name in group if name in layers) for group in fused)
         return [group for group in groups if len(group) > 1]
 
-    @staticmethod
-    def _joined(spec: TensorSpec) -> str:
-        """Return why routed experts in one tensor are left unchanged.  Raises CheckpointError for quantized ones."""
-        if spec.dtype not in FLOATS:
-            raise CheckpointError(
-                f"tensor {spec.name} holds several routed experts in {spec.dtype}, which vLLM cannot load; start from "
-                "the original checkpoint, or one with a tensor for each expert"
-            )
-        return JOINED
-
-    @staticmethod
-    def _require_none_ignored(source: Quantized, kept: Iterable[str]) -> None:
-        """Raise CheckpointError for --ignore on a quantized layer of a source that is requantized."""
-        for name in kept:
-            if source.scheme(name):
-                raise CheckpointError(
-                    f"--ignore covers {name}, which cannot be left unchanged, because the source is requantized; "
-                    f"--layer '{re.escape(name)}=dense' leaves it unpruned"
-                )
-
     def _commonest(self, entries: Mapping[str, LayerEntry]) -> Pattern:
         """Return the pattern of most weights."""
         weights: Counter[Pattern] = Counter()
@@ -300,24 +276,20 @@ class Planner:
             weights[entry.pattern] += entry.in_features * self.checkpoint.require(name + WEIGHT).rows
         return weights.most_common(1)[0][0]
 
-    def _other_matrices(self, excluded: Collection[str]) -> Iterator[str]:
-        """Yield the layers of two-dimensional weights that are neither ``excluded`` nor tables of embeddings."""
+    def _other_matrices(self, excluded: Collection[str]) -> dict[str, str]:
+        """Return the layers of other two-dimensional weights, but for embeddings, with the reasons to keep them."""
         tables = {
             self.skeleton.stored.get(name + WEIGHT)
             for name, module in self.skeleton.model.named_modules()
             if isinstance(module, nn.Embedding)
         }
+        kept = {}
         for name, stored in self.checkpoint.tensors.items():
             layer = name.removesuffix(WEIGHT)
-            is_matrix = layer != name and len(stored.spec.shape) == 2
-            if is_matrix and layer not in excluded and name not in tables:
-                yield layer
-
-    def _why_kept(self, layer: str) -> str:
-        """Return the reason for leaving a matrix unchanged that is no linear layer of a block."""
-        if isinstance(self.source, Quantized) and self.source.quantization.ignores(layer):
-            return BY_SOURCE
-        return SPLIT if self.skeleton.converted(layer + WEIGHT) else NOT_LINEAR
+            if layer != name and len(stored.spec.shape) == 2 and layer not in excluded and name not in tables:
+                other = SPLIT if self.skeleton.converted(name) else NOT_LINEAR
+                kept[layer] = BY_SOURCE if self.source.is_float(layer) else other
+        return kept
 
     # The output
 
@@ -352,9 +324,8 @@ class Planner:
     def _ignored(self, kept: Mapping[str, str]) -> list[str]:
         """Return the entries of the ignore list for layers that are left unquantized by this conversion."""
         names: list[str] = []
-        replaced = not isinstance(self.source, Quantized) or self.source.replaces_ignore
         for name, reason in kept.items():
-            if not replaced and isinstance(self.source, Quantized) and self.source.quantization.ignores(name):
+            if not self.source.replaces_ignore and self.source.quantization.ignores(name):
                 continue
             experts = naming.joined_experts(name) if reason == JOINED else None
             names += [naming.inside(experts)] if experts else naming.serving_names(name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -47,6 +47,10 @@ class Source(ABC):
 
     metadata: Metadata | None = None  # of a source that was pruned before
     heads: Mapping[str, Scheme] = {}  # lm_heads that are quantized and must be written as floats
+    requantizes = False  # whether scales and activations are not the source's
+    replaces_ignore = (
+        True  # whether the output's ignore list is written anew, not the source's with additions
+    )
 
     def __init__(
         self, checkpoint: Checkpoint, quant: str | None, quantization: Quantization = UNQUANTIZED
@@ -153,6 +157,7 @@ class Quantized(Source):
         super().__init__(checkpoint, quant, quantization)
         self._block, self._asked = dict(block), quant
         self.requantizes = self.quantization.rewritten(has_experts)
+        self.replaces_ignore = quantization.method == FP8_METHOD
         for scheme in self.quantization.schemes:
             if not scheme.block and quant not in (None, scheme.quant):
                 raise CheckpointError(
@@ -234,13 +239,9 @@ class Quantized(Source):
         return "" if self.requantizes and is_replaced else super().reason(suffix)
 
     def dropped(self, layers: Collection[str]) -> dict[str, str]:
-        zero_points = (name for name in self.checkpoint.tensors if name.endswith(ZERO_POINT))
-        of_heads = (
-            name
-            for name in self.checkpoint.tensors
-            for head in self.heads
-            if name.startswith(f"{head}.weight_")
-        )
+        tensors, prefixes = self.checkpoint.tensors, tuple(f"{head}.weight_" for head in self.heads)
+        zero_points = (name for name in tensors if name.endswith(ZERO_POINT))
+        of_heads = (name for name in tensors if name.startswith(prefixes))
         said = "zero points removed, as the weights are symmetric"
         return {
             **super().dropped(layers),
@@ -248,16 +249,9 @@ class Quantized(Source):
             **dict.fromkeys(zero_points, said),
         }
 
-    @property
-    def replaces_ignore(self) -> bool:
-        """Whether the output's ignore list is written anew, not the source's with additions."""
-        return self.quantization.method == FP8_METHOD
-
     def changes(self, layers: Collection[str]) -> Iterator[str]:
-        counts: Counter[str] = Counter()
-        for scheme in (self._required(layer) for layer in layers) if self.requantizes else ():
-            counts.update(_change(scheme))
-        yield from (f"{count} layers: {words}" for words, count in counts.items())
+        counts = Counter(_change(self._required(layer)) for layer in layers if self.requantizes)
+        yield from (f"{count} layers: {words}" for words, count in counts.items() if words)
         for name in self.heads:
             yield f"{name} dequantized, as vLLM loads a quantized one only if a target names it"
         yield from super().changes(layers)
@@ -279,22 +273,21 @@ class Quantized(Source):
             )
 
 
-def _change(scheme: Scheme) -> Iterable[str]:
-    """Describe what requantization changes for a layer."""
+# Activations of a source -> what requantization changes
+_CHANGES = {
+    "static": "static activation scales removed, as activations are now quantized dynamically per token",
+    "dynamic": "activations are now quantized per token instead of per tensor",
+    "asymmetric": "activations are now quantized symmetrically",
+}
+
+
+def _change(scheme: Scheme) -> str:
+    """Describe what requantization changes for a layer, or return ""."""
     if scheme.block:
         rows, columns = scheme.block
-        return [f"dequantized from blocks of {rows} x {columns} and quantized again per channel"]
-    if scheme.activations == "static":
-        return ["static activation scales removed, as activations are now quantized dynamically per token"]
-    if scheme.activations == "dynamic":
-        return ["activations are now quantized per token instead of per tensor"]
-    if scheme.activations == "asymmetric":
-        return ["activations are now quantized symmetrically"]
-    return (
-        ["per-tensor scales expanded to per-channel, which experts need"]
-        if scheme.strategy == "tensor"
-        else []
-    )
+        return f"dequantized from blocks of {rows} x {columns} and quantized again per channel"
+    expanded = "per-tensor scales expanded to per-channel, which experts need"
+    return _CHANGES.get(scheme.activations) or (expanded if scheme.strategy == "tensor" else "")
 
 
 class Converted(Source):

@@ -6,7 +6,7 @@ written to a hidden sibling folder, config.json last, and published by one renam
 
 With calibration data, a pass in between prunes and quantizes block by block (`slidesparse.calibrate`) into a second
 hidden folder, from which an interrupted run can be resumed.  The second pass then takes codes and scales from there,
-and the output is read back and checked before it is published.
+and refuses codes that break their pattern.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,17 +25,16 @@ import torch
 from torch import Tensor
 
 from slidesparse.blocks import obeys
-from slidesparse.calibrate.distill import Distilled, distill, require_memory
 from slidesparse.calibrate.distill import disk_bytes as distillation_bytes
+from slidesparse.calibrate.distill import distill, require_memory
 from slidesparse.calibrate.learning import find_rotation
 from slidesparse.calibrate.permutation import ordered_reader
-from slidesparse.calibrate.pipeline import METHOD, calibrate
+from slidesparse.calibrate.pipeline import calibrate
 from slidesparse.calibrate.resume import DISTILLED, WorkFolder, finished_bytes, open_work, require_resumable
 from slidesparse.calibrate.roles import roles_of
 from slidesparse.calibrate.rotation import rotated_reader, rotation_obstacle, untie_head
 from slidesparse.calibrate.smoothing import find_smoothing, smoothed_reader
 from slidesparse.calibrate.task import Calibration, Progress, Task, no_progress, prepare
-from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.converted import open_checkpoint, restore
 from slidesparse.checkpoint.names import SCALE, WEIGHT, ZERO_POINT
 from slidesparse.checkpoint.output import (
@@ -62,11 +61,11 @@ from slidesparse.checkpoint.storage import (
     Writer,
     is_inside,
 )
-from slidesparse.convert.budget import Choice, layers
-from slidesparse.convert.choose import Outcome, estimate, loss_cache, prune_within, require_usable
+from slidesparse.convert.budget import Choice
+from slidesparse.convert.choose import estimate, loss_cache, prune_within, require_usable
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.plan import ConversionPlan, Output, Planner
-from slidesparse.convert.report import Facts, Report, layer_rows, read_back
+from slidesparse.convert.report import Report
 from slidesparse.convert.served import ask
 from slidesparse.convert.source import Quantized
 from slidesparse.errors import CalibrationError
@@ -74,23 +73,10 @@ from slidesparse.pattern import MixedPattern, SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8
 from slidesparse.serving import Skeletons
-from slidesparse.slide import slide
+from slidesparse.slide import require_pattern, slide
 
 ROTATED = "the residual stream and the values of each attention head, folded into the weights"
 _CODE = (".py", ".pkl", ".bin", ".pt", ".pth", ".so", ".sh")  # never copied, whatever the name
-
-
-@dataclass(frozen=True)
-class _Result:
-    """The final plan, and the parts of the report that only running it tells."""
-
-    plan: ConversionPlan
-    rows: Sequence[dict[str, Any]] = ()
-    rotation: str = ""
-    smoothing: str = ""
-    budget: Outcome | None = None
-    distilled: Distilled | None = None
-    sparse: bool = False  # whether the weights obeyed their patterns already
 
 
 def convert(
@@ -115,8 +101,7 @@ def convert(
 
     The output is deterministic; with calibration, on the same machine.  Raises SlideSparseError (CheckpointError,
     MetadataError, PatternError or CalibrationError) before anything is written when the source or the options cannot be
-    used, EnvironmentFault when the output does not fit or a library is missing, and DamagedError when the output, read
-    back, is wrong.
+    used, and EnvironmentFault when the output does not fit or a library is missing.
     """
     started = time.monotonic()
     source, out = Path(source), Path(out)
@@ -138,49 +123,29 @@ def convert(
     if task and options.budget:  # what it lacks is refused here, not after the model was rotated
         require_usable(task, options.budget)
         loss_cache()
-    _, left_out = _other_files(checkpoint)
-    result = _Result(plan)
+    report = Report(
+        plan,
+        out,
+        samples=task.samples.summary if task else "",
+        note=task.samples.note if task else "",
+        rotation=rotation,
+        distillation=distillation,
+        left_out=tuple(map(str, _other_files(checkpoint)[1])),
+        unserved=unserved,
+    )
     if not dry_run:
         if task:
             require_resumable(out, _state(task, options, rotation), task.calibration.resume)
         remove_stale(out)
         _require_room(plan, task, out)
-        result = _prune_and_write(planner, plan, task, out, rotation, progress)
-        plan = result.plan
+        report = _prune_and_write(planner, task, report, progress)
     elif task and options.budget:
         with planner.checkpoint.reader() as reader, tempfile.TemporaryDirectory() as folder:
             work = WorkFolder(Path(folder))
             dense = _transformed(task, reader, work, rotation == ROTATED, progress)
             outcome = estimate(task, dense.reader, work, options.budget, dense.rotated, progress)
-            result = _Result(plan, rotation=dense.rotation, budget=outcome)
-    return Report(
-        source=source,
-        out=out,
-        pattern=plan.pattern,
-        quant=plan.quant,
-        layout=options.layout,
-        method=METHOD if task else "magnitude",
-        patterns=plan.patterns,
-        kept=plan.kept,
-        skipped=plan.skipped,
-        rewritten=plan.rewritten,
-        experts=plan.experts,
-        bytes_in=plan.bytes_in,
-        bytes_out=plan.bytes_out,
-        seconds=time.monotonic() - started,
-        samples=task.samples.summary if task else "",
-        note=task.samples.note if task else "",
-        rotation=result.rotation or rotation,
-        smoothing=result.smoothing,
-        budget=result.budget,
-        distillation=distillation,
-        distilled=result.distilled,
-        layers=tuple(result.rows),
-        ternary=is_bitnet(checkpoint.config),
-        newly_pruned=not plan.source.metadata and not result.sparse,
-        left_out=tuple(map(str, left_out)),
-        unserved=unserved,
-    )
+            report = replace(report, rotation=dense.rotation or rotation, budget=outcome)
+    return replace(report, seconds=time.monotonic() - started)
 
 
 def _planner(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Planner, str]:
@@ -210,13 +175,10 @@ def _planner(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Planner, 
 def _sparse(planner: Planner, reader: Reader) -> str | None:
     """Return the reason not to rotate a model that has a layer already pruned to the pattern, or None."""
     pattern = planner.options.pattern
+    if pattern.density == 1 or pattern.length is None:  # nothing is pruned
+        return None
     for spec in (planner.checkpoint.require(name + WEIGHT) for name in planner.skeleton.layers):
-        if (
-            pattern.length is None
-            or spec.columns < pattern.length
-            or spec.dtype not in FLOATS
-            or not spec.rows
-        ):
+        if spec.columns < pattern.length or spec.dtype not in FLOATS or not spec.rows:
             continue
         if obeys(reader.rows(spec.name, next(spec.chunks())), pattern):
             return f"{spec.name} already satisfies {pattern.ratio}, which rotation would undo"
@@ -253,41 +215,35 @@ def _state(task: Task, options: ConvertOptions, rotation: str) -> dict[str, Any]
     return {**_asked(options, task.calibration), **task.state(), "rotated": rotation == ROTATED}
 
 
-def _prune_and_write(
-    planner: Planner, plan: ConversionPlan, task: Task | None, out: Path, rotation: str, progress: Progress
-) -> _Result:
-    """Check the source's values, prune, and write the output."""
+def _prune_and_write(planner: Planner, task: Task | None, report: Report, progress: Progress) -> Report:
+    """Check the source's values, prune, and write the output; return what is known then."""
     advice = (
         "the layers pruned so far are kept. Free some space, then run the same command again with --resume"
         if task
         else "nothing is left behind. Free some space or choose another output folder, then run the same command again"
     )
+    plan, out = report.plan, report.out
     with full_disk_explained(out, plan.disk_bytes(), advice), plan.checkpoint.reader() as reader:
-        sparse = _check_values(plan, reader, progress)
+        report = replace(report, was_sparse=_check_values(plan, reader, progress))
         if task:
             try:
-                return _write_calibrated(planner, plan, task, out, reader, rotation, progress)
+                return _write_calibrated(planner, task, report, reader, progress)
             except torch.OutOfMemoryError as error:
                 raise CalibrationError(
                     f"calibration does not fit into the memory of {task.device} ({error}); use fewer --samples, a "
                     "smaller --seqlen, or --device cpu"
                 ) from None
-        facts = _write(plan, out, reader, None, progress)
-        return _Result(plan, layer_rows(facts, (), "magnitude"), sparse=sparse)
+        _write(plan, out, reader, None, progress)
+        return report
 
 
 def _write_calibrated(
-    planner: Planner,
-    plan: ConversionPlan,
-    task: Task,
-    out: Path,
-    reader: Reader,
-    rotation: str,
-    progress: Progress,
-) -> _Result:
+    planner: Planner, task: Task, report: Report, reader: Reader, progress: Progress
+) -> Report:
     """Calibrate the layers and write the output."""
-    options, outcome, distilled, rotate = plan.options, None, None, rotation == ROTATED
-    with open_work(out, _state(task, options, rotation), task.calibration.resume) as work:
+    plan, out, rotate = report.plan, report.out, report.rotation == ROTATED
+    options, outcome, distilled = plan.options, None, None
+    with open_work(out, _state(task, options, report.rotation), task.calibration.resume) as work:
         dense = _transformed(task, reader, work, rotate, progress)
         reader = dense.reader
         if rotate and not dense.rotated:  # a tied lm_head stays tied
@@ -298,12 +254,12 @@ def _write_calibrated(
             outcome = estimate(task, reader, work, options.budget, dense.rotated, progress)
 
             def fitted(choice: Choice) -> Task:
-                chosen = planner.plan(dict(layers(choice)))
+                chosen = planner.plan(choice.by_layer)
                 return replace(task, layers=chosen.patterns, skipped=frozenset(chosen.skipped))
 
             outcome = prune_within(reader, work, outcome, fitted, progress)
             assert outcome.choice
-            plan = planner.plan(dict(layers(outcome.choice)))
+            plan = planner.plan(outcome.choice.by_layer)
             task = fitted(outcome.choice)
         else:
             calibrate(task, reader, work, progress)
@@ -313,10 +269,17 @@ def _write_calibrated(
         for number in range(task.model.blocks):
             work.require(trained, task.shapes(number) if trained.files else {})
         with work.tensors(DISTILLED).reader() as codes:
-            facts = _write(plan, out, ordered_reader(reader, codes), ordered_reader(codes, codes), progress)
-        rows = layer_rows(facts, measured, METHOD)
+            _write(plan, out, ordered_reader(reader, codes), ordered_reader(codes, codes), progress)
         work.remove()
-    return _Result(plan, rows, dense.rotation, dense.smoothing, outcome, distilled)
+    return replace(
+        report,
+        plan=plan,
+        layers=tuple(measured),
+        rotation=dense.rotation or report.rotation,
+        smoothing=dense.smoothing,
+        budget=outcome,
+        distilled=distilled,
+    )
 
 
 class _Transformed(NamedTuple):
@@ -351,10 +314,8 @@ def _transformed(
     return _Transformed(smoothed, rotated, rotation, smoothing.summary)
 
 
-def _write(
-    plan: ConversionPlan, out: Path, reader: Reader, codes: Reader | None, progress: Progress
-) -> list[Facts]:
-    """Write the output and publish it; with calibrated ``codes``, read it back first."""
+def _write(plan: ConversionPlan, out: Path, reader: Reader, codes: Reader | None, progress: Progress) -> None:
+    """Write the output and publish it, with calibrated ``codes`` where there are some."""
     source = plan.checkpoint.folder
     with partial_folder(out) as folder:
         for name in _other_files(plan.checkpoint)[0]:
@@ -363,9 +324,7 @@ def _write(
         write_tensors(plan, reader, codes, folder, progress)
         for file, content in plan.small_files():
             (folder / file).write_bytes(content)
-        facts = read_back(folder, plan.checkpoint) if codes else []
         publish(folder, out)
-    return facts
 
 
 # Disk space
@@ -469,7 +428,13 @@ def _check_chunk(plan: ConversionPlan, reader: Reader, output: Output, rows: sli
     """
     values, name = reader.rows(output.source.name, rows), output.source.name
     if not is_finite(values):
-        raise CheckpointError(_not_finite_message(reader, output))
+        row, column = map(int, (~values.float().isfinite()).nonzero()[0])
+        is_vector, place = len(output.source.shape) < 2, rows.start + row
+        where = f"element {place}" if is_vector else f"row {place}, column {column}"
+        raise CheckpointError(
+            f"tensor {name} in {output.file} is not finite at {where} ({float(values[row, column])}); such weights "
+            "cannot be pruned or quantized: fetch the checkpoint again, or repair the training"
+        )
     if name.endswith(ZERO_POINT) and not output.specs and bool(values.float().any()):
         raise CheckpointError(
             f"tensor {name} in {output.file} is not 0 everywhere, but quantization_config says that weights are "
@@ -490,25 +455,6 @@ def is_finite(values: Tensor) -> bool:
     if values.element_size() == 1:
         return bool(torch.isfinite(values.float()).all())
     return bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())  # NaN wins both comparisons
-
-
-def _not_finite_message(reader: Reader, output: Output) -> str:
-    count, first, spec = 0, None, output.source
-    for rows in spec.chunks():
-        values = reader.rows(spec.name, rows).float()
-        bad = ~torch.isfinite(values)
-        count += int(bad.sum())
-        if first is None and bool(bad.any()):
-            row, column = divmod(int(bad.flatten().to(torch.int8).argmax()), spec.columns)
-            first = (rows.start + row, column, float(values[row, column]))
-    assert first is not None
-    row, column, value = first
-    where = f"row {row}, column {column}" if len(spec.shape) > 1 else f"element {row}"
-    return (
-        f"tensor {spec.name} in {output.file} holds {count} values that are not finite, the first at {where} "
-        f"({value}); such weights cannot be pruned or quantized: fetch the checkpoint again, or repair the "
-        "training"
-    )
 
 
 def write_tensors(
@@ -545,10 +491,13 @@ def _write_chunk(
     if codes and pattern:
         weight = codes.rows(layer + WEIGHT, rows)
         scale: Tensor | None = codes.rows(layer + SCALE, rows)
+        if isinstance(pattern, SlidePattern):
+            require_pattern(weight, pattern, layer)
     else:
         pruned = (lambda w: prune(w, pattern)) if pattern else (lambda w: w)
         weight, scale = plan.source.codes(reader, layer, rows, pruned)
     if isinstance(pattern, SlidePattern) and plan.options.layout == "slided":
         weight = slide(weight, pattern, layer=layer)
-    assert weight.dtype == DTYPES[output.specs[0].dtype]
-    output.write(writer, rows.start, weight, scale)
+    writer.write(output.specs[0].name, rows.start, weight)
+    if len(output.specs) > 1 and scale is not None:
+        writer.write(output.specs[1].name, rows.start, scale)

@@ -5,24 +5,18 @@ fit to the times of whole layers from bfloat16 to bfloat16, including quantizati
 one GPU at one pattern and number of tokens: pruned and dense layers by our kernels, and dense ones by vLLM's own
 ("stock"), the baseline.  Measured layers differ from their fit by 9% on average on an H200 (64 shapes) and 6% on an
 H100 (8 shapes), at most by 15% on average at one pattern and number of tokens, and by 52% at worst.
-
-Between measured numbers of tokens, times are interpolated linearly in logarithms of both.
 """
 
 from __future__ import annotations
 
 import csv
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from slidesparse.errors import SlideSparseError
 from slidesparse.pattern import DENSE_WEIGHT, SlidePattern
 
 FILE = Path(__file__).parent.parent / "layer_times.csv"
 COLUMNS = ("gpu", "dtype", "pattern", "tokens", "us", "us_per_million_weights")
-DEFAULT_GPU = "h200"
+DEFAULT_GPU = "nvidia-h200"
 DEFAULT_TOKENS = (16, 8192)  # a step of decode with 16 sequences, and one of prefill
 
 STOCK = "stock"  # value in the column of patterns
@@ -35,25 +29,9 @@ def name_of(pattern: SlidePattern | None) -> str:
     return pattern.ratio if pattern else DENSE_WEIGHT
 
 
-class TimesError(SlideSparseError, ValueError):
-    """No layer times are known for a GPU or a pattern, or a number of tokens is invalid."""
-
-
 def _rows() -> list[dict[str, str]]:
     with FILE.open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def times_of(gpu: str) -> str:
-    """Return the full name of the GPU with times whose name contains ``gpu``, such as ``h200``.  Raises TimesError."""
-    gpus = sorted({row["gpu"] for row in _rows()})
-    found = [name for name in gpus if gpu and gpu.lower() in name]
-    if len(found) != 1:
-        raise TimesError(
-            f"--gpu {gpu!r}: times of layers were measured on {', '.join(gpus)}; name one of them, or give a share of "
-            "zeros instead: --zeros 25%"
-        )
-    return found[0]
 
 
 def default_gpu() -> str:
@@ -68,47 +46,13 @@ def default_gpu() -> str:
     return name if any(row["gpu"] == name for row in _rows()) else DEFAULT_GPU
 
 
-@dataclass(frozen=True)
-class LayerTimes:
-    """The times of layers on one GPU, in microseconds."""
-
-    gpu: str
-    # (dtype, pattern) -> tokens -> (a, b): a + b N K microseconds
-    fits: Mapping[tuple[str, str], Mapping[int, tuple[float, float]]]
-
-    @classmethod
-    def of(cls, gpu: str) -> LayerTimes:
-        """Read the times of the GPU whose name contains ``gpu``, such as ``h200``.  Raises TimesError."""
-        name, fits = times_of(gpu), dict[tuple[str, str], dict[int, tuple[float, float]]]()
-        for row in _rows():
-            if row["gpu"] == name:
-                of_tokens = fits.setdefault((row["dtype"], row["pattern"]), {})
-                of_tokens[int(row["tokens"])] = float(row["us"]), float(row["us_per_million_weights"]) / 1e6
-        return cls(name, fits)
-
-    def us(self, dtype: str, pattern: SlidePattern | None, shape: Shape, tokens: int) -> float:
-        """Return the time in microseconds of a layer [N, K] at a pattern, or dense (None), for ``tokens`` tokens.
-
-        Raises TimesError for a dtype or pattern that was not measured.
-        """
-        return self._us(dtype, name_of(pattern), shape, tokens)
-
-    def stock_us(self, dtype: str, shape: Shape, tokens: int) -> float:
-        """Return the time in microseconds of the dense layer with vLLM's own kernels."""
-        return self._us(dtype, STOCK, shape, tokens)
-
-    def _us(self, dtype: str, name: str, shape: Shape, tokens: int) -> float:
-        fits = self.fits.get((dtype, name))
-        if fits is None:
-            raise TimesError(
-                f"there are no times of {name} {dtype} layers on {self.gpu}; give a share of zeros: --zeros 25%"
-            )
-        weights = shape[0] * shape[1]
-        us = {m: a + b * weights for m, (a, b) in fits.items()}
-        upper = min((m for m in us if m >= tokens), default=max(us))
-        lower = max((m for m in us if m <= tokens), default=min(us))
-        if lower == upper:
-            # Above the largest measured number, time is proportional to tokens
-            return us[upper] * max(1.0, tokens / upper)
-        part = math.log(tokens / lower) / math.log(upper / lower)
-        return math.exp(math.log(us[lower]) * (1 - part) + math.log(us[upper]) * part)
+def layer_fits(gpu: str) -> dict[tuple[str, str, int], tuple[float, float]]:
+    """Return (a, b) in microseconds for each dtype, pattern and number of tokens that was measured on a GPU."""
+    return {
+        (row["dtype"], row["pattern"], int(row["tokens"])): (
+            float(row["us"]),
+            float(row["us_per_million_weights"]) / 1e6,
+        )
+        for row in _rows()
+        if row["gpu"] == gpu
+    }

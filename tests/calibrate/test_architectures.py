@@ -13,7 +13,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, VISION, multimodal
 from calibration import IDS, logits_of, open_model, run, save
-from checkpoints import bert, config_of, edit_json, llama, tensors_of, write
+from checkpoints import bert, config_of, edit_json, llama, rewrite, tensors_of, write
 from torch import Tensor
 
 from slidesparse.calibrate.changes import Change, ChangedReader, Changes
@@ -108,7 +108,8 @@ def test_tensors_outside_of_blocks_may_be_missing_if_nothing_reads_them(tmp_path
     for name in ("embeddings.LayerNorm.bias", "embeddings.word_embeddings.weight"):
         with pytest.raises(CheckpointError, match=name):
             embed(name)
-    model = open_model(llama(tmp_path / "llama", model__norm__weight=None))
+    rewrite(llama(tmp_path / "llama"), **{"model.norm.weight": None})
+    model = open_model(tmp_path / "llama")
     with model.checkpoint.reader() as reader, pytest.raises(CheckpointError, match="model.norm.weight"):
         model.ends(reader)
 

@@ -60,13 +60,13 @@ def test_distillation_reduces_divergence_and_keeps_zeros(
     assert result.distillation.startswith("0.25 minutes on text.npy, 224 samples, 5376 tokens; about ")
     assert result.distilled.summary.endswith("%; 15 steps in 0.25 minutes")
     assert result.distilled.after.divergence < 0.9 * result.distilled.before.divergence
-    assert result.patterns == report.patterns
+    assert result.plan.patterns == report.plan.patterns
     before, after = tensors_of(tmp_path / "pruned"), tensors_of(tmp_path / "out")
     for name, w in after.items():
-        if name.removesuffix(".weight") in result.pruned:
+        if name.removesuffix(".weight") in result.plan.patterns:
             assert not w.float()[before[name].float() == 0].any()
             assert not torch.equal(w.float(), before[name].float())
-        elif name.removesuffix(".weight_scale") not in result.pruned:
+        elif name.removesuffix(".weight_scale") not in result.plan.patterns:
             assert torch.equal(w, before[name])
 
 

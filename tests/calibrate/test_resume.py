@@ -102,7 +102,7 @@ def test_resumed_run_has_the_bytes_of_an_uninterrupted_one(
         assert snapshot(out) == snapshot(tmp_path / "whole")
         finished = {n for n in before[:-1] if n.endswith(".safetensors") and not n.startswith("dist")}
         assert not finished & {*after}
-        assert len(report.layers) == len(report.pruned)
+        assert len(report.layers) == len(report.plan.patterns)
         assert report.rotation.startswith("the residual stream") == ("rotate" in options)
         assert not work_folder(out).exists()
 
@@ -123,7 +123,7 @@ def test_resumed_budget_decides_as_before(
             run(model, tmp_path / f"out{point}", ids, **BUDGET)
         cache.write_text(json.dumps(other))
         report = run(model, tmp_path / f"out{point}", ids, resume=True, **BUDGET)
-        assert report.patterns == whole.patterns
+        assert report.plan.patterns == whole.plan.patterns
         assert snapshot(tmp_path / f"out{point}") == snapshot(tmp_path / "whole")
 
 
@@ -347,7 +347,7 @@ def test_resumed_run_needs_less_disk_space(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(stream, "read_back", full)
+        patch.setattr(stream, "publish", full)
         with pytest.raises(EnvironmentFault, match="with --resume"):
             calibrated(source, tmp_path / "out", ids, epochs=0)
     stored = sum(path.stat().st_size for path in work_folder(tmp_path / "out").glob("layer-*.safetensors"))

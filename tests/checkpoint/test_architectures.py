@@ -15,12 +15,13 @@ from architectures import ARCHITECTURES, HEAD, MROPE, QWEN_VISION, multimodal
 from checkpoints import assert_same_tensors, config_of, convert, refused, tensors_of, write
 from moe import EXPERTS, HIDDEN, LAYERS
 from moe import MODELS as MIXTURES
+from strategies import assert_same_bits
 from tiny import build, fill, tiny
 from torch import nn
 
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
-from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
+from slidesparse.quantize import INT8, dequantize_rows, quantize_rows
 from slidesparse.slide import violations
 
 QWEN3_VISION = {**QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
@@ -48,10 +49,12 @@ def test_linear_layers_of_blocks_are_pruned_and_all_else_is_unchanged(name: str,
     model.bfloat16().save_pretrained(tmp_path / "source")
     report = convert(tmp_path / "source", tmp_path / "out")
     before, floats = tensors_of(tmp_path / "source"), tensors_of(tmp_path / "out")
-    for layer in (*report.pruned, *report.skipped):
+    for layer in (*report.plan.patterns, *report.plan.skipped):
         codes, scale = floats.pop(f"{layer}.weight"), floats.pop(f"{layer}.weight_scale")
-        before.pop(f"{layer}.weight")
+        original = before.pop(f"{layer}.weight")
         floats[f"{layer}.weight"] = dequantize_rows(codes, scale)
+        if layer in report.plan.skipped:  # routed experts
+            assert_same_bits(codes, quantize_rows(original, INT8)[0])
     assert_same_tensors({name: tensor for name, tensor in floats.items() if name in before}, before)
     write(tmp_path / "floats", config_of(tmp_path / "source"), floats)
     options = {"dtype": torch.float32, "output_loading_info": True, "experts_implementation": "eager"}
@@ -59,7 +62,7 @@ def test_linear_layers_of_blocks_are_pruned_and_all_else_is_unchanged(name: str,
     assert not any(information.values()), information
     originals = dict(model.float().named_parameters())
     pruned = {path: m.weight.data for path, m in loaded.named_modules() if is_pruned(name, path, m)}
-    assert len(pruned) == len(report.pruned)
+    assert len(pruned) == len(report.plan.patterns)
     for path, weight in pruned.items():
         original = originals[f"{path}.weight"].data
         assert violations(weight, SlidePattern(8)) is None, path
@@ -70,22 +73,10 @@ def test_linear_layers_of_blocks_are_pruned_and_all_else_is_unchanged(name: str,
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        (
-            "deepseek_v3",
-            {"ignore": ["q_a_proj"]},
-            "q_a_proj but not model.layers.0.self_attn.kv_a_proj_with_mqa",
-        ),
-        (
-            "deepseek_v2",
-            {"layer": ["kv_a_proj=2:4"]},
-            "kv_a_proj_with_mqa but not model.layers.0.self_attn.q_a_proj",
-        ),
+        ("deepseek_v3", {"ignore": ["q_a_proj"]}, "q_a_proj but not model.layers.0.self_attn.kv_a_proj"),
+        ("deepseek_v2", {"layer": ["kv_a_proj=2:4"]}, "with_mqa but not model.layers.0.self_attn.q_a_proj"),
         ("lfm2", {"layer": [r"\.w1$=dense"]}, "feed_forward.w1 but not model.layers.0.feed_forward.w3"),
-        (
-            "qwen3_5_text",
-            {"ignore": ["in_proj_qkv"]},
-            "linear_attn.in_proj_qkv but not model.layers.0.linear_attn.in_proj",
-        ),
+        ("qwen3_5_text", {"ignore": ["in_proj_qkv"]}, "_qkv but not model.layers.0.linear_attn.in_proj"),
         ("llama", {"ignore": ["k_proj"]}, "k_proj but not model.layers.0.self_attn.q_proj"),
     ],
 )
@@ -98,25 +89,6 @@ def test_part_of_what_vllm_fuses_cannot_be_treated_apart(
 # Mixtures of experts
 
 EXPERT_DOWN = "model.layers.0.mlp.experts.down_proj"
-
-
-@pytest.mark.parametrize(("name", "quant"), [("mixtral", "int8"), ("qwen2", "fp8")])
-def test_linear_layers_are_pruned_and_experts_quantized(tmp_path: Path, name: str, quant: str) -> None:
-    model = MIXTURES[name]
-    source = model.write(tmp_path / "source")
-    report = convert(source, tmp_path / "out", quant=quant)
-    assert set(report.pruned) == set(model.linears())
-    assert set(report.skipped) == set(model.experts())
-    assert report.experts == {"w8a8": len(model.experts()), "kept": 0}
-    expected = tensors_of(source)
-    for layer in {**model.linears(), **model.experts()}:
-        weight = expected[f"{layer}.weight"]
-        weight = prune(weight, SlidePattern(8)) if layer in report.pruned else weight
-        expected[f"{layer}.weight"], expected[f"{layer}.weight_scale"] = quantize_rows(weight, NAMES[quant])
-    assert_same_tensors(tensors_of(tmp_path / "out"), expected)
-    block = config_of(tmp_path / "out")["quantization_config"]
-    assert set(block["ignore"]) == {"lm_head", *model.routers()}
-    assert set(block["slidesparse"]["layers"]) == set(model.linears())
 
 
 def vllm_ignores(folder: Path, layer: str) -> bool:
@@ -133,8 +105,8 @@ def test_ignored_experts_are_ignored_by_the_names_of_vllm(tmp_path: Path, name: 
     source = model.write(tmp_path / "source")
     report = convert(source, tmp_path / "out", ignore=[r"layers\.1\..*\.experts\."])
     ignored = {layer for layer in model.experts() if "layers.1." in layer}
-    assert report.experts == {"w8a8": len(model.experts()) - len(ignored), "kept": len(ignored)}
-    assert {layer for layer, reason in report.kept.items() if reason == "--ignore"} == ignored
+    assert {layer for layer, reason in report.plan.kept.items() if reason == "--ignore"} == ignored
+    assert set(report.plan.skipped) == set(model.experts()) - ignored
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
     assert all(torch.equal(after[f"{layer}.weight"], before[f"{layer}.weight"]) for layer in ignored)
     for i in range(LAYERS):
@@ -142,6 +114,7 @@ def test_ignored_experts_are_ignored_by_the_names_of_vllm(tmp_path: Path, name: 
         for prefix in ("", "language_model."):  # as vLLM renames the model around the experts of Qwen3-VL-MoE
             assert vllm_ignores(tmp_path / "out", f"{prefix}{module}.0.gate_proj") == (i == 1)
     assert not vllm_ignores(tmp_path / "out", "model.layers.1.mlp.shared_expert.gate_proj")
+    assert {"lm_head", *model.routers()} <= set(config_of(tmp_path / "out")["quantization_config"]["ignore"])
 
 
 @pytest.mark.vllm
@@ -153,8 +126,7 @@ def test_experts_stored_in_one_tensor_are_left_unquantized(tmp_path: Path) -> No
     tensors = {name: tensor for name, tensor in model.tensors().items() if ".experts." not in name} | experts
     source = write(tmp_path / "source", model.settings(), tensors)
     report = convert(source, tmp_path / "out")
-    assert report.experts == {"w8a8": 0, "kept": 4}
-    assert len(report.pruned) == 8
+    assert (len(report.plan.patterns), report.plan.skipped) == (8, {})
     assert vllm_ignores(tmp_path / "out", "model.layers.0.mlp.experts.0.gate_proj")
     assert not vllm_ignores(tmp_path / "out", "model.layers.0.self_attn.o_proj")
     write(source, model.settings(), {**tensors, EXPERT_DOWN: tensors[EXPERT_DOWN].to(torch.float8_e4m3fn)})
@@ -164,7 +136,7 @@ def test_experts_stored_in_one_tensor_are_left_unquantized(tmp_path: Path) -> No
 def test_options_for_layers_do_not_apply_to_experts(tmp_path: Path) -> None:
     source = MIXTURES["qwen2"].write(tmp_path / "source")
     report = convert(source, tmp_path / "out", layer=["down_proj=8:10"])
-    assert {p.ratio for name, p in report.patterns.items() if name.endswith("down_proj")} == {"8:10"}
-    assert report.experts == {"w8a8": 12, "kept": 0}
+    assert {p.ratio for name, p in report.plan.patterns.items() if name.endswith("down_proj")} == {"8:10"}
+    assert len(report.plan.skipped) == 12
     refused(source, "--layer 'experts'", "matches none of the 14", out="x", layer=["experts=8:10"])
     refused(source, "--ignore covers", "experts.0.gate_proj but not", out="x", ignore=[r"experts\.0\.gate"])

@@ -83,12 +83,7 @@ def codes(dtype: torch.dtype, value: float, rows: int = 128) -> dict[str, torch.
 # A form of the weights, changed tensors, and words of the message
 DAMAGED: dict[str, tuple[dict[str, Any], bool, dict[str, torch.Tensor], str]] = {
     "norms": ({**OFFLINE, "use_rms_norm": True}, True, {}, "use_rms_norm"),
-    "a code of 2": (
-        OFFLINE,
-        True,
-        codes(torch.uint8, 3, 32),
-        f"{Q}.weight holds 2, ternary weights are -1, 0 and 1",
-    ),
+    "a code of 2": (OFFLINE, True, codes(torch.uint8, 3, 32), f"{Q}.weight holds 2, ternary weights are"),
     "a half": (OFFLINE, False, codes(torch.float32, 0.5), f"{Q}.weight holds 0.5"),
     "another dtype": (OFFLINE, True, codes(torch.int32, 1), f"{Q}.weight is I32"),
     "128 scales": (OFFLINE, True, {f"{Q}.weight_scale": torch.ones(128)}, f"{Q}.weight_scale is F32 [128]"),

@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,7 +51,7 @@ from slidesparse.convert.stream import is_finite
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 from slidesparse.pattern import PatternError, SlidePattern
 from slidesparse.prune import prune
-from slidesparse.quantize import NAMES, quantize_rows
+from slidesparse.quantize import FP8, NAMES, quantize_rows
 from slidesparse.slide import slide, violations
 
 LINEARS = sorted(LLAMA.linears())
@@ -79,7 +78,7 @@ def test_chunks_equal_pruning_quantizing_and_sliding_whole_tensors(
     source, pattern = llama(tmp_path / "source", dtype=dtype), SlidePattern.parse(ratio)
     report = convert(source, tmp_path / "out", pattern, quant=quant, layout=layout)
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
-    assert sorted(report.pruned) == LINEARS
+    assert sorted(report.plan.patterns) == LINEARS
     for name in LINEARS:
         weight, scale = quantize_rows(prune(before.pop(f"{name}.weight"), pattern), NAMES[quant])
         assert violations(weight, pattern) is None
@@ -97,10 +96,10 @@ def test_chunks_equal_pruning_quantizing_and_sliding_whole_tensors(
 def test_layer_option_sets_the_pattern_of_the_last_match(tmp_path: Path) -> None:
     layers = ["down_proj=8:10", "0.mlp.down_proj=4:6", "o_proj=dense"]
     report = convert(llama(tmp_path / "source"), tmp_path / "out", layer=layers)
-    ratios = {name: pattern.ratio for name, pattern in report.patterns.items()}
+    ratios = {name: pattern.ratio for name, pattern in report.plan.patterns.items()}
     assert (ratios[DOWN], ratios[DOWN.replace("0", "1")]) == ("4:6", "8:10")
-    assert set(report.skipped) == {name for name in LINEARS if "o_proj" in name}
-    stored = tensors_of(tmp_path / "out")[f"{next(iter(report.skipped))}.weight"]
+    assert set(report.plan.skipped) == {name for name in LINEARS if "o_proj" in name}
+    stored = tensors_of(tmp_path / "out")[f"{next(iter(report.plan.skipped))}.weight"]
     assert stored.dtype == torch.int8
     assert (stored == 0).float().mean() < 0.1
 
@@ -133,21 +132,14 @@ def test_shards_keep_their_names_and_are_indexed(tmp_path: Path) -> None:
     assert index["metadata"] == {"total_size": total, "note": "kept"}
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
-)
-def test_each_value_that_is_not_finite_is_found_anywhere(dtype: torch.dtype) -> None:
-    bits = torch.arange(-(2**15), 2**15, dtype=torch.int16)
-    every = bits.view(torch.uint8).unique().view(dtype) if dtype.itemsize == 1 else bits.view(dtype)
-    every = (
-        torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf, 1.0]) if dtype.itemsize == 4 else every
-    )
-    for value in every[~every.float().isfinite()][:: max(1, len(every) // 256)]:
-        for place in (0, 31, 32, 1000):
-            x = torch.ones(1001).to(dtype)
-            x[place] = value
-            assert not is_finite(x)
-    assert is_finite(every[every.float().isfinite()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, FP8, torch.float8_e5m2])
+@pytest.mark.parametrize("place", [0, 31, 32, 1000])
+def test_values_that_are_not_finite_are_found_anywhere(dtype: torch.dtype, place: int) -> None:
+    for value in (torch.nan, -torch.nan, *(() if dtype == FP8 else (torch.inf, -torch.inf))):
+        x = torch.linspace(-3, 3, 1001).to(dtype)
+        assert is_finite(x)
+        x[place] = value
+        assert not is_finite(x)
     assert is_finite(torch.ones(0, 4).to(dtype))
 
 
@@ -236,17 +228,16 @@ def test_killed_conversion_leaves_no_output(tmp_path: Path, monkeypatch: pytest.
 
 def test_concurrent_conversion_is_refused(tmp_path: Path) -> None:
     source, out = llama(tmp_path / "source"), tmp_path / "out"
-    refused: list[str] = []
+    phases: list[str] = []
 
     def interfere(phase: str, done: int, total: int) -> None:
-        if phase == "writing" and not refused:
-            with pytest.raises(CheckpointError, match="another conversion is writing") as error:
+        if phase == "writing" and phase not in phases:
+            with pytest.raises(CheckpointError, match="another conversion is writing"):
                 convert(source, out)
-            refused.append(str(error.value))
+        phases.append(phase)
 
     convert(source, out, progress=interfere)
-    assert len(refused) == 1
-    assert (out / "config.json").exists()
+    assert (phases[-1], (out / "config.json").exists()) == ("writing", True)
 
 
 def test_errors_remove_partial_output_and_restore_torch_threads(tmp_path: Path) -> None:
@@ -312,12 +303,13 @@ def config(**values: Any) -> Callable[[Path], None]:
     return lambda source: edit_json(source / "config.json", **values)
 
 
+def model(kind: str, architecture: str) -> Callable[[Path], None]:
+    return config(model_type=kind, architectures=[architecture])
+
+
 # A change of a float Llama of two blocks, and words of the message
 SOURCES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
-    "NaN": (
-        q(at([41, 7], NAN)),
-        [f"{Q}.weight in {MODEL} holds 1 values that are not", "row 41, column 7 (nan)"],
-    ),
+    "NaN": (q(at([41, 7], NAN)), [f"{Q}.weight in {MODEL} is not finite at row 41, column 7 (nan)"]),
     "NaN in a norm": (tensor("model.norm.weight", at([5], NAN)), ["model.norm.weight", "element 5 (nan)"]),
     "no part of a fused layer": (q(lambda t: None), [f"{Q}.weight is missing", "fetch it again"]),
     "I32": (q(lambda t: t.to(torch.int32)), [f"{Q}.weight is I32", "F32, F16, BF16"]),
@@ -339,16 +331,11 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "another width": (config(hidden_size=62), ["has shape", "but config.json describes"]),
     "no heads": (config(num_attention_heads=0), ["describes no model that transformers can build"]),
     "a text for a size": (config(hidden_size="64"), ["describes no model", "hidden_size"]),
-    "a negative size": (config(intermediate_size=-88), ["describes no model"]),
     "endless blocks": (config(num_hidden_layers=10**12), ["num_hidden_layers is 1000000000000"]),
     "unknown model_type": (config(model_type="llama7"), ["model_type 'llama7' is not known to transformers"]),
-    "model_type a list": (config(model_type=["llama"]), ["is not known"]),
-    "encoder and decoder": (
-        config(model_type="t5", architectures=["T5ForConditionalGeneration"]),
-        ["is not a stack of"],
-    ),
+    "encoder and decoder": (model("t5", "T5ForConditionalGeneration"), ["is not a stack of"]),
     "another model's config": (
-        config(model_type="gpt2", architectures=["GPT2LMHeadModel"]),
+        model("gpt2", "GPT2LMHeadModel"),
         ["transformer.wte.weight is missing", "or the config another model's"],
     ),
     "a wrapper's prefix": (
@@ -381,11 +368,9 @@ OPTIONS: list[tuple[dict[str, Any], list[str], type[Exception]]] = [
     ({"layout": "x"}, ["--layout 'x'", "dense, slided"], CheckpointError),
     ({"layout": "packed"}, ["--layout 'packed'", "dense, slided"], CheckpointError),
     ({"pattern": "2:4@50%"}, ["2:4@50% is no pattern to convert to", "synth"], CheckpointError),
-    ({"layer": ["down_proj=2:4@50%"]}, ["2:4@50% is no pattern to convert to"], CheckpointError),
     ({"pattern": "dense", "layout": "slided"}, ["--layout slided", "dense;"], CheckpointError),
     ({"ignore": ["mlp.(down"]}, ["--ignore 'mlp.(down'", "missing )"], CheckpointError),
     ({"ignore": ["(" * 999]}, ["--ignore '(((((", "is not a regular expression"], CheckpointError),
-    ({"ignore": ["a{99999999999}"]}, ["--ignore", "is not a regular expression"], CheckpointError),
     ({"ignore": ["a" * 1001]}, ["--ignore", "more than 1000"], CheckpointError),
     ({"ignore": ["o_proj", "down_porj"]}, ["--ignore 'down_porj'", "14 linear layers"], CheckpointError),
     ({"ignore": ["1.mlp.gate"]}, ["--ignore covers", GATE], CheckpointError),
@@ -444,27 +429,14 @@ def test_invalid_outputs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (tmp_path / "full" / "mine.txt").read_text() == "kept"
 
 
-@pytest.mark.parametrize("out", ["closed/out", "closed/new/out"])
-def test_unwritable_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
+def test_unwritable_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, closed = llama(tmp_path / "source"), tmp_path / "closed"
     closed.mkdir()
     access = os.access  # root, who may write, runs some of these tests
     monkeypatch.setattr(os, "access", lambda path, mode: path != closed and access(path, mode))
     for dry_run in (False, True):
-        refused(
-            source, f"{closed} is not writable by this user", error=EnvironmentFault, out=out, dry_run=dry_run
-        )
-
-
-def test_read_only_disk_is_not_told_to_change_permissions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = llama(tmp_path / "source")
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
-    message = refused(
-        source, f"{tmp_path} is mounted read-only; name a folder elsewhere", error=EnvironmentFault
-    )
-    assert "permissions" not in message
+        words = f"{closed} is not writable here"
+        refused(source, words, error=EnvironmentFault, out="closed/new/out", dry_run=dry_run)
 
 
 def test_output_filled_by_another_process_is_kept(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from checkpoints import (
     convert,
     edit_json,
     llama,
-    packed,
     refused,
     rewrite,
     snapshot,
@@ -34,6 +33,7 @@ from checkpoints import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from packed import packed_layout
 from strategies import assert_same_bits, patterns
 from torch import Tensor
 
@@ -62,7 +62,7 @@ def make(folder: Path, layout: str, pattern: str = "6:8", **options: Any) -> Pat
         convert(source, folder, pattern, layout=layout, **options)
         return folder
     convert(source, folder.parent / f"{folder.name}-dense", pattern, **options)
-    return packed(folder.parent / f"{folder.name}-dense", folder)
+    return packed_layout(folder.parent / f"{folder.name}-dense", folder)
 
 
 def dense(folder: Path) -> dict[str, Tensor]:
@@ -91,12 +91,8 @@ def test_converting_between_layouts_is_lossless(tmp_path: Path, ratio: str, quan
     """K is 64 and 88: blocks of 6 and 16 leave tails.  Unpruned layers lie between pruned ones."""
     for layout in LAYOUTS:
         make(tmp_path / layout, layout, ratio, quant=quant, layer=["o_proj=dense"])
-    for source, layout in (
-        ("packed", "dense"),
-        ("packed", "slided"),
-        ("dense", "slided"),
-        ("slided", "dense"),
-    ):
+    changes = ("packed", "dense"), ("packed", "slided"), ("dense", "slided"), ("slided", "dense")
+    for source, layout in changes:
         convert(tmp_path / source, tmp_path / f"{source} {layout}", ratio, layout=layout)
         assert snapshot(tmp_path / f"{source} {layout}") == snapshot(tmp_path / layout)
 
@@ -157,9 +153,8 @@ def test_violations_are_counted_over_all_chunks(tmp_path: Path, layout: str) -> 
             stored[f"{Q}.weight"][row] = 1
     write(out, config_of(out), stored)
     report, broken = inspect(out), layers_of(out)[Q]
-    assert (
-        report.violations == broken.violations == (2 if layout == "packed" else 16)
-    )  # 2 rows of 64 / 8 blocks
+    expected = 2 if layout == "packed" else 16  # 2 rows of 64 / 8 blocks
+    assert report.violations == broken.violations == expected
     assert broken.satisfies is None
     assert f"{Q}: row 11, block 0 (columns from 0) has 8 non-zeros" in str(broken.first_violation)
     assert report.to_json()["violations"] == report.violations
@@ -223,18 +218,10 @@ METADATA: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
     "infinite": ("dense", entry(in_features=float("inf")), f"{Q!r}: in_features is inf"),
     "no layer": ("dense", slidesparse(layers={}), "lists no layer"),
     "newer": ("slided", slidesparse(version=99), "version: found 99"),
-    "no groups": (
-        "dense",
-        lambda b: b.update(config_groups={}),
-        "by quantization_config the layer is not quantized",
-    ),
+    "no groups": ("dense", lambda b: b.update(config_groups={}), "the layer is not quantized"),
     "another type": ("slided", group("weights", type="float"), "activations of another type"),
     "another scale": ("dense", group("weights", strategy="tensor"), "scales per tensor"),
-    "an embedding": (
-        "dense",
-        entry("model.embed_tokens", in_features=64),
-        "model.embed_tokens.weight is BF16",
-    ),
+    "an embedding": ("dense", entry("model.embed_tokens", in_features=64), "embed_tokens.weight is BF16"),
     "another pattern": ("slided", entry(pattern="8:10"), f"{Q}.weight has shape [64, 96]"),
     "slided as dense": ("slided", slidesparse(layout="dense"), "in the dense layout have"),
     "dense as slided": ("dense", slidesparse(layout="slided"), "in the slided layout have"),
@@ -252,19 +239,16 @@ def test_metadata_that_contradict_the_tensors_are_refused(tmp_path: Path, name: 
     commands_refuse(out, words)
 
 
-@pytest.mark.parametrize("kind", ["unlisted", "another size"])
-def test_config_that_contradicts_weights_is_refused(tmp_path: Path, kind: str) -> None:
-    """A slided weight that metadata do not list would be copied as it is."""
+def test_slided_weight_that_metadata_do_not_list_is_refused(tmp_path: Path) -> None:
+    """It would be copied as it is."""
     out = make(tmp_path / "out", "slided")
     block = block_of(out)
     del block["slidesparse"]["layers"][DOWN]
-    changed = {"quantization_config": block} if kind == "unlisted" else {"intermediate_size": 80}
-    edit_json(out / "config.json", **changed)
-    words = {"unlisted": "describes [64, 88]", "another size": "describes [80]"}[kind]
-    refused(out, f"but config.json {words}", out="x")
+    edit_json(out / "config.json", quantization_config=block)
+    refused(out, "but config.json describes [64, 88]", out="x")
 
 
-def changed(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+def cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor.to(dtype)
 
 
@@ -275,9 +259,9 @@ def third(value: float) -> Callable[[Tensor], Tensor]:
 # The layout, a tensor of layer Q, a change of it, and words of the message
 TENSORS: list[tuple[str, str, Callable[[Tensor], Tensor | None], str]] = [
     ("dense", "weight", lambda t: None, f"no tensor {Q}.weight"),
-    ("slided", "weight", changed(torch.bfloat16), f"{Q}.weight is BF16"),
+    ("slided", "weight", cast(torch.bfloat16), f"{Q}.weight is BF16"),
     ("slided", "weight_scale", lambda t: None, f"no tensor {Q}.weight_scale"),
-    ("dense", "weight_scale", changed(torch.int8), f"{Q}.weight_scale is I8"),
+    ("dense", "weight_scale", cast(torch.int8), f"{Q}.weight_scale is I8"),
     ("dense", "weight_scale", third(torch.nan), f"{Q}.weight_scale holds NaN"),
     ("slided", "weight_scale", third(torch.inf), f"{Q}.weight_scale holds NaN or Inf"),
     ("packed", "bitmask", lambda t: None, f"no tensor {Q}.bitmask"),
@@ -286,7 +270,7 @@ TENSORS: list[tuple[str, str, Callable[[Tensor], Tensor | None], str]] = [
     ("packed", "shape", lambda t: torch.tensor([64, 65]), "stores a weight of 64 x 65 as"),
     ("packed", "shape", lambda t: torch.tensor([63, 64]), "stores a weight of 63 x 64 as"),
     ("packed", "shape", lambda t: torch.tensor([-1, 64]), "shapes or dtypes are inconsistent"),
-    ("packed", "shape", changed(torch.int32), f"{Q}.shape I32 [2, 1]"),
+    ("packed", "shape", cast(torch.int32), f"{Q}.shape I32 [2, 1]"),
     ("packed", "compressed", lambda t: t[:, 1:].contiguous(), "bits set for 470 values, 47 in each row"),
     ("packed", "compressed", lambda t: t[1:].clone(), "shapes or dtypes are inconsistent"),
     ("packed", "compressed", lambda t: t.flatten(), "shapes or dtypes are inconsistent"),  # without offsets
@@ -308,34 +292,27 @@ def test_damaged_tensors_are_refused(
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("quant", ["int8", "fp8", "bf16"])
-def test_weights_equal_those_of_compressed_tensors(quant: str, form: str) -> None:
-    folder = STORED / f"{quant}-{form}"
-    expected, actual = json.loads((folder / "weights.json").read_text()), dense(folder)
-    digests = {
+def test_sparse_formats_are_sources_with_the_weights_of_compressed_tensors(
+    tmp_path: Path, quant: str, form: str
+) -> None:
+    source = STORED / f"{quant}-{form}"
+    expected = dense(source)
+    assert json.loads((source / "weights.json").read_text()) == {
         name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-        for name, tensor in actual.items()
+        for name, tensor in expected.items()
         if name.endswith("_proj.weight")
     }
-    assert digests == expected
-    report = inspect(folder)
-    assert (report.pattern, report.layout) == (None, form)
-    assert {layer.satisfies for layer in report.layers} == {"2:4"}  # up_proj, which is stored dense, too
-
-
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("quant", ["int8", "fp8", "bf16"])
-def test_sparse_formats_are_sources(tmp_path: Path, quant: str, form: str) -> None:
-    source = STORED / f"{quant}-{form}"
-    report = convert(source, tmp_path / "out", "2:4", **({"quant": "fp8"} if quant == "bf16" else {}))
-    assert len(report.pruned) == 7
-    expected = dense(source)
-    if quant == "bf16":
-        for name in report.pruned:
-            weight, scale = quantize_rows(expected[f"{name}.weight"], NAMES["fp8"])
-            expected |= {f"{name}.weight": weight, f"{name}.weight_scale": scale}
+    found = inspect(source)
+    assert (found.pattern, found.layout) == (None, form)
+    assert {layer.satisfies for layer in found.layers} == {"2:4"}  # up_proj, which is stored dense, too
+    plan = convert(source, tmp_path / "out", "2:4", **({"quant": "fp8"} if quant == "bf16" else {})).plan
+    assert len(plan.patterns) == 7
+    for name in plan.patterns if quant == "bf16" else ():
+        weight, scale = quantize_rows(expected[f"{name}.weight"], NAMES["fp8"])
+        expected |= {f"{name}.weight": weight, f"{name}.weight_scale": scale}
     assert_same_tensors(tensors_of(tmp_path / "out"), expected)
-    assert block_of(tmp_path / "out")["quant_method"] == "compressed-tensors"
-    assert "sparsity_config" not in block_of(tmp_path / "out")
+    block = block_of(tmp_path / "out")
+    assert (block["quant_method"], "sparsity_config" in block) == ("compressed-tensors", False)
 
 
 @pytest.mark.parametrize(
@@ -361,13 +338,7 @@ def test_damaged_sparse_bitmask_tensors_are_refused(
 # The metadata block of config.json
 
 LAYERS = {"fc": {"pattern": "6:8", "in_features": 64}}
-VALID: dict[str, Any] = {
-    "version": 1,
-    "pattern": "6:8",
-    "layout": "dense",
-    "layers": LAYERS,
-    "tool": "slidesparse 0.1",
-}
+VALID: dict[str, Any] = {"version": 1, "pattern": "6:8", "layout": "dense", "layers": LAYERS, "tool": "0.1"}
 layers = st.dictionaries(
     st.text(min_size=1).filter(str.isprintable),
     st.builds(LayerEntry, patterns(), st.integers(1, metadata.MAX_IN_FEATURES)),
@@ -391,25 +362,19 @@ def layer(**changed: Any) -> dict[str, Any]:
         (None, "must be an object, found None"),
         ({"version": 2}, "version: found 2, this slidesparse reads 1"),
         ({"version": True}, "version: found True"),
-        ({"version": None}, "version: found None"),
         ({"pattern": 6.8}, "pattern: must be a text, found 6.8"),
-        ({"pattern": "2:8"}, "did you mean 6:8"),
-        ({"pattern": "6" * 5000 + ":8"}, "is not a pattern"),
         ({"layout": ["dense"]}, "layout: must be a text"),
         ({"layout": "zipped"}, "'zipped'"),
         ({"layers": [["fc", {}]]}, "layers: must be an object"),
         ({"layers": {"fc": "6:8"}}, "'fc': must be an object, found '6:8'"),
         ({"layers": {"": {}}}, "'': a layer's name"),
         ({"layers": {"\x1b[31mfc": {}}}, "'\\x1b[31mfc': a layer's name"),
-        ({"layers": {"\ud800": {}}}, "'\\ud800': a layer's name"),
         ({"layers": {"x" * 1001: {}}}, "1 to 1000"),
         (layer(in_features="many"), "'fc': in_features is 'many'"),
         (layer(in_features=0), "in_features is 0"),
-        (layer(in_features=True), "in_features is True"),
         (layer(in_features=float("nan")), "in_features is nan"),
         (layer(in_features=2**24 + 1), "from 1 to 16777216"),
         (layer(pattern="5:7"), "'fc': pattern"),
-        (layer(pattern="9999999998:10000000000"), "'9999999998:10000000000' is not a pattern"),
         ({**layer(pattern="2:4@50%"), "layout": "slided"}, "which cannot store it"),
         ({"tool": 7}, "tool: must be a text, found 7"),
     ],

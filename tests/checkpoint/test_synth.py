@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -11,10 +10,9 @@ from typing import Any
 
 import pytest
 import transformers
+from architectures import MOE
 from checkpoints import assert_same_tensors, config_of, convert, edit_json, snapshot, tensors_of
 from commands import Done
-from engines import Engines, Request
-from models import QWEN
 from tiny import SIZES, tiny
 
 from slidesparse import synth as module
@@ -22,7 +20,6 @@ from slidesparse.blocks import dense_blocks, obeys
 from slidesparse.checkpoint import storage
 from slidesparse.checkpoint.inspection import inspect
 from slidesparse.checkpoint.storage import Checkpoint
-from slidesparse.errors import EnvironmentFault
 from slidesparse.pattern import SlidePattern, parse_pattern
 from slidesparse.synth import PUBLIC, synth
 from slidesparse.tune.shapes import MODELS
@@ -46,6 +43,8 @@ def shapes(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 # Output
 
+SETTINGS: dict[str, dict[str, Any]] = {"qwen3_moe": MOE, "bitnet": {"hidden_act": "relu2"}}
+
 
 @pytest.mark.parametrize(
     ("kind", "quant", "pattern", "layout"),
@@ -62,12 +61,7 @@ def test_output_has_the_form_of_a_conversion(
     tmp_path: Path, kind: str, quant: str, pattern: str | None, layout: str
 ) -> None:
     """Names, dtypes, shapes and config are equal, and the weights obey the pattern."""
-    experts = (
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if "moe" in kind else {}
-    )
-    expected = source = tiny(
-        kind, tmp_path / "source", **experts, **({"hidden_act": "relu2"} if kind == "bitnet" else {})
-    )
+    expected = source = tiny(kind, tmp_path / "source", **SETTINGS.get(kind, {}))
     parsed = SlidePattern.parse(pattern) if pattern else None
     if parsed:
         expected = tmp_path / "expected"
@@ -108,13 +102,13 @@ def test_output_depends_on_neither_shards_nor_processors(
     synth(config, tmp_path / "one", pattern=SIX)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     monkeypatch.setattr(module, "SHARD_BYTES", 20_000)
-    report = synth(config, tmp_path / "many", pattern=SIX, progress=lambda *call: written.append(call[1:]))
+    plan = synth(config, tmp_path / "many", pattern=SIX, progress=lambda *call: written.append(call[1:]))
     assert_same_tensors(tensors_of(tmp_path / "many"), tensors_of(tmp_path / "one"))
     checkpoint = Checkpoint.open(tmp_path / "many")
     assert checkpoint.index is not None
-    assert checkpoint.index["metadata"]["total_size"] == report.bytes_out
-    assert checkpoint.files[0] == f"model-00001-of-{report.files:05}.safetensors"
-    assert len(checkpoint.files) == report.files > 2
+    assert checkpoint.index["metadata"]["total_size"] == plan.bytes_out
+    assert len(checkpoint.files) > 2
+    assert checkpoint.files[0] == f"model-00001-of-{len(checkpoint.files):05}.safetensors"
     assert written == sorted(written)
     assert written[-1][0] == written[-1][1]
     assert not (tmp_path / "one" / "model.safetensors.index.json").exists()
@@ -122,8 +116,8 @@ def test_output_depends_on_neither_shards_nor_processors(
 
 def test_fewer_layers_are_the_first_ones(tmp_path: Path) -> None:
     config = config_file(tmp_path, "gemma3_text", head_dim=16)
-    assert synth(config, tmp_path / "two", pattern=SIX).layers == 2
-    assert synth(config, tmp_path / "one", pattern=SIX, layers=1).layers == 1
+    for name, layers in (("two", None), ("one", 1)):
+        synth(config, tmp_path / name, pattern=SIX, layers=layers)
     shortened = config_of(tmp_path / "one")
     assert (shortened["num_hidden_layers"], len(shortened["layer_types"])) == (1, 1)
     first = {name: t for name, t in tensors_of(tmp_path / "two").items() if ".layers.1." not in name}
@@ -132,17 +126,14 @@ def test_fewer_layers_are_the_first_ones(tmp_path: Path) -> None:
 
 def test_output_without_pattern_is_a_source(tmp_path: Path) -> None:
     """Of a config with a quantization of its own, a tied head and code."""
-    own = {
-        "tie_word_embeddings": True,
-        "quantization_config": {"quant_method": "fp8"},
-        "auto_map": {"AutoConfig": "a.B"},
-    }
-    synth(config_file(tmp_path, "llama", **own), tmp_path / "plain", quant="fp8")
+    own = {"quantization_config": {"quant_method": "fp8"}, "auto_map": {"AutoConfig": "a.B"}}
+    config = config_file(tmp_path, "llama", tie_word_embeddings=True, **own)
+    synth(config, tmp_path / "plain", quant="fp8")
     written = config_of(tmp_path / "plain")
     assert "auto_map" not in written
     assert "slidesparse" not in written["quantization_config"]
     assert "lm_head.weight" not in tensors_of(tmp_path / "plain")
-    assert convert(tmp_path / "plain", tmp_path / "out").quant == "fp8"
+    assert convert(tmp_path / "plain", tmp_path / "out").plan.quant == "fp8"
 
 
 def test_ternary_weights_have_the_zeros_of_trained_ones(tmp_path: Path) -> None:
@@ -172,9 +163,7 @@ def test_ternary_weights_have_the_zeros_of_trained_ones(tmp_path: Path) -> None:
         (["--layers", "0"], "--layers 0"),
         (["--quant", "bf16", "--sparsity", "6:8"], "--quant bf16"),
         (["--quant", "bf16", "--layout", "slided"], "--quant bf16"),
-        ([{"num_hidden_layers": 10**12}], "num_hidden_layers is 1000000000000"),
         ([{"model_type": "llama7"}], "model_type 'llama7' is not known"),
-        ([{"num_attention_heads": 0}], "describes no model that transformers can build"),
     ],
 )
 def test_invalid_configs_and_options_are_refused(tmp_path: Path, options: list[Any], words: str) -> None:
@@ -188,20 +177,6 @@ def test_invalid_configs_and_options_are_refused(tmp_path: Path, options: list[A
     assert snapshot(tmp_path) == before
 
 
-def test_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, calls = config_file(tmp_path), []
-    before = snapshot(tmp_path)
-
-    def full(*arguments: Any) -> int:
-        calls.append(arguments)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(EnvironmentFault, match="no space left .* nothing is left behind"):
-        synth(config, tmp_path / "out")
-    assert snapshot(tmp_path) == before
-
-
 def test_command_prints_result_and_next_command(tmp_path: Path) -> None:
     out, config = tmp_path / "out", config_file(tmp_path)
     options = ("--sparsity", "2_8", "--quant", "fp8", "--layers", 1, "--layout", "slided")
@@ -212,7 +187,7 @@ def test_command_prints_result_and_next_command(tmp_path: Path) -> None:
     assert f"slidesparse convert {tmp_path / 'float'} PRUNED --sparsity 6:8" in result.out
 
 
-# Public models, transformers and vLLM
+# Public models, and transformers
 
 # Parameter counts of the model cards; like safetensors, they count tied embeddings once
 PARAMETERS = {
@@ -231,12 +206,8 @@ def test_public_configs_have_sizes_of_the_published_models(tmp_path: Path, name:
     plan = module._plan(tmp_path, values, "bf16", None, "dense")
     sizes = {spec.name: spec.shape for file in plan.checkpoint.files for spec in plan.specs(file)}
     assert sum(math.prod(shape) for shape in sizes.values()) == PARAMETERS[name]
-    fused = {
-        "qkv": PROJECTIONS[:3],
-        "o": PROJECTIONS[3:4],
-        "gate_up": PROJECTIONS[4:6],
-        "down": PROJECTIONS[6:],
-    }
+    fused = {"qkv": PROJECTIONS[:3], "o": PROJECTIONS[3:4]}
+    fused |= {"gate_up": PROJECTIONS[4:6], "down": PROJECTIONS[6:]}
     for layer in MODELS[name]:
         parts = [sizes[f"model.layers.0.{part}.weight"] for part in fused[layer.name]]
         assert (sum(n for n, _ in parts), {k for _, k in parts}) == (layer.n, {layer.k})
@@ -251,20 +222,3 @@ def test_tokenizer_keeps_the_length_of_prompts(tmp_path: Path) -> None:
     assert len(tokenizer) == 128
     assert tokenizer.decode(tokens) == "t1 t0 t7 t7 t127"
     assert tokenizer.encode(tokenizer.decode(tokens), add_special_tokens=False) == tokens
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize("layout", ["dense", "slided"])
-def test_vllm_serves_synth_checkpoints(engines: Engines, tmp_path: Path, layout: str) -> None:
-    """Stock vLLM serves the dense layout, the plugin the slided one.
-
-    Their tokens are not compared: on CPUs without VNNI stock vLLM's INT8 kernel saturates with codes this
-    large.
-    """
-    (tmp_path / "config.json").write_text(json.dumps(QWEN.config()))
-    synth(tmp_path, tmp_path / layout, pattern=SIX, layout=layout)
-    env = {"DISABLE_SLIDESPARSE": "1"} if layout == "dense" else {}
-    answer = engines.ask(Request(str(tmp_path / layout), env=env))
-    assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
-    assert len({tuple(tokens) for tokens in answer.tokens}) == len(answer.tokens)
-    assert ("8 layers sparse" in answer.summary) == (layout == "slided")

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from models import Decoder, float_tensors, quantization_config
@@ -23,7 +22,7 @@ from slidesparse.convert.options import ConvertOptions, parse_layer_pattern
 from slidesparse.convert.report import Report
 from slidesparse.pattern import SlidePattern, parse_pattern
 from slidesparse.quantize import FP8, INT8, quantize_rows
-from slidesparse.slide import bits
+from slidesparse.serving import Skeletons
 
 MODEL = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -53,20 +52,9 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], shar
     return folder
 
 
-def llama(
-    folder: Path, shards: int = 1, dtype: torch.dtype = torch.bfloat16, **changed: Tensor | None
-) -> Path:
-    """Write a float Llama-style model.
-
-    ``changed`` replaces tensors, or removes them if None; ``__`` in a keyword stands for a dot in the tensor's name.
-    """
+def llama(folder: Path, shards: int = 1, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Write a float Llama-style model."""
     tensors = {name: tensor.to(dtype) for name, tensor in float_tensors(LLAMA).items()}
-    for key, tensor in changed.items():
-        name = key.replace("__", ".")
-        if tensor is None:
-            del tensors[name]
-        else:
-            tensors[name] = tensor
     return write(folder, LLAMA.config(), tensors, shards)
 
 
@@ -86,7 +74,7 @@ def w8a8(folder: Path, quant: str = "int8", strategy: str = "channel") -> Path:
     return write(folder, {**LLAMA.config(), "quantization_config": block}, tensors)
 
 
-def bert(folder: Path, architecture: str = "BertModel") -> Path:
+def bert(folder: Path) -> Path:
     """Write a two-layer BERT-like encoder with a pooler, and a tokenizer of the words w0 to w49."""
     generator = torch.Generator().manual_seed(1)
     tensors = {
@@ -109,7 +97,7 @@ def bert(folder: Path, architecture: str = "BertModel") -> Path:
         for name, shape in shapes.items():
             tensors[f"encoder.layer.{i}.{name}.weight"] = torch.randn(*shape, generator=generator)
             tensors[f"encoder.layer.{i}.{name}.bias"] = torch.randn(shape[0], generator=generator)
-    config = {"architectures": [architecture], "model_type": "bert", "hidden_act": "gelu", "hidden_size": 32}
+    config = {"architectures": ["BertModel"], "model_type": "bert", "hidden_act": "gelu", "hidden_size": 32}
     config |= {"intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 50}
     write(folder, config | {"max_position_embeddings": 16}, tensors)
     write_tokenizer(folder, [f"w{i}" for i in range(50)])
@@ -121,12 +109,8 @@ def bert(folder: Path, architecture: str = "BertModel") -> Path:
 def write_tokenizer(folder: Path, words: Sequence[str]) -> None:
     """Write a tokenizer.json whose tokens are ``words``, separated by spaces."""
     model = {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(words)}, "unk_token": words[0]}
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [],
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "model": model,
-    }
+    splitter = {"type": "WhitespaceSplit"}
+    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": splitter, "model": model}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
@@ -183,7 +167,7 @@ def edit_header(path: Path, text: str | None = None, **changed: dict[str, Any]) 
     if text is None:
         header = json.loads(raw[8 : 8 + length])
         for name, entry in changed.items():
-            header[name.replace("__", ".")].update(entry)
+            header[name].update(entry)
         text = json.dumps(header)
     encoded = text.encode()
     path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + raw[8 + length :])
@@ -201,6 +185,7 @@ def convert(
     *,
     dry_run: bool = False,
     progress: Progress = no_progress,
+    skeletons: Skeletons | None = None,
     layer: Sequence[str] = (),
     **options: Any,
 ) -> Report:
@@ -210,7 +195,7 @@ def convert(
         layer_patterns=tuple(map(parse_layer_pattern, layer)),
         **{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()},
     )
-    return stream.convert(source, out, parsed, dry_run=dry_run, progress=progress)
+    return stream.convert(source, out, parsed, dry_run=dry_run, progress=progress, skeletons=skeletons)
 
 
 def refused(
@@ -226,26 +211,3 @@ def refused(
     assert snapshot(source) == before
     assert sorted(path.name for path in source.parent.iterdir()) == names
     return message
-
-
-def packed(dense: Path, out: Path, shards: int = 1) -> Path:
-    """Write a converted checkpoint in the packed layout of version 0.2: weights without the zeros of their blocks.
-
-    ::
-
-        X.weight [N, K]  ->  X.compressed [N, V], X.bitmask uint8 [N, ceil(K / 8)], X.shape int64 [2, 1]
-    """
-    config, tensors = config_of(dense), tensors_of(dense)
-    block = config["quantization_config"]
-    block["slidesparse"]["layout"], block["quant_method"] = "packed", "slidesparse"
-    for name, entry in block["slidesparse"]["layers"].items():
-        length, weight = parse_pattern(entry["pattern"]).length, tensors.pop(f"{name}.weight")
-        kept = torch.zeros(weight.shape, dtype=torch.bool)
-        for start in range(0, weight.shape[1], length):
-            zeros = (weight[:, start : start + length].float() == 0).to(torch.int8)
-            order = zeros.argsort(dim=1, stable=True)[:, : length - 2]  # non-zeros, then zeros, from the left
-            kept[:, start : start + length].scatter_(1, order, True)
-        values = bits(weight)[kept].view(len(weight), -1).view(weight.dtype)
-        tensors[f"{name}.compressed"], tensors[f"{name}.shape"] = values, torch.tensor(weight.shape)[:, None]
-        tensors[f"{name}.bitmask"] = torch.from_numpy(np.packbits(kept.numpy(), axis=1, bitorder="little"))
-    return write(out, config, tensors, shards)

@@ -21,12 +21,14 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import INDEX, config_of, convert, packed, tensors_of, write
+from checkpoints import INDEX, config_of, convert, tensors_of, write
 from models import Decoder, float_tensors
+from packed import packed_layout
 from safetensors.torch import load_file
 
 from slidesparse.checkpoint import output, storage
@@ -44,35 +46,16 @@ SECONDS = 20.0  # limit for a command on a busy machine; it usually takes some h
 MEMORY = 1 << 30  # limit of the bytes that a command allocates
 MAX_LINE_LENGTH = 1500
 
+QUANTIZATION = "quantization_config"
 DEEP = "deep"  # stands for a value nested too deeply for json.dumps
+TEXTS = (
+    "x 6:8 8:10 2_inf 4:6 9998:10000 slided dense int8 ../x.safetensors /etc/passwd model.safetensors re:(.*)*z$ "
+    "compressed-tensors slidesparse I8 F8_E4M3 BF16 F32 channel tensor block"
+)
 NASTY: list[Any] = [
-    *(None, True, False, 0, 1, -1, 7, 2**31, 2**63, 10**400, 0.5, -0.0, 1e308),
-    *(
-        float("inf"),
-        float("nan"),
-        "",
-        "x",
-        "6:8",
-        "8:10",
-        "2_inf",
-        "4:6",
-        "9998:10000",
-        "slided",
-        "dense",
-        "int8",
-    ),
-    *(
-        "x" * 3000,
-        "\ud800",
-        "a\nb",
-        "\x1b[31m",
-        "../x.safetensors",
-        "/etc/passwd",
-        "model.safetensors",
-        "re:(.*)*z$",
-    ),
+    *(None, True, False, 0, 1, -1, 7, 2**31, 2**63, 10**400, 0.5, -0.0, 1e308, float("inf"), float("nan")),
+    *(*TEXTS.split(), "", "x" * 3000, "\ud800", "a\nb", "\x1b[31m"),
     *([], {}, [1], [[]], {"a": 1}, ["re:(a|a)*"], [None], {"": {}}, [0, 0], [64, 96], [2**62, 0], DEEP),
-    *("compressed-tensors", "slidesparse", "I8", "F8_E4M3", "BF16", "F32", "channel", "tensor", "block"),
 ]
 
 
@@ -105,9 +88,8 @@ def damage_json(document: Any, rng: random.Random, below: tuple[Any, ...] = ()) 
         del holder[key]
         return f"remove {place}"
     if change == 1 and isinstance(holder, dict):
-        new = rng.choice(
-            ["", "x", "slidesparse", "\ud800", "a\nb", str(key).upper(), str(key) + "x", "lm_head"]
-        )
+        names = ["", "x", "slidesparse", "\ud800", "a\nb", str(key).upper(), str(key) + "x", "lm_head"]
+        new = rng.choice(names)
         holder[new] = holder.pop(key)
         return f"rename {place} to {new!r}"
     if change == 2:
@@ -144,21 +126,9 @@ def damage_bytes(raw: bytes, rng: random.Random) -> tuple[bytes, str]:
     return bytes(changed), "flip bits"
 
 
-def _config(folder: Path, rng: random.Random) -> str:
-    return _json_file(folder / "config.json", rng)
-
-
-def _metadata(folder: Path, rng: random.Random) -> str:
-    return _json_file(folder / "config.json", rng, ("quantization_config", "slidesparse"))
-
-
-def _quantization(folder: Path, rng: random.Random) -> str:
-    return _json_file(folder / "config.json", rng, ("quantization_config",))
-
-
 def _index(folder: Path, rng: random.Random) -> str:
     path = folder / INDEX
-    return _json_file(path, rng) if path.exists() else _config(folder, rng)
+    return _json_file(path if path.exists() else folder / "config.json", rng)
 
 
 def _json_file(path: Path, rng: random.Random, below: tuple[Any, ...] = ()) -> str:
@@ -227,9 +197,8 @@ def _tensor(folder: Path, rng: random.Random) -> str:
     if change == 0:
         del tensors[name]
     elif change == 1:
-        tensors[name] = tensor.float().to(
-            rng.choice([torch.int8, torch.bfloat16, torch.float32, torch.int32])
-        )
+        dtype = rng.choice([torch.int8, torch.bfloat16, torch.float32, torch.int32])
+        tensors[name] = tensor.float().to(dtype)
     elif change == 2:
         tensors[name] = tensor[..., : rng.randrange(tensor.shape[-1])].clone()
     elif change == 3:
@@ -279,9 +248,9 @@ def _files(folder: Path, rng: random.Random) -> str:
 
 
 DAMAGE: dict[str, Callable[[Path, random.Random], str]] = {
-    "config": _config,
-    "quantization": _quantization,
-    "metadata": _metadata,
+    "config": lambda folder, rng: _json_file(folder / "config.json", rng),
+    "quantization": lambda folder, rng: _json_file(folder / "config.json", rng, (QUANTIZATION,)),
+    "metadata": lambda folder, rng: _json_file(folder / "config.json", rng, (QUANTIZATION, "slidesparse")),
     "index": _index,
     "text": _text,
     "header": _header,
@@ -301,7 +270,8 @@ def make_sources(folder: Path) -> list[Path]:
             write(source, TINY.config(), float_tensors(TINY), shards)
         out = folder / f"{layout}-{quant}-{shards}"
         if layout == "packed":
-            packed(folder / f"dense-{quant}-{shards}", out, shards)
+            single = packed_layout(folder / f"dense-{quant}-1", folder / f"single-{quant}-{shards}")
+            write(out, config_of(single), tensors_of(single), shards)
         elif layout != FLOAT:
             convert(source, out, layout=layout, quant=quant)
         folders.append(out)
@@ -367,7 +337,7 @@ def judge(folder: Path, original: Path, out: Path) -> dict[str, str]:
     other = "slided" if original.name.startswith("dense") else "dense"
     outcomes = {
         "inspect": outcome(lambda: "violations" if inspect(folder).violations else "ok"),
-        "convert": outcome(lambda: _convert(folder, out, other)),
+        "convert": outcome(lambda: "ok" if convert(folder, out, layout=other) else ""),
     }
     if outcomes["convert"] == "ok":
         try:
@@ -378,11 +348,6 @@ def judge(folder: Path, original: Path, out: Path) -> dict[str, str]:
             raise Defect(f"inspect says {outcomes['inspect']}, but convert takes it")
         _require_same_products(folder, out)
     return outcomes
-
-
-def _convert(folder: Path, out: Path, layout: str) -> str:
-    convert(folder, out, layout=layout)
-    return "ok"
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
@@ -455,9 +420,8 @@ def main(run: Callable[..., Counter[str]]) -> bool:
     parser.add_argument("--count", type=int, default=1000)
     options = parser.parse_args()
     started = time.monotonic()
-    counts = run(
-        options.first, options.count, lambda *defect: print("DEFECT", *defect, sep="\n  ", flush=True)
-    )
+    show = partial(print, "DEFECT", sep="\n  ", flush=True)
+    counts = run(options.first, options.count, show)
     for name, number in sorted(counts.items()):
         print(f"{number:7} {name}")
     print(f"{options.count} cases in {time.monotonic() - started:.0f} s")

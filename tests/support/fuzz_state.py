@@ -52,7 +52,7 @@ class State:
         os.environ["SLIDESPARSE_CACHE"] = str(self.left / "cache")
         with patch.object(stream, "_write", die), suppress(Killed):
             calibrated(self.source, self.left / "out", self.ids, **OPTIONS)
-        tuned.save(SUBJECT, [(PROBLEM, Tuned("a", 1.0, (("b", 1.5),), 9))])
+        tuned.save(SUBJECT, [(PROBLEM, Tuned("a", 1.0))])
         os.environ["SLIDESPARSE_CACHE"] = str(folder / "case" / "cache")
 
     def resume(self) -> str:

@@ -28,7 +28,12 @@ def packed(w: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
 
 
 def packed_layout(dense: Path, out: Path) -> Path:
-    """Rewrite a converted checkpoint of one file in the packed layout, as ``convert`` wrote it up to version 0.2."""
+    """Rewrite a converted checkpoint of one file in the packed layout, as ``convert`` wrote it up to version 0.2.
+
+    ::
+
+        X.weight [N, K]  ->  X.compressed [N, V], X.bitmask uint8 [N, ceil(K / 8)], X.shape int64 [2, 1]
+    """
     shutil.copytree(dense, out)
     tensors = load_file(dense / "model.safetensors")
     config = json.loads((dense / "config.json").read_text())
@@ -42,7 +47,7 @@ def packed_layout(dense: Path, out: Path) -> Path:
         blocks, rest = divmod(weight.shape[1], length)
         values, bitmask = packed(weight, blocks * (length - 2) + min(rest, length - 2))
         tensors |= {f"{layer}.compressed": values, f"{layer}.bitmask": bitmask}
-        tensors[f"{layer}.shape"] = torch.tensor(weight.shape)
+        tensors[f"{layer}.shape"] = torch.tensor(weight.shape)[:, None]
     block |= {"quant_method": QUANT_METHOD}
     block["slidesparse"]["layout"] = "packed"
     (out / "config.json").write_text(json.dumps(config))

@@ -1,0 +1,66 @@
+"""Conversions where vLLM is installed follow what it says of the model's layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from architectures import HYBRIDS
+from checkpoints import block_of, convert, tensors_of
+from commands import Done
+from strategies import assert_same_bits
+from tiny import tiny
+
+from slidesparse.checkpoint.storage import CheckpointError
+from slidesparse.serving import Skeletons
+
+pytestmark = pytest.mark.vllm
+
+PROJECTIONS = (
+    "in_proj",
+    "x_proj",
+    "dt_proj",
+    "out_proj",
+)  # of Mamba 1, which vLLM builds without quantization
+MIXER = [f"model.layers.0.mamba.{name}" for name in PROJECTIONS]
+
+
+@pytest.fixture
+def jamba(tmp_path: Path) -> Path:
+    """A block of Mamba and one of attention; vLLM calls the first model.layers.0.mixer."""
+    return tiny(
+        "jamba", tmp_path / "source", **{**HYBRIDS["jamba"], "num_experts": 1, "num_experts_per_tok": 1}
+    )
+
+
+def test_layers_that_vllm_does_not_quantize_are_kept(
+    jamba: Path, tmp_path: Path, skeletons: Skeletons
+) -> None:
+    report = convert(jamba, tmp_path / "out", skeletons=skeletons)
+    assert report.unserved == ""
+    assert len(report.plan.patterns) == 10
+    assert {report.plan.kept[name] for name in MIXER} == {"vLLM does not quantize it"}
+    before, after = tensors_of(jamba), tensors_of(tmp_path / "out")
+    for name in MIXER:
+        assert_same_bits(after[f"{name}.weight"], before[f"{name}.weight"])
+    named_by_vllm = {f"model.layers.0.mixer.{name}" for name in PROJECTIONS}
+    assert set(block_of(tmp_path / "out")["ignore"]) == {"lm_head", *MIXER, *named_by_vllm}
+
+
+def test_output_that_vllm_would_not_serve_is_refused(
+    jamba: Path, tmp_path: Path, skeletons: Skeletons
+) -> None:
+    """The mixer was quantized where vLLM is not installed."""
+    convert(jamba, tmp_path / "quantized")
+    with pytest.raises(CheckpointError, match="vLLM, which is installed here, would not serve the converted"):
+        convert(tmp_path / "quantized", tmp_path / "out", layout="slided", skeletons=skeletons)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("warm")
+def test_model_that_vllm_does_not_serve_is_converted_with_a_warning(tmp_path: Path) -> None:
+    source = tiny("mamba", tmp_path / "source")
+    result = Done("convert", source, tmp_path / "out", "-s", "6:8")
+    assert result.code == 0, result.err
+    words = "does not serve this model, converted or not: it quantizes none of its linear layers"
+    assert words in result.err
