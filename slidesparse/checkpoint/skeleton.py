@@ -21,7 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from slidesparse.checkpoint.names import WEIGHT, architecture_of
-from slidesparse.checkpoint.storage import CONFIG, QUANTIZATION, TEXT_CONFIG, Checkpoint, CheckpointError
+from slidesparse.checkpoint.storage import (
+    CONFIG,
+    QUANTIZATION,
+    TEXT_CONFIG,
+    Checkpoint,
+    CheckpointError,
+    is_embedding_model,
+)
 from slidesparse.errors import shown
 
 TIED = "tie_word_embeddings"  # key of config.json: whether the output head is the embedding
@@ -86,8 +93,9 @@ class Skeleton:
     def _missing(self) -> list[str]:
         """Return the parameters that the checkpoint lacks: of blocks and, if the model predicts tokens, of its decoder.
 
-        Others may be left out, as the poolers of encoders.  vLLM leaves those of a quantized model uninitialized.
-        Where transformers computes parameters of a block from other tensors, it alone knows what they need.
+        Others may be left out, as poolers, and the head of a model that embeds texts.  vLLM leaves parameters that a
+        quantized checkpoint lacks uninitialized.  Where transformers computes parameters of a block from other
+        tensors, it alone knows what they need.
         """
         model, stored = self.model, {target for target, _ in self._targets.values()}
         converted = {target for target, is_converted in self._targets.values() if is_converted}
@@ -95,7 +103,8 @@ class Skeleton:
         computed = tuple(path for path in prefixes if any(name.startswith(path) for name in converted))
         modules = [*self.blocks]
         if self.generates:
-            modules += filter(None, (model.get_decoder(), model.get_output_embeddings()))
+            head = None if is_embedding_model(self.checkpoint.folder) else model.get_output_embeddings()
+            modules += filter(None, (model.get_decoder(), head))
         needed = {id(parameter) for module in modules for parameter in module.parameters()}
         return [
             name

@@ -359,6 +359,14 @@ def test_invalid_sources_are_refused(tmp_path: Path, name: str) -> None:
     assert len(message) < 700
 
 
+def test_decoder_that_embeds_texts_needs_no_head(tmp_path: Path) -> None:
+    """It is published by the class of a language model, as Qwen3-Embedding is."""
+    source = llama(tmp_path / "source")
+    rewrite(source, **{"lm_head.weight": None})
+    (source / "modules.json").write_text('[{"path": ""}]')
+    assert sorted(convert(source, tmp_path / "out").plan.patterns) == LINEARS
+
+
 ENDLESS = "(.|.)*q$"
 GATE = "model.layers.1.mlp.gate_proj but not model.layers.1.mlp.up_proj"
 
