@@ -370,6 +370,7 @@ def examine(model: str, folder: Path) -> Report:
     from slidesparse.checkpoint.bitnet import BitNetCheckpoint
     from slidesparse.checkpoint.converted import open_checkpoint
     from slidesparse.checkpoint.names import architecture_of
+    from slidesparse.resolve import CONVERT_STORED, unread_storage
     from slidesparse.serving import NotServedError, Skeletons, stored
 
     Flags.from_environment()
@@ -393,7 +394,9 @@ def examine(model: str, folder: Path) -> Report:
             with Skeletons() as skeletons, checkpoint.reader() as reader:
                 _judge(report, skeletons.layers(folder, stored(raw)), checkpoint, metadata, reader)
         except NotServedError as error:
-            report.lacks(str(error), code=error.exit_code)
+            stored_as = unread_storage(checkpoint.quantization_config() or {})
+            remedy = f"{stored_as}; {CONVERT_STORED}" if stored_as and not metadata else ""
+            report.lacks(str(error), remedy, error.exit_code)
     report.verdict = report.verdict if report.code else _verdict(report)
     return report
 

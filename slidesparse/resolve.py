@@ -141,9 +141,13 @@ def or_unset() -> str:
 
 
 def unread_storage(quantization_config: Mapping[str, Any]) -> str:
-    """Explain that vLLM cannot read weights stored without their zeros; "" for other checkpoints."""
-    stored = sparsity_of(quantization_config)
-    return f"Its weights are stored as {stored[0]}, which vLLM since 0.19 does not read" if stored else ""
+    """Explain that vLLM does not load weights stored without their zeros, or marked as pruned; "" for others."""
+    if stored := sparsity_of(quantization_config):
+        return f"Its weights are stored as {stored[0]}, which vLLM since 0.19 does not read"
+    sparsity = quantization_config.get("sparsity_config")
+    if isinstance(sparsity, Mapping) and sparsity.get("targets"):
+        return "It has a sparsity_config with targets, which vLLM since 0.19 refuses"
+    return ""
 
 
 def common_entry(name: str, entries: Mapping[str, LayerEntry | None]) -> LayerEntry | None:

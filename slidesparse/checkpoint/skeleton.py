@@ -21,7 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from slidesparse.checkpoint.names import WEIGHT, architecture_of
-from slidesparse.checkpoint.storage import CONFIG, QUANTIZATION, TEXT_CONFIG, Checkpoint, CheckpointError
+from slidesparse.checkpoint.storage import (
+    CONFIG,
+    QUANTIZATION,
+    TEXT_CONFIG,
+    Checkpoint,
+    CheckpointError,
+    is_embedding_model,
+)
 from slidesparse.errors import shown
 
 TIED = "tie_word_embeddings"  # key of config.json: whether the output head is the embedding
@@ -84,17 +91,28 @@ class Skeleton:
         return [self.layer(i, name) for i in range(len(self.blocks)) for name in self.linears(i)]
 
     def _missing(self) -> list[str]:
-        """Return the weights of the linear layers of blocks that the checkpoint lacks.
+        """Return the parameters that the checkpoint lacks: of blocks and, if the model predicts tokens, of its decoder.
 
-        Where transformers computes parameters of a block from other tensors, it alone knows what they need.
+        Others may be left out, as poolers, and the head of a model that embeds texts.  vLLM leaves parameters that a
+        quantized checkpoint lacks uninitialized.  Where transformers computes parameters of a block from other
+        tensors, it alone knows what they need.
         """
+        model, stored = self.model, {target for target, _ in self._targets.values()}
         converted = {target for target, is_converted in self._targets.values() if is_converted}
+        prefixes = [self.prefix(number) for number in range(len(self.blocks))]
+        computed = tuple(path for path in prefixes if any(name.startswith(path) for name in converted))
+        modules = [*self.blocks]
+        if self.generates:
+            head = None if is_embedding_model(self.checkpoint.folder) else model.get_output_embeddings()
+            modules += filter(None, (model.get_decoder(), head))
+        needed = {id(parameter) for module in modules for parameter in module.parameters()}
         return [
-            self.prefix(number) + name + WEIGHT
-            for number, block in enumerate(self.blocks)
-            for name in _linears(block)
-            if self.prefix(number) + name + WEIGHT not in self.stored
-            and not any(target.startswith(self.prefix(number)) for target in converted)
+            name
+            for name, parameter in model.named_parameters()
+            if id(parameter) in needed
+            and name not in stored
+            and name not in model.all_tied_weights_keys
+            and not name.startswith(computed)
         ]
 
     def require_tensors(self, widths: Mapping[str, int]) -> None:

@@ -265,7 +265,7 @@ def _joined(checkpoint: Checkpoint, reader: Reader) -> dict[str, StoredTensor]:
 def parse_json(text: bytes, label: object) -> dict[str, Any]:
     """Parse ``text`` as a JSON object.  Raises CheckpointError, in which ``label`` names it, for anything else."""
     try:
-        value = json.loads(text)
+        value = json.loads(text.decode())  # in UTF-8, as transformers and vLLM read it
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise CheckpointError(f"{label} is not JSON: {reason}; fetch it again") from error

@@ -247,6 +247,12 @@ def _to_text(subject: Subject, entries: Entries) -> str:
     return head + ',\n "entries": {\n' + ",\n".join(shapes) + "\n }\n}\n"
 
 
+def _tokens(text: str) -> int:
+    if (m := int(text)) < 1:
+        raise ValueError(f"M is {m}")
+    return m
+
+
 def _entry_from_json(entry: Any) -> Tuned:
     algorithm, us = entry if isinstance(entry, list) else (entry["algorithm"], entry["us"])  # until 0.2.0
     return Tuned(str(algorithm), float(us))
@@ -272,15 +278,17 @@ def _merged_table(subject: Subject, users: Path) -> Entries:
 
 def _read_table(path: Path, subject: Subject) -> Entries:
     """Return the entries of a file, or none if it does not exist."""
+    if not path.exists():
+        return {}
+    if not path.is_file():  # such as a pipe, which would block
+        raise _table_error(path, "is not a file")
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return {}
     except (OSError, UnicodeDecodeError) as error:
         raise _table_error(path, f"cannot be read: {error}") from error
     try:
         document = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _table_error(path, f"is not JSON: {error}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         stored_format = document.get("format") if isinstance(document, dict) else type(document).__name__
@@ -292,11 +300,11 @@ def _read_table(path: Path, subject: Subject) -> Entries:
             )
     try:
         return {
-            Shape.parse(key): {int(m): _entry_from_json(entry) for m, entry in measured.items()}
+            Shape.parse(key): {_tokens(m): _entry_from_json(entry) for m, entry in measured.items()}
             for key, measured in document["entries"].items()
             if measured
         }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise _table_error(path, f"is damaged: {type(error).__name__}: {error}") from error
 
 

@@ -95,7 +95,7 @@ def test_conversations_have_the_ids_of_their_chat_template(decoder: Model, tmp_p
 
     folder = decoder.checkpoint.folder
     assert AutoTokenizer.from_pretrained(folder).apply_chat_template(TURNS)["input_ids"] == TURN_IDS
-    path = texts(tmp_path, {"messages": TURNS, "id": 7}, {"messages": []}, {"messages": TURNS})
+    path = texts(tmp_path, {"messages": TURNS, "id": 7}, {"messages": []}, {"messages": TURNS, "text": None})
     assert rows(load(path, decoder, 2, 7)) == [TURN_IDS, TURN_IDS]
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(SlideSparseError, match="has no chat template for these messages"):
@@ -139,10 +139,12 @@ def test_hub_dataset_is_read_no_further_than_needed(decoder: Model, monkeypatch:
                 read.append(number)
                 yield {"text": "a b c"}
 
-    library = SimpleNamespace(load_dataset=lambda name, split, streaming: Endless())
+    library = SimpleNamespace(load_dataset=lambda name, split, streaming: {"org/name-2.5": Endless()}[name])
     monkeypatch.setitem(sys.modules, "datasets", library)
-    assert rows(load("teknium/OpenHermes-2.5", decoder, 3, 4)) == [[1, 2, 3, END]] * 3
-    assert len(read) == 3
+    for data in ("org/name-2.5", "https://huggingface.co/datasets/org/name-2.5/"):
+        read.clear()
+        assert rows(load(data, decoder, 3, 4)) == [[1, 2, 3, END]] * 3
+        assert len(read) == 3
 
     def unreachable(*_: Any, **__: Any) -> None:
         raise ConnectionError("no\nnetwork")

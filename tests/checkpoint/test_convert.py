@@ -323,7 +323,10 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         lambda source: rewrite(source, **{f"{Q}.weight_scale": torch.ones(64, 1)}),
         [f"has {Q}.weight_scale, but by its config.json no weights are quantized"],
     ),
-    "a block too few": (config(num_hidden_layers=3), ["model.layers.2.", "is missing (7 such)"]),
+    "a block too few": (config(num_hidden_layers=3), ["model.layers.2.", "is missing (16 such)"]),
+    "no final norm": (tensor("model.norm.weight", lambda t: None), ["model.norm.weight is missing (1 such)"]),
+    "no head": (tensor("lm_head.weight", lambda t: None), ["lm_head.weight is missing (1 such)"]),
+    "no bias": (tensor(f"{Q}.bias", lambda t: None), [f"{Q}.bias is missing (1 such)"]),
     "a block too many": (config(num_hidden_layers=1), ["model.layers.1.", "none of the 1 blocks"]),
     "another width": (config(hidden_size=62), ["has shape", "but config.json describes"]),
     "no heads": (config(num_attention_heads=0), ["describes no model that transformers can build"]),
@@ -331,7 +334,10 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "endless blocks": (config(num_hidden_layers=10**12), ["num_hidden_layers is 1000000000000"]),
     "unknown model_type": (config(model_type="llama7"), ["model_type 'llama7' is not known to transformers"]),
     "encoder and decoder": (model("t5", "T5ForConditionalGeneration"), ["is not a stack of"]),
-    "another model's config": (model("gpt2", "GPT2LMHeadModel"), ["GPT2LMHeadModel"]),
+    "another model's config": (
+        model("gpt2", "GPT2LMHeadModel"),
+        ["transformer.wte.weight is missing", "or the config another model's"],
+    ),
     "a wrapper's prefix": (
         lambda s: write(s, config_of(s), {f"_orig_mod.{name}": t for name, t in tensors_of(s).items()}),
         ["tensor names begin with '_orig_mod.'; save the model without its wrapper"],
@@ -351,6 +357,14 @@ def test_invalid_sources_are_refused(tmp_path: Path, name: str) -> None:
     message = refused(source, *words)
     assert "\n" not in message
     assert len(message) < 700
+
+
+def test_decoder_that_embeds_texts_needs_no_head(tmp_path: Path) -> None:
+    """It is published by the class of a language model, as Qwen3-Embedding is."""
+    source = llama(tmp_path / "source")
+    rewrite(source, **{"lm_head.weight": None})
+    (source / "modules.json").write_text('[{"path": ""}]')
+    assert sorted(convert(source, tmp_path / "out").plan.patterns) == LINEARS
 
 
 ENDLESS = "(.|.)*q$"

@@ -185,6 +185,7 @@ SHARDED: dict[str, tuple[Damage, str]] = {
     "no config": (lambda s: (s / "config.json").unlink(), "config.json"),
     "config no JSON": (text("{"), "config.json"),
     "config a list": (text("[]"), "found []"),
+    "config with a byte order mark": (text("\ufeff{}"), "is not JSON: Unexpected UTF-8 BOM"),
     "config too deep": (text(DEEP), "nested too deeply"),
     "config a folder": (instead(Path.mkdir), "config.json is not a file"),
     "config a pipe": (instead(os.mkfifo), "config.json is not a file"),

@@ -17,11 +17,13 @@ from calibration import write_ids
 from checkpoints import DOWN, LLAMA, MODEL, Q, config_of, convert, llama, snapshot, tensors_of, w8a8, write
 from commands import Done
 from rich.console import Console
+from typer.main import get_command
 
 from slidesparse import __version__
 from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.calibrate.task import Calibration
 from slidesparse.cli import console
+from slidesparse.cli.main import app
 from slidesparse.convert import stream
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.pattern import SlidePattern
@@ -388,6 +390,18 @@ def test_version_and_help() -> None:
     assert result.code == 0
     for command in ("convert", "inspect", "doctor", "synth", "tune", "eval", "build"):
         assert command in result.out
+
+
+def test_commands_of_the_readme_are_complete() -> None:
+    """They are parsed, but not run: no option is unknown or missing."""
+    commands = re.findall(r"(?:^\$ |`)slidesparse ([^`#\n]+)", (ROOT / "README.md").read_text(), re.M)
+    assert len(commands) > 7
+    group: Any = get_command(app)
+    for words in map(shlex.split, commands):
+        context = group.make_context("slidesparse", list(words))
+        while hasattr(context.command, "commands"):
+            name, command, words = context.command.resolve_command(context, words)
+            context = command.make_context(name, list(words), context)
 
 
 WITHOUT_TORCH = """

@@ -280,6 +280,13 @@ def with_zero_points(folder: Path) -> None:
     write(folder, config_of(folder), tensors_of(folder) | {name: torch.zeros(88, 1).char()})
 
 
+def marked(folder: Path) -> None:
+    """Leave the sparsity_config of pruning, as older tools do."""
+    sparsity = {"format": "dense", "sparsity_structure": "2:4", "targets": ["Linear"]}
+    block = config_of(folder)["quantization_config"]
+    edit_json(folder / "config.json", quantization_config={**block, "sparsity_config": sparsity})
+
+
 SPARSE = {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"}
 YES = "yes: the backend reference serves 8 of 8"
 CASES = [  # what is examined, what is changed, flags -> exit code, last line
@@ -306,6 +313,8 @@ CASES = [  # what is examined, what is changed, flags -> exit code, last line
     ),
     ("w8a8", None, SPARSE, 1, "no: no linear layer can be served: .*whose weights break"),
     ("dense", with_zero_points, {}, 1, "no: vLLM does not serve it here:\n(.*\n)*.*weight_zero_point"),
+    ("w8a8", marked, {}, 1, "no: vLLM does not serve it here:\n(.*\n)*.*Sparsity support has been removed"),
+    ("w8a8", marked, {**SPARSE, "SPARSITY": "dense"}, 0, "yes: the backend reference serves 7 of 8"),
 ]
 
 
@@ -326,6 +335,7 @@ def test_doctor_says_what_the_server_does(
         monkeypatch.setenv(name, value)
     result = Done("doctor", folder)
     assert result.code == code, result.out
+    assert ("vLLM since 0.19 refuses; convert it" in result.out) == (change is marked and code == 1)
     assert re.search(words, result.out[result.out.rindex("\nyes: " if code == 0 else "\nno: ") + 1 :]), (
         result.out
     )

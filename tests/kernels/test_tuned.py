@@ -147,6 +147,7 @@ def test_failed_save_leaves_the_old_table(cache: Path, monkeypatch: pytest.Monke
         ("[]", "has format 'list'"),
         (None, "is about gpu 'NVIDIA H100', not 'NVIDIA H200' as its name says"),
         ("\xff", "is not JSON"),
+        ("[" * 10**5, "is not JSON"),
     ],
 )
 def test_damaged_or_foreign_table_is_reported(cache: Path, text: str | None, message: str) -> None:
@@ -161,17 +162,29 @@ def test_damaged_or_foreign_table_is_reported(cache: Path, text: str | None, mes
 
 
 @pytest.mark.parametrize(
-    "broken", ['"64"', "7777.0", '["a", 7777.0]', f'"{tuned.Shape.of_problem(PROBLEM)}"']
+    ("broken", "instead"),
+    [
+        *((key, '"what"') for key in ('"64"', "7777.0", '["a", 7777.0]')),
+        (f'"{tuned.Shape.of_problem(PROBLEM)}"', '"what"'),
+        ('"64"', '"-16"'),
+    ],
 )
-def test_damaged_entries_are_reported(broken: str) -> None:
+def test_damaged_entries_are_reported(broken: str, instead: str) -> None:
     path = tuned.save(SUBJECT, [(PROBLEM, Tuned("a", 7777.0))])
     text = json.dumps(json.loads(path.read_text()))
     assert broken in text
-    path.write_text(text.replace(broken, '"what"'))
+    path.write_text(text.replace(broken, instead))
     tuned._merged_table.cache_clear()
     for shape in (PROBLEM, replace(PROBLEM, n=64)):
         with pytest.raises(TableError, match="is damaged"):
             tuned.select_algorithm(SUBJECT, shape)
+
+
+def test_pipe_in_place_of_a_table_is_reported() -> None:
+    tuned.tables_folder().mkdir(parents=True, exist_ok=True)
+    os.mkfifo(tuned.tables_folder() / SUBJECT.file_name)
+    with pytest.raises(TableError, match="is not a file"):
+        tuned.select_algorithm(SUBJECT, PROBLEM)
 
 
 def test_a_gpu_without_a_table_uses_another_of_its_compute_capability() -> None:

@@ -15,7 +15,7 @@ from slidesparse import flags, gemm
 from slidesparse.checkpoint.metadata import KEY, LayerEntry, Metadata, MetadataError
 from slidesparse.flags import FlagError, Flags
 from slidesparse.pattern import SlidePattern
-from slidesparse.resolve import STAMP, Resolution, ResolveError, claim, resolve, stamp
+from slidesparse.resolve import STAMP, Resolution, ResolveError, claim, resolve, stamp, unread_storage
 
 ROOT = Path(__file__).parents[2]
 SIX_EIGHT = SlidePattern.parse("6:8")
@@ -190,8 +190,11 @@ def test_resolve_sparse_formats_of_compressed_tensors() -> None:
     """The format sparse-24-bitmask implies 2:4; a flag takes precedence over it."""
 
     def config(form: str, structure: str) -> dict[str, object]:
-        sparsity = {"format": form, "sparsity_structure": structure}
+        sparsity = {"format": form, "sparsity_structure": structure, "targets": ["Linear"]}
         return {"quant_method": "compressed-tensors", "sparsity_config": sparsity}
+
+    for form, words in (("sparse-bitmask", "stored as sparse-bitmask"), ("dense", "a sparsity_config with")):
+        assert words in unread_storage(config(form, "2:4"))
 
     for request, pattern in ((Flags("sparse"), "2:4"), (Flags("sparse", SlidePattern(8)), "6:8")):
         resolution = resolve(config("sparse-24-bitmask", "2:4"), request, on_cuda=False)
