@@ -36,6 +36,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("warm")
 def test_commands_accept_a_hub_id(cache: Path, tmp_path: Path) -> None:
     before = snapshot(cache)
     done = Done("convert", "org/name", "out", "-s", "6:8")
