@@ -178,6 +178,7 @@ class EnginePool:
 
 def _run(request: Request) -> Answer:
     import torch
+    from vllm.platforms import current_platform
 
     os.environ.update(request.env)
     if request.registered:
@@ -190,12 +191,12 @@ def _run(request: Request) -> Answer:
         _accumulate_in_float64(request.yardstick)
     if request.pieces:
         _compile_in_pieces()
-    if request.env.get("VLLM_WORKER_MULTIPROC_METHOD") != "spawn":
-        _fork_workers()
     # share compiled kernels, but no graphs, as no pass runs on a cached one
     torch.compiler.config.cache_key_tag = str(os.getpid())
-    # otherwise vLLM compiles some functions of its sampler
-    torch._dynamo.config.disable = llm_options(request)["enforce_eager"]
+    if current_platform.is_cpu():
+        _fork_workers()
+        # vLLM compiles parts of its sampler
+        torch._dynamo.config.disable = llm_options(request)["enforce_eager"]
     if request.task == "config_hash":
         return Answer(config_hash=_config(request).compute_hash())
     if request.task == "damaged":
@@ -209,10 +210,13 @@ def _run(request: Request) -> Answer:
 
 def llm_options(request: Request) -> dict[str, Any]:
     """Return the arguments of ``vllm.LLM``: those that all engines have, and those of the request."""
+    from vllm.platforms import current_platform
+
     # float32, because vLLM's kernels for AVX2 truncate to bfloat16 where all others round
     common = {"skip_tokenizer_init": True, "max_model_len": 256, "max_num_seqs": 8, "dtype": "float32"}
     common["gpu_memory_utilization"] = 0.2  # of a CPU's memory too; other tests may run at the same time
-    common["num_gpu_blocks_override"] = 64  # otherwise a GiB of the KV cache is filled with zeros
+    if current_platform.is_cpu():
+        common["num_gpu_blocks_override"] = 64  # otherwise a GiB of the KV cache is filled with zeros
     return {**common, "enforce_eager": True, **request.options}
 
 
@@ -288,8 +292,9 @@ def _fork_workers() -> None:
     original = CpuPlatform.check_and_update_config.__func__
 
     def check_and_update_config(cls: type, config: Any) -> None:
+        method = os.environ["VLLM_WORKER_MULTIPROC_METHOD"]
         original(cls, config)
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = method
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
