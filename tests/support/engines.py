@@ -197,6 +197,7 @@ def _run(request: Request) -> Answer:
         _fork_workers()
         # vLLM compiles parts of its sampler
         torch._dynamo.config.disable = llm_options(request)["enforce_eager"]
+        torch._inductor.config.compile_threads = 1  # in this process, not in others that import torch
     if request.task == "config_hash":
         return Answer(config_hash=_config(request).compute_hash())
     if request.task == "damaged":
@@ -346,7 +347,8 @@ def _import_vllm() -> None:
     registry._run_in_subprocess = lambda look: look()  # vLLM starts a process to look at the class of a model
     get_quantization_config("compressed-tensors")  # imports all methods
     for name in (*IMPORTED_LATE, *(OF_GPUS if current_platform.is_cuda() else OF_CPUS)):
-        importlib.import_module(name)
+        with suppress(ImportError):  # another release of vLLM has it elsewhere
+            importlib.import_module(name)
     if torch.cuda.is_initialized():
         raise RuntimeError("importing vLLM has initialized CUDA: no forked child could use it")
 
