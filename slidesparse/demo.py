@@ -34,8 +34,9 @@ from slidesparse import doctor
 from slidesparse.cli import interrupt_by_signals
 from slidesparse.cli.console import application, out
 from slidesparse.errors import EnvironmentFault, SlideSparseError
-from slidesparse.evaluate.engine import find_errors, summaries, vllm_command
+from slidesparse.evaluate.engine import summaries, vllm_command
 from slidesparse.flags import DISABLE
+from slidesparse.serving import find_errors
 
 MARK = ".slidesparse-demo"  # file that marks a folder as the demo's own, which it may empty
 GOALS = {

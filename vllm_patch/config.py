@@ -267,15 +267,14 @@ class SlideSparseConfig(CompressedTensorsConfig):
             remedy = (
                 f"convert the original model ({remedy}) and serve it with a tested vLLM: {VLLM_TESTED_TEXT}"
             )
-        if listed and self.resolution.layout != "dense":
+        layout, conflict, stock = self.resolution.layout, "", "convert to the dense layout"
+        if listed and layout != "dense":
+            conflict = f"which cannot read the {layout} layout"
+        elif self.resolution.asked:
+            conflict, stock = "but a SlideSparse flag is set", "unset the flag"
+        if conflict:
             raise ResolveError(
-                f"{name}: {problem}, which cannot read the {self.resolution.layout} layout. To run sparse "
-                f"layers: {remedy}; to use vLLM's own kernels: convert to the dense layout"
-            )
-        if self.resolution.asked:
-            raise ResolveError(
-                f"{name}: {problem}, but a SlideSparse flag is set. To run sparse layers: {remedy}; "
-                "to use vLLM's own kernels: unset the flag"
+                f"{name}: {problem}, {conflict}. To run sparse layers: {remedy}; to use vLLM's own kernels: {stock}"
             )
         compat.warn(f"SlideSparse leaves them dense: {problem}. To run them sparse: {remedy}")
 

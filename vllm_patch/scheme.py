@@ -175,12 +175,8 @@ class SlideSparseScheme(CompressedTensorsScheme):
         length = pattern.length
         if shard == in_features or (length and in_features % length == 0 and shard % length == 0):
             return
-        sizes = [
-            n
-            for n in range(1, 65)
-            if length and in_features % length == 0 and (in_features // length) % n == 0
-        ]
-        works = ", ".join(map(str, sizes)) if sizes else "1"
+        blocks = in_features // length if length and in_features % length == 0 else 1
+        works = ", ".join(str(n) for n in range(1, 65) if blocks % n == 0)
         raise PatternError(
             f"{self.name}: the slided layout of {in_features} in-features at {pattern} cannot be cut into "
             f"{in_features // shard} tensor-parallel shards of whole blocks; tensor-parallel sizes that work: {works}. "
@@ -313,9 +309,7 @@ def _release_unused(weight: Tensor) -> None:
     """Free the GPU memory of the last layer's dense weight before a large weight is packed.
 
     Otherwise the slightly smaller packed weight would be allocated in it and keep all of it, because torch does not
-    split such blocks while vLLM loads (``max_split_size_mb``).  Kernels that read it must have ended: in releases up to
-    0.20, vLLM's allocator for sleep mode unmaps memory without waiting for them.
+    split such blocks while vLLM loads (``max_split_size_mb``).
     """
     if weight.is_cuda and weight.nbytes >= OVERSIZED:
-        torch.cuda.synchronize(weight.device)
         torch.cuda.empty_cache()

@@ -11,6 +11,7 @@ process forked from this one, which has imported vLLM, answers it; then a line o
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -31,6 +32,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models import registry
 from vllm.plugins import load_general_plugins
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -167,6 +169,9 @@ def main() -> None:
     """Answer requests until stdin ends."""
     told = os.dup(1)
     os.dup2(2, 1)  # what vLLM prints must not mix with ours
+    # otherwise vLLM starts a process, which imports it again, to look at each class of models
+    registry._run_in_subprocess = lambda look: look()
+    gc.freeze()  # so that children do not copy all objects when they collect garbage
     for line in sys.stdin:
         request = json.loads(line)
         child = os.fork()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -19,14 +18,12 @@ import numpy as np
 
 from slidesparse.errors import INSTALL, EnvironmentFault, SlideSparseError
 from slidesparse.resolve import SUMMARY
+from slidesparse.serving import find_errors
 
 WORKER = "slidesparse.evaluate.worker"
-ERROR_LINE = re.compile(r"\b\w+(?:Error|Exception): .*")
-CONTINUED_ERROR = re.compile(r"ValidationError: \d+ ")  # from pydantic; the next line has the reason
 # The log must contain the plugin's line, whatever the user configured
 LOGGING = {"VLLM_CONFIGURE_LOGGING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
 LOGGING_CONFIG = "VLLM_LOGGING_CONFIG_PATH"
-MAX_LINES, MAX_CHARACTERS = 5, 500  # lines of the log in an error message, and characters of each
 
 
 def summaries(log: str) -> list[dict[str, Any]]:
@@ -104,16 +101,3 @@ def _environment() -> dict[str, str]:
     }
     forced = {"HF_HUB_OFFLINE": "1", **LOGGING}
     return {name: v for name, v in {**defaults, **os.environ, **forced}.items() if name != LOGGING_CONFIG}
-
-
-def find_errors(log: str) -> str:
-    """Return the lines of vLLM's log with the errors raised, or else its last lines; long ones are shortened."""
-    lines = log.splitlines()
-    raised = []
-    for i, line in enumerate(lines):
-        if ERROR_LINE.search(line) and "WARNING" not in line:
-            raised.append(line)
-            if CONTINUED_ERROR.search(line) and i + 1 < len(lines):
-                raised.append(lines[i + 1])
-    found = raised[:MAX_LINES] or lines[-MAX_LINES:]
-    return "\n".join(line[:MAX_CHARACTERS] + " ..." * (len(line) > MAX_CHARACTERS) for line in found)

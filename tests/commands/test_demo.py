@@ -16,16 +16,13 @@ from slidesparse.errors import EnvironmentFault
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_minilm_embeddings_over_http(tmp_path: Path) -> None:
-    """Served sparse and by stock vLLM, which differ by rounding, and near the original's."""
-    source = demo.original()
-    convert(source, tmp_path / "dense")
+    """Served sparse and by stock vLLM, which differ by rounding."""
+    convert(demo.original(), tmp_path / "dense")
     ours, facts = demo.embed(tmp_path / "dense", False, tmp_path / "ours.log")
     stock, nothing = demo.embed(tmp_path / "dense", True, tmp_path / "stock.log")
     assert facts is not None
     assert (facts["layers"], facts["left"], nothing) == ({"6:8": 24}, {}, None)
     assert (ours * stock).sum(1).min() > 0.99
-    original, _ = demo.embed(source, True, tmp_path / "original.log")
-    assert (ours * original).sum(1).min() > 0.8
 
 
 def test_server_start_failure_shows_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,6 +39,5 @@ def test_server_start_failure_shows_the_cause(tmp_path: Path, monkeypatch: pytes
 def test_demo_does_not_overwrite_other_files(tmp_path: Path) -> None:
     (tmp_path / "precious.txt").write_text("mine")
     result = CliRunner().invoke(demo.app, ["--out", str(tmp_path)])
-    assert result.exit_code == 2
-    assert "the demo's" in result.stderr
+    assert (result.exit_code, "the demo's" in result.stderr) == (2, True)
     assert (tmp_path / "precious.txt").read_text() == "mine"

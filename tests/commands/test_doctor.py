@@ -289,8 +289,10 @@ def marked(folder: Path) -> None:
 
 SPARSE = {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"}
 YES = "yes: the backend reference serves 8 of 8"
+TEXT = "no: it has not been converted"
+AS_IT_IS = {"USE_CUSPARSELT": "1", "SPARSITY": "dense"}
 CASES = [  # what is examined, what is changed, flags -> exit code, last line
-    ("source", None, {}, 1, "no: it has not been converted"),
+    ("source", None, {}, 1, TEXT),
     ("dense", None, {}, 0, YES),
     ("slided", None, {}, 0, YES),
     ("packed", None, {}, 0, YES),
@@ -300,17 +302,11 @@ CASES = [  # what is examined, what is changed, flags -> exit code, last line
     ("dense", misspelled, {}, 0, YES),
     ("dense", broken, {}, 1, rf"no: {DOWN}: row \d breaks 6:8"),
     ("slided", broken, {}, 1, rf"no: {DOWN}: row \d breaks 6:8"),
-    ("dense", without_metadata, {}, 1, "no: it has not been converted"),
+    ("dense", without_metadata, {}, 1, TEXT),
     ("dense", without_metadata, SPARSE, 0, YES),
     ("dense", without_metadata, {**SPARSE, "SPARSITY": "4:6"}, 1, "no: .* weights break the pattern"),
     ("dense", without_metadata, {"USE_CUSPARSELT": "1"}, 1, "no: .*needs to know the sparsity pattern"),
-    (
-        "w8a8",
-        None,
-        {"USE_CUSPARSELT": "1", "SPARSITY": "dense"},
-        0,
-        "yes: the backend reference serves 7 of 8",
-    ),
+    ("w8a8", None, AS_IT_IS, 0, "yes: the backend reference serves 7 of 8"),
     ("w8a8", None, SPARSE, 1, "no: no linear layer can be served: .*whose weights break"),
     ("dense", with_zero_points, {}, 1, "no: vLLM does not serve it here:\n(.*\n)*.*weight_zero_point"),
     ("w8a8", marked, {}, 1, "no: vLLM does not serve it here:\n(.*\n)*.*Sparsity support has been removed"),

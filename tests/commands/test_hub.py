@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from checkpoints import llama, snapshot
-from typer.testing import CliRunner
+from commands import Done
 
 from slidesparse.checkpoint.hub import local_folder
 from slidesparse.checkpoint.storage import CheckpointError
-from slidesparse.cli.main import app
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 constants = pytest.importorskip("huggingface_hub.constants")
@@ -38,23 +35,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_convert_accepts_a_hub_id(cache: Path, tmp_path: Path) -> None:
-    """The command runs in a separate process, as for a user."""
+@pytest.mark.usefixtures("warm")
+def test_commands_accept_a_hub_id(cache: Path, tmp_path: Path) -> None:
     before = snapshot(cache)
-    environment = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "slidesparse.cli.main", "convert", "org/name", "out", "-s", "6:8"]
-    process = subprocess.run(
-        command, capture_output=True, text=True, env=environment, timeout=120, check=False
-    )
-    assert process.returncode == 0, process.stderr
+    done = Done("convert", "org/name", "out", "-s", "6:8")
+    assert done.code == 0, done.err
     assert set(snapshot(tmp_path / "out")) == {"config.json", "model.safetensors", "tokenizer.json"}
     assert snapshot(cache) == before
-
-
-def test_inspect_accepts_a_hub_id(cache: Path) -> None:
-    result = CliRunner().invoke(app, ["inspect", "org/name", "--json"])
-    assert result.exit_code == 0, result.output
-    assert len(json.loads(result.stdout)["layers"]) == 14
+    assert len(json.loads(Done("inspect", "org/name", "--json").out)["layers"]) == 14
 
 
 def test_local_folder_takes_precedence_over_hub_id(cache: Path, tmp_path: Path) -> None:
@@ -73,19 +61,16 @@ def test_address_of_a_models_page_is_its_id(cache: Path, page: str) -> None:
         local_folder(f"{page}/blob/x")
 
 
-@pytest.mark.parametrize("command", [["inspect", "org/other"], ["convert", "org/other", "out", "-s", "6:8"]])
-def test_unavailable_hub_model_exits_2(cache: Path, command: list[str]) -> None:
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 2
-    assert "org/other is not a folder here, and the Hugging Face Hub does not provide it (" in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
-
-
-def test_incomplete_hub_model_exits_2(cache: Path) -> None:
+def test_unavailable_and_incomplete_hub_models_exit_2(cache: Path) -> None:
+    unknown = "org/other is not a folder here, and the Hugging Face Hub does not provide it ("
+    for command in (["inspect", "org/other"], ["convert", "org/other", "out", "-s", "6:8"]):
+        done = Done(*command)
+        assert (done.code, len(done.err.strip().splitlines())) == (2, 1)
+        assert unknown in done.err
     (cache / "models--org--name" / "snapshots" / REVISION / "model.safetensors").unlink()
-    result = CliRunner().invoke(app, ["inspect", "org/name"])
-    assert result.exit_code == 2
-    assert "holds no .safetensors file" in result.stderr
+    done = Done("inspect", "org/name")
+    assert done.code == 2
+    assert "holds no .safetensors file" in done.err
 
 
 @pytest.mark.parametrize("name", ["name", "a/b/c", "/a/b", "../b", "org/name\n", "-org/name"])
@@ -95,5 +80,5 @@ def test_names_that_are_no_hub_ids_are_folders(cache: Path, name: str) -> None:
 
 def test_missing_library_exits_3(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    result = CliRunner().invoke(app, ["inspect", "org/name"])
-    assert (result.exit_code, "pip install huggingface_hub, or upgrade" in result.stderr) == (3, True)
+    result = Done("inspect", "org/name")
+    assert (result.code, "pip install huggingface_hub, or upgrade" in result.err) == (3, True)

@@ -1,8 +1,7 @@
-"""Rules for all files of the project: size, forbidden text, docstrings, shell scripts."""
+"""Rules for all files of the project: size, forbidden text, shell scripts."""
 
 from __future__ import annotations
 
-import ast
 import re
 import shutil
 import subprocess
@@ -12,8 +11,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LARGEST = 1 << 20  # bytes
-
-FRAGMENTS = ("Of ", "What ", "That of ", "Those ", "More of ")
 
 # Written in parts, so that this file does not match itself.
 FORBIDDEN = [
@@ -30,13 +27,8 @@ FORBIDDEN = [
 def tracked() -> list[Path]:
     """List the files that git tracks or would track, or those of a source archive without git."""
     if shutil.which("git") and (ROOT / ".git").exists():
-        listed = subprocess.run(
-            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         paths = [ROOT / name for name in listed.stdout.split("\0") if name]
     else:
         folders = ("slidesparse", "vllm_patch", "csrc", "tests", "docker")
@@ -47,17 +39,8 @@ def tracked() -> list[Path]:
 FILES = tracked()
 
 
-def test_tracked_files_are_found() -> None:
-    names = {path.relative_to(ROOT).as_posix() for path in FILES}
-    assert {
-        "pyproject.toml",
-        "slidesparse/pattern.py",
-        "vllm_patch/__init__.py",
-        "csrc/hopper/ring.cuh",
-    } <= names
-
-
 def test_no_tracked_file_is_large() -> None:
+    assert ROOT / "vllm_patch" / "__init__.py" in FILES
     assert [path.name for path in FILES if path.stat().st_size > LARGEST] == []
 
 
@@ -71,22 +54,6 @@ def test_no_file_has_forbidden_text(pattern: str) -> None:
             if re.search(pattern, line):
                 matches.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
     assert matches == []
-
-
-def test_docstrings_do_not_begin_as_fragments() -> None:
-    """No docstring begins with a word that needs the name of what it describes to be understood."""
-    fragments = []
-    for path in FILES:
-        folder = path.relative_to(ROOT).parts[0]
-        if path.suffix != ".py" or folder not in ("slidesparse", "vllm_patch", "benchmarks"):
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                docstring = ast.get_docstring(node) or ""
-                if docstring.startswith(FRAGMENTS):
-                    name = getattr(node, "name", "")
-                    fragments.append(f"{path.relative_to(ROOT)} {name}: {docstring.splitlines()[0]}")
-    assert fragments == []
 
 
 def test_shell_scripts_stop_at_errors() -> None:

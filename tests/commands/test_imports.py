@@ -32,13 +32,15 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FOR_PLUGIN = {name for names in LAYERS[:6] for name in names}  # all that the plugin may import
-STDLIB_ONLY = (
-    "slidesparse",
-    *(f"slidesparse.{name}" for name in ("errors", "versions", "pattern", "theory")),
-)
-STDLIB_ONLY += tuple(
-    f"slidesparse.{name}" for name in ("build.find", "build.compile", "gemm", "flags", "doctor", "kernels")
-)
+# vLLM swallows an ImportError of the plugin's entry-point module, so that needs nothing installed.
+STDLIB_ONLY = ["slidesparse", "slidesparse.vllm_patch", "slidesparse.errors", "slidesparse.versions"]
+STDLIB_ONLY += [
+    "slidesparse.pattern",
+    "slidesparse.theory",
+    "slidesparse.build.find",
+    "slidesparse.build.compile",
+]
+STDLIB_ONLY += ["slidesparse.gemm", "slidesparse.flags", "slidesparse.doctor", "slidesparse.kernels"]
 INSIDE_VLLM = CORE / "evaluate" / "worker.py"  # a program that runs inside vLLM; no module imports it
 
 
@@ -113,27 +115,6 @@ def test_plugin_imports_only_serving_modules(path: Path) -> None:
     assert {unit_of(name) for name in modules} <= FOR_PLUGIN
 
 
-def test_plugin_top_level_imports_only_the_standard_library() -> None:
-    """vLLM swallows an ImportError of the entry-point module, so its top level needs nothing installed."""
-    tree = ast.parse((PLUGIN / "__init__.py").read_text())
-    for node in tree.body:
-        if isinstance(node, ast.Import):
-            assert {alias.name.split(".")[0] for alias in node.names} <= sys.stdlib_module_names
-        elif isinstance(node, ast.ImportFrom):
-            assert (node.module or "").split(".")[0] in {*sys.stdlib_module_names, "__future__"}
-
-
-def test_import_scanner_finds_every_form_of_import(tmp_path: Path) -> None:
-    """Imports inside functions are found as well."""
-    source = tmp_path / "source.py"
-    source.write_text(
-        "import vllm.config\ndef f():\n    from slidesparse import ops, __version__\n    import slidesparse.gemm.cuda\n"
-    )
-    names = imported(source)
-    assert names == {"vllm.config", "slidesparse.ops", "slidesparse.__version__", "slidesparse.gemm.cuda"}
-    assert {unit_of(name) for name in names if name[0] == "s"} == {"ops", "__init__", "gemm"}
-
-
 @pytest.mark.parametrize("installed", [False, True])
 def test_plugin_is_importable_from_a_clone(tmp_path: Path, installed: bool) -> None:
     """``python -m`` in a clone imports the plugin from there, even without site-packages (-S).
@@ -176,14 +157,8 @@ except ImportError as error:
 
 
 def run(program: str, *arguments: str) -> str:
-    process = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=120,
-        check=False,
-    )
+    command = [sys.executable, "-c", program, *arguments]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
     assert (process.returncode, process.stderr) == (0, "")
     return process.stdout
 

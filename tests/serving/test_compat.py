@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from logging.handlers import BufferingHandler
 
 import pytest
 
@@ -135,40 +136,30 @@ def test_no_environment_and_no_renamed_class_stops_vllm() -> None:
     )  # as without the plugin
 
 
-class RecordingHandler(logging.Handler):
-    """A log handler that stores its messages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 def test_package_logs_as_vllm_does_unless_the_user_decided(
     slidesparse_logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It logs once, by vLLM's handler and at its level, unless the package's logger has a level or a handler."""
     from slidesparse.vllm_patch import config
 
-    vllm, root, own = RecordingHandler(), RecordingHandler(), RecordingHandler()
+    vllm, root, own = (BufferingHandler(100) for _ in range(3))
     for name, value in (("handlers", [vllm]), ("propagate", False), ("level", logging.INFO)):
         monkeypatch.setattr(logging.getLogger("vllm"), name, value)
     monkeypatch.setattr(logging.root, "handlers", [root])
 
-    def log() -> None:
+    def logged(*handlers: logging.Handler) -> list[list[str]]:
+        """Log with these handlers of the package; return the messages of vLLM's, the root's and the user's."""
+        slidesparse_logger.handlers, slidesparse_logger.propagate = list(handlers), True
         for _ in range(2):
             config.log_as_vllm_does()
         for level in ("debug", "info", "warning"):
             getattr(slidesparse_logger, level)("%s", level)
+        messages = [[record.getMessage() for record in handler.buffer] for handler in (vllm, root, own)]
+        for handler in (vllm, root, own):
+            handler.flush()
+        return messages
 
-    log()
-    assert (vllm.messages, root.messages) == (["info", "warning"], [])
-    slidesparse_logger.handlers, slidesparse_logger.propagate = [], True
+    assert logged() == [["info", "warning"], [], []]
     slidesparse_logger.setLevel(logging.WARNING)
-    log()
-    assert (vllm.messages, root.messages) == (["info", "warning", "warning"], [])
-    slidesparse_logger.handlers, slidesparse_logger.propagate = [own], True
-    log()
-    assert (own.messages, root.messages, len(vllm.messages)) == (["warning"], ["warning"], 3)
+    assert logged() == [["warning"], [], []]
+    assert logged(own) == [[], ["warning"], ["warning"]]

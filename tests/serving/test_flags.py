@@ -32,16 +32,13 @@ def test_flags_accept_both_pattern_spellings_and_boolean_words() -> None:
             assert flags.disabled({"DISABLE_SLIDESPARSE": true})
     assert Flags.from_environment({}) == Flags()
     assert Flags.from_environment({"SPARSITY": " "}) == Flags()
+    for value, expected in (("1", True), ("0", False), (" off ", False), ("", None)):
+        assert Flags.from_environment({"SLIDESPARSE_FUSE": value}).fuse is expected
+    assert Flags.from_environment({"SLIDESPARSE_PROFILE": "1"}).profile
     assert Flags.from_environment({"USE_CUBLASLT": "1", "USE_CUSPARSELT": "0"}) == Flags("dense")
     for not_true in ("", "0", "ON", "perhaps"):  # torch uses ON; it does not request SlideSparse
         assert flags.path_flag({"USE_CUSPARSELT": not_true}) is None
         assert not flags.disabled({"DISABLE_SLIDESPARSE": not_true})
-
-
-def test_fuse_flag_is_true_false_or_unset() -> None:
-    for value, expected in (("1", True), ("0", False), (" off ", False), ("", None)):
-        assert Flags.from_environment({"SLIDESPARSE_FUSE": value}).fuse is expected
-    assert Flags.from_environment({}).fuse is None
 
 
 @pytest.mark.parametrize(
@@ -58,7 +55,16 @@ def test_fuse_flag_is_true_false_or_unset() -> None:
         ({"USE_CUSPARSELT": "maybe"}, ["USE_CUSPARSELT='maybe'", "use 1 or 0"]),
         ({"USE_CUSPARSELT": "ON"}, ["USE_CUSPARSELT='ON'", "use 1 or 0"]),
         ({"DISABLE_SLIDESPARSE": "on"}, ["DISABLE_SLIDESPARSE='on'", "use 1 or 0"]),
+        ({"SLIDESPARSE_PROFILE": "maybe"}, ["SLIDESPARSE_PROFILE='maybe'", "use 1 or 0"]),
+        (
+            {"SLIDESPARSE_BACKEND": "cutlass"},
+            ["SLIDESPARSE_BACKEND='cutlass': use auto, hopper or cusparselt"],
+        ),
         ({"USE_CUSPARSELT": "1", "USE_CUBLASLT": "1"}, ["both set", "unset one"]),
+        (
+            {"SLIDESPARSE_BACKEND": "hopper", "USE_CUBLASLT": "1"},
+            ["USE_CUBLASLT selects the dense path, but SLIDESPARSE_BACKEND=hopper"],
+        ),
     ],
 )
 def test_invalid_flag_values_are_refused(environment: dict[str, str], words: list[str]) -> None:
@@ -199,8 +205,12 @@ def test_resolve_sparse_formats_of_compressed_tensors() -> None:
     for request, pattern in ((Flags("sparse"), "2:4"), (Flags("sparse", SlidePattern(8)), "6:8")):
         resolution = resolve(config("sparse-24-bitmask", "2:4"), request, on_cuda=False)
         assert (resolution.pattern, resolution.layout) == (pattern, "packed")
-    with pytest.raises(ResolveError, match="does not carry one, so set SPARSITY"):
-        resolve(config("sparse-bitmask", "unstructured"), Flags("sparse"), on_cuda=False)
+    unknown = config("sparse-bitmask", "unstructured")
+    for request, start in ((Flags("sparse"), "USE_CUSPARSELT=1"), (Flags(), "--quantization slidesparse")):
+        with pytest.raises(
+            ResolveError, match=f"^{start} needs to know .* does not carry one, so set SPARSITY"
+        ):
+            resolve(unknown, request, on_cuda=False)
     assert resolve(config("dense", "2:4"), Flags("dense"), on_cuda=False).layout == "dense"
     assert resolve(_config("packed"), Flags("dense"), on_cuda=False).layout == "packed"
 
@@ -232,12 +242,6 @@ def test_backend_flag_parsing() -> None:
         assert Flags.from_environment({"SLIDESPARSE_BACKEND": value}).backend == value.strip().lower()
     for value in ("", "auto", "AUTO"):
         assert Flags.from_environment({"SLIDESPARSE_BACKEND": value}).backend is None
-    with pytest.raises(FlagError, match="SLIDESPARSE_BACKEND='cutlass': use auto, hopper or cusparselt"):
-        Flags.from_environment({"SLIDESPARSE_BACKEND": "cutlass"})
-    with pytest.raises(
-        FlagError, match="USE_CUBLASLT selects the dense path, but SLIDESPARSE_BACKEND=hopper"
-    ):
-        Flags.from_environment({"SLIDESPARSE_BACKEND": "hopper", "USE_CUBLASLT": "1"})
 
 
 def test_choose_takes_the_preferred_usable_backend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engines import Answer, Engines, Request
-from models import LLAMA, QWEN, Decoder, converted, write_w8a8
+from edits import SPARSE_FLAGS, edited
+from engines import STOCK, Answer, Engines
+from models import QWEN, converted, write_w8a8
+from test_serving_reload import DOWN, dense_weight
 
 pytestmark = pytest.mark.vllm
 
@@ -107,47 +110,27 @@ def test_pass_survives_copying_and_changes_the_config_hash() -> None:
     assert without_pass.compute_hash() != with_pass.compute_hash()
 
 
-# Each of the two layers has two norms and an activation; the first norm has no residual yet, and o_proj reads the
-# attention's output.
-FUSED = "3 add_rms_norm_linear, 2 linear, 1 rms_norm_linear, 2 silu_mul_linear"
-
-
-def checkpoint(folder: Path, model: Decoder) -> str:
-    return str(converted(write_w8a8(model, folder / "plain"), folder / "pruned", "6:8"))
-
-
-def served(engines: Engines, model: str, cache: Path, fuse: str, eager: bool) -> Answer:
-    """Serve with a separate Inductor cache, because no pass runs on a cached graph."""
-    env = {"SLIDESPARSE_FUSE": fuse, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    answer = engines.serve(model, env=env, options={"enforce_eager": eager})
-    assert "8 layers sparse" in answer.summary
+def served(engines: Engines, model: Path | str, fuse: str, **settings: Any) -> Answer:
+    answer = engines.serve(model, env={**SPARSE_FLAGS, "SLIDESPARSE_FUSE": fuse}, **settings)
+    assert "sparse" in answer.summary
     return answer
 
 
 @pytest.mark.slow
-def test_fused_tokens_equal_unfused(engines: Engines, tmp_path: Path) -> None:
-    path = checkpoint(tmp_path, LLAMA)
-    unfused = served(engines, path, tmp_path / "cache", "0", eager=False)
-    fused = served(engines, path, tmp_path / "cache", "1", eager=False)
-    assert f"SlideSparse fusion in a graph: {FUSED}" in fused.log
-    assert fused.summary.endswith("; norms and activations fused")
-    assert "SlideSparse fusion" not in unfused.log
-    assert "fused" not in unfused.summary
-    assert fused.tokens == unfused.tokens
-
-
-@pytest.mark.slow
 def test_piecewise_graphs_are_fused_and_cached_separately(engines: Engines, tmp_path: Path) -> None:
-    """vLLM compiles as on GPUs: norms are its own operators, graphs end at attentions, and compiled graphs
-    are loaded by an engine with the same flags, and by no other.
+    """vLLM compiles as on GPUs: norms are its own operators, and graphs end at attentions.
+
+    Compiled graphs are loaded by an engine with the same flags, unless the folder holds other weights, one of whose
+    layers is not pruned.
     """
-    path = checkpoint(tmp_path, QWEN)
+    pruned = converted(write_w8a8(QWEN, tmp_path / "plain"), tmp_path / "pruned", "6:8")
+    path = tmp_path / "model"
 
-    def answer(fuse: str) -> Answer:
-        env = {"SLIDESPARSE_FUSE": fuse, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-        return engines.serve(path, env=env, options={"enforce_eager": False}, pieces=True)
+    def compiled() -> Answer:
+        return served(engines, path, "1", options={"enforce_eager": False}, pieces=True)
 
-    fused, unfused, cached = answer("1"), answer("0"), answer("1")
+    edited(pruned, path, {}, {"slidesparse": None})
+    fused, cached = compiled(), compiled()
     layer = "1 linear, 1 silu_mul_linear"
     for graph in (
         "1 rms_norm_linear\n",
@@ -155,22 +138,24 @@ def test_piecewise_graphs_are_fused_and_cached_separately(engines: Engines, tmp_
         f"1 add_rms_norm_linear, {layer}\n",  # the last norm feeds lm_head, which SlideSparse does not serve
     ):
         assert fused.log.count(f"SlideSparse fusion in a graph: {graph}") == 1
-    for other in (unfused, cached):
-        assert "SlideSparse fusion" not in other.log
-        assert other.tokens == fused.tokens
+    assert fused.summary.endswith("; norms and activations fused")
+    assert fused.tokens == served(engines, path, "0").tokens
+    assert cached.tokens == fused.tokens
     assert "Directly load AOT compilation" in cached.log
-    assert "Directly load AOT compilation" not in unfused.log
-    assert unfused.tokens == served(engines, path, tmp_path, "0", eager=True).tokens
+    assert "SlideSparse fusion" not in cached.log
+    shutil.rmtree(path)
+    edited(pruned, path, {DOWN: dense_weight()}, {"slidesparse": None})
+    changed = compiled()
+    assert "Directly load AOT compilation" not in changed.log
+    assert "7 layers sparse" in changed.summary
+    assert changed.tokens == engines.serve(path, env=STOCK).tokens
 
 
 def test_eager_models_are_not_fused(engines: Engines, tmp_path: Path) -> None:
-    path = checkpoint(tmp_path, QWEN)
-    answer = served(engines, path, tmp_path, "1", eager=True)
+    path = converted(write_w8a8(QWEN, tmp_path / "plain"), tmp_path / "pruned", "6:8")
+    answer = served(engines, path, "1")
     assert answer.summary.endswith("; norms and activations not fused: the model is not compiled by Inductor")
-    assert answer.tokens == served(engines, path, tmp_path, "0", eager=True).tokens
-    keys = [
-        engines.ask(Request(path, env={"SLIDESPARSE_FUSE": fuse}, task="config_hash")).config_hash
-        for fuse in ("0", "1", "")
-    ]
+    assert answer.tokens == served(engines, path, "0").tokens
+    environments = [{"SLIDESPARSE_FUSE": fuse} for fuse in ("0", "1", "")]
+    keys = [engines.serve(path, env=env, task="config_hash").config_hash for env in environments]
     assert len(set(keys)) == 2
-    assert "" not in keys

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.vllm
 
 
 def test_damaged_checkpoints_are_refused_or_served_right(engines: Engines) -> None:
-    answer = engines.serve("", task="damaged", work={"first": 2000, "count": 40})
+    answer = engines.serve("", task="damaged", work={"first": 2000, "count": 25})
     assert answer.data["defects"] == []
     for outcome in ("right", "refused"):
         assert answer.data["counts"][f"serve: {outcome}"] > 1

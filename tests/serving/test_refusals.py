@@ -110,118 +110,72 @@ K_WEIGHT, K_BIAS, D_WEIGHT, D_SCALE = (
     *(f"{DOWN}.weight", f"{DOWN}.weight_scale"),
 )
 
-# A checkpoint, a change of a tensor -> what is said
+BLOCKS = full((5, slice(16, 24)), (9, slice(312, 320)))
+
+# A checkpoint, a change of a tensor -> what is said of the layer
 OF_TENSORS: list[tuple[str, str, Change, str]] = [
-    ("dense", K_WEIGHT, None, f"{QKV}: the checkpoint lacks its weight"),
-    ("slided", K_WEIGHT, None, f"{QKV}: the checkpoint lacks its weight"),
-    ("dense", D_SCALE, None, f"{DOWN}: the checkpoint lacks its weight_scale"),
-    ("dense", D_SCALE, nan, f"{DOWN}: weight_scale holds NaN"),
-    (
-        "dense",
-        D_SCALE,
-        holed(slice(31)),
-        f"{DOWN}: the checkpoint's weight_scale of shape [31, 1] does not fit",
-    ),
-    ("dense", K_WEIGHT, Tensor.bfloat16, f"{QKV}: the checkpoint holds torch.bfloat16 weights"),
-    ("slided", K_WEIGHT, Tensor.bfloat16, f"{QKV}: the checkpoint holds torch.bfloat16 weights"),
-    ("dense", K_WEIGHT, holed(slice(31)), f"{QKV}: the checkpoint's weight of shape [31, 128]"),
-    ("slided", K_WEIGHT, holed(slice(31)), f"{QKV}: the checkpoint's weight of shape [31, 192]"),
-    ("dense", K_BIAS, None, f"{QKV}: the checkpoint lacks its bias: 2 of its 3 parts"),
-    ("dense", K_BIAS, nan, f"{QKV}: bias holds NaN"),
-    (
-        "dense",
-        D_WEIGHT,
-        full((5, slice(16, 24))),
-        f"{DOWN}: row 5, block 2 (columns from 16) has 8 non-zeros, 6:8",
-    ),
-    (
-        "dense",
-        D_WEIGHT,
-        full((5, slice(16, 24)), (9, slice(312, 320))),
-        "2 blocks of the layer break the pattern",
-    ),
-    (
-        "slided",
-        D_WEIGHT,
-        full((0, slice(0, 4))),
-        f"{DOWN}: row 0, block 0 (columns from 0) has 4 non-zeros, 2:4",
-    ),
-    ("slided", D_WEIGHT, in_two_windows, f"{DOWN}: a weight stands in two windows"),
-    ("fp8", D_WEIGHT, coded(0x7F), f"{DOWN}: weight holds NaN"),
-    ("fp8", D_WEIGHT, coded(0xFF), f"{DOWN}: weight holds NaN"),
+    ("dense", K_WEIGHT, None, "the checkpoint lacks its weight"),
+    ("slided", K_WEIGHT, None, "the checkpoint lacks its weight"),
+    ("dense", D_SCALE, None, "the checkpoint lacks its weight_scale"),
+    ("dense", D_SCALE, nan, "weight_scale holds NaN"),
+    ("dense", D_SCALE, holed(slice(31)), "the checkpoint's weight_scale of shape [31, 1] does not fit"),
+    ("dense", K_WEIGHT, Tensor.bfloat16, "the checkpoint holds torch.bfloat16 weights"),
+    ("slided", K_WEIGHT, Tensor.bfloat16, "the checkpoint holds torch.bfloat16 weights"),
+    ("dense", K_WEIGHT, holed(slice(31)), "the checkpoint's weight of shape [31, 128]"),
+    ("slided", K_WEIGHT, holed(slice(31)), "the checkpoint's weight of shape [31, 192]"),
+    ("dense", K_BIAS, None, "the checkpoint lacks its bias: 2 of its 3 parts"),
+    ("dense", K_BIAS, nan, "bias holds NaN"),
+    ("dense", D_WEIGHT, BLOCKS, "row 5, block 2 (columns from 16) has 8 non-zeros, 6:8"),
+    ("dense", D_WEIGHT, BLOCKS, "2 blocks of the layer break the pattern"),
+    ("slided", D_WEIGHT, full((0, slice(0, 4))), "row 0, block 0 (columns from 0) has 4 non-zeros, 2:4"),
+    ("slided", D_WEIGHT, in_two_windows, "a weight stands in two windows"),
+    ("fp8", D_WEIGHT, coded(0x7F), "weight holds NaN"),
+    ("fp8", D_WEIGHT, coded(0xFF), "weight holds NaN"),
 ]
 
-Config = dict[str, Any] | Callable[[Path], dict[str, Any]]
-AWQ = {"quant_method": "awq", "slidesparse": None}
 STATIC = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
+AWQ = {"quant_method": "awq", "slidesparse": None}
+PRUNED = "the metadata say that it was pruned, but"
+NO_BLOCK = "names slidesparse as its method but lacks the block"
+FUSES = "vLLM fuses q_proj, k_proj, v_proj into "
 
-# A checkpoint, a change of its quantization_config, flags -> what is said
-OF_CONFIGS: list[tuple[str, Config, dict[str, str], str]] = [
-    ("dense", {"ignore": "lm_head"}, {}, "ignore is 'lm_head', it must be a list of texts"),
-    ("dense", {"ignore": [None]}, {}, "ignore is [None], it must be a list of texts"),
-    ("dense", {"ignore": ["re:("]}, {}, "ignore holds 're:(', which is no regular expression"),
-    ("dense", {"ignore": ["lm_head", DOWN]}, {}, f"{DOWN}: the metadata say that it was pruned, but"),
-    (
-        "dense",
-        {"ignore": ["lm_head", K_PROJ]},
-        {},
-        "vLLM fuses q_proj, k_proj, v_proj into one layer, but quant",
-    ),
-    (
-        "dense",
-        lambda f: group(f, targets=["re:nothing"]),
-        {},
-        "qkv_proj: the metadata say that it was pruned, but",
-    ),
-    (
-        "dense",
-        lambda f: group(f, targets="Linear"),
-        {},
-        "targets of 'group_0' is 'Linear', it must be a list",
-    ),
-    ("dense", {"kv_cache_scheme": "static"}, {}, "kv_cache_scheme is 'static', it must be an object"),
-    ("dense", {"format": "zipped"}, {}, "qkv_proj: vLLM does not support the quantization that"),
-    ("slided", {"slidesparse": None}, {}, "names slidesparse as its method but lacks the block"),
-    ("slided", {"slidesparse": None}, SPARSE_FLAGS, "names slidesparse as its method but lacks the block"),
-    ("dense", WRONG_K, {}, WRONG_K_WORDS),
-    ("slided", WRONG_K, {}, WRONG_K_WORDS),
-    (
-        "slided",
-        metadata(lambda layers: layers.pop(DOWN)),
-        {},
-        "if it is pruned, vLLM and the metadata call it",
-    ),
-    ("dense", UNLISTED_K, {}, "vLLM fuses q_proj, k_proj, v_proj into "),
-    ("dense", UNLISTED_K, {}, "k_proj unpruned, v_proj 6:8; convert again with the same pattern"),
-    ("dense", {}, {"DISABLE_SLIDESPARSE": "on"}, "DISABLE_SLIDESPARSE='on': use 1 or 0"),
-    ("slided", {}, STOCK, "Unknown quantization method: slidesparse"),
-    ("w8a8", {}, SPARSE_FLAGS, "0 layers sparse, 9 dense (1 lm_head, 8 whose weights break the pattern)"),
-    (
-        "w8a8",
-        {},
-        SPARSE_FLAGS,
-        "nothing to run sparse. Convert it: slidesparse convert SRC OUT --sparsity 6:8; or set",
-    ),
+# A checkpoint, a change of its quantization_config -> what is said, perhaps with flags
+OF_CONFIGS: list[tuple[Any, ...]] = [
+    ("dense", {"ignore": "lm_head"}, "ignore is 'lm_head', it must be a list of texts"),
+    ("dense", {"ignore": [None]}, "ignore is [None], it must be a list of texts"),
+    ("dense", {"ignore": ["re:("]}, "ignore holds 're:(', which is no regular expression"),
+    ("dense", {"ignore": ["lm_head", DOWN]}, f"{DOWN}: {PRUNED}"),
+    ("dense", {"ignore": ["lm_head", K_PROJ]}, f"{FUSES}one layer, but quant"),
+    ("dense", lambda f: group(f, targets=["re:nothing"]), f"qkv_proj: {PRUNED}"),
+    ("dense", lambda f: group(f, targets="Linear"), "targets of 'group_0' is 'Linear', it must be a list"),
+    ("dense", {"kv_cache_scheme": "static"}, "kv_cache_scheme is 'static', it must be an object"),
+    ("dense", {"format": "zipped"}, "qkv_proj: vLLM does not support the quantization that"),
+    ("slided", {"slidesparse": None}, NO_BLOCK),
+    ("slided", {"slidesparse": None}, NO_BLOCK, SPARSE_FLAGS),
+    ("dense", WRONG_K, WRONG_K_WORDS),
+    ("slided", WRONG_K, WRONG_K_WORDS),
+    ("slided", metadata(lambda layers: layers.pop(DOWN)), "if it is pruned, vLLM and the metadata call it"),
+    ("dense", UNLISTED_K, f"{FUSES}model.layers.0.self_attn.qkv_proj, but their patterns"),
+    ("dense", UNLISTED_K, "k_proj unpruned, v_proj 6:8; convert again with the same pattern"),
+    ("dense", {}, "DISABLE_SLIDESPARSE='on': use 1 or 0", {"DISABLE_SLIDESPARSE": "on"}),
+    ("slided", {}, "Unknown quantization method: slidesparse", STOCK),
+    ("w8a8", {}, "0 layers sparse, 9 dense (1 lm_head, 8 whose weights break the pattern)", SPARSE_FLAGS),
+    ("w8a8", {}, "Convert it: slidesparse convert SRC OUT --sparsity 6:8; or set", SPARSE_FLAGS),
     (
         "dense",
         lambda f: {"slidesparse": None, **group(f, input_activations=STATIC)},
-        SPARSE_FLAGS,
         "no group of layers of this checkpoint is W8A8",
+        SPARSE_FLAGS,
     ),
-    ("dense", AWQ, SPARSE_FLAGS, "quantized by 'awq'; the plugin takes compressed-tensors W8A8"),
-    ("dense", AWQ, SPARSE_FLAGS, "or unset USE_CUSPARSELT"),
+    ("dense", AWQ, "quantized by 'awq'; the plugin takes compressed-tensors W8A8", SPARSE_FLAGS),
+    ("dense", AWQ, "or unset USE_CUSPARSELT", SPARSE_FLAGS),
 ]
 
-# A checkpoint, flags, an option of vLLM -> what is said
-OF_OPTIONS = [
-    (
-        "float",
-        {},
-        {"quantization": "slidesparse"},
-        "--quantization slidesparse is for a quantized checkpoint",
-    ),
-    ("dense", SPARSE_FLAGS, {"quantization": "compressed-tensors"}, "remove one of the two"),
-    ("dense", {}, {"load_format": "sharded_state"}, "--load-format sharded_state loads a dump"),
+# A checkpoint, an option of vLLM -> what is said, perhaps with flags
+OF_OPTIONS: list[tuple[Any, ...]] = [
+    ("float", {"quantization": "slidesparse"}, "--quantization slidesparse is for a quantized checkpoint"),
+    ("dense", {"quantization": "compressed-tensors"}, "remove one of the two", SPARSE_FLAGS),
+    ("dense", {"load_format": "sharded_state"}, "--load-format sharded_state loads a dump"),
 ]
 
 
@@ -237,33 +191,24 @@ def test_refused_tensors(
 ) -> None:
     stored = load_file(checkpoints[base] / "model.safetensors")[name]
     tensors = {name: None if change is None else change(stored)}
-    refused(engines, edited(checkpoints[base], tmp_path / "out", tensors, {}), {}, words)
+    layer = QKV if name.startswith(K_PROJ) else DOWN
+    subject = "" if words.startswith("2 blocks") else f"{layer}: "
+    refused(engines, edited(checkpoints[base], tmp_path / "out", tensors, {}), {}, subject + words)
 
 
-@pytest.mark.parametrize(("base", "config", "env", "words"), OF_CONFIGS)
+@pytest.mark.parametrize("case", OF_CONFIGS, ids=lambda case: f"{case[0]}-{case[2]}")
 def test_refused_configs_and_flags(
-    engines: Engines,
-    checkpoints: dict[str, Path],
-    tmp_path: Path,
-    base: str,
-    config: Config,
-    env: dict[str, str],
-    words: str,
+    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path, case: tuple[Any, ...]
 ) -> None:
+    base, config, words, env = (*case, {})[:4]
     folder = checkpoints[base]
     changes = config(folder) if callable(config) else config
     refused(engines, edited(folder, tmp_path / "out", {}, changes) if changes else str(folder), env, words)
 
 
-@pytest.mark.parametrize(("base", "env", "options", "words"), OF_OPTIONS)
-def test_refused_options(
-    engines: Engines,
-    checkpoints: dict[str, Path],
-    base: str,
-    env: dict[str, str],
-    options: dict[str, str],
-    words: str,
-) -> None:
+@pytest.mark.parametrize("case", OF_OPTIONS, ids=lambda case: case[2])
+def test_refused_options(engines: Engines, checkpoints: dict[str, Path], case: tuple[Any, ...]) -> None:
+    base, options, words, env = (*case, {})[:4]
     refused(engines, str(checkpoints[base]), env, words, **options)
 
 

@@ -88,19 +88,11 @@ def test_int8_tokens_equal_stock(engines: Engines, checkpoints: dict[str, Path],
 
 
 @pytest.mark.slow
-def test_norms_and_subnorms_are_fused(engines: Engines, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_norms_and_subnorms_are_fused(engines: Engines, checkpoints: dict[str, Path]) -> None:
     """Each quantized layer reads a norm, and all of them are fused."""
-    answers = [
-        ask(
-            engines,
-            checkpoints["6:8"],
-            env={"SLIDESPARSE_FUSE": fuse, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
-            enforce_eager=False,
-        )
-        for fuse in "10"
-    ]
-    assert "SlideSparse fusion in a graph: 3 add_rms_norm_linear, 5 rms_norm_linear" in answers[0].log
-    assert answers[0].tokens == answers[1].tokens
+    fused = ask(engines, checkpoints["6:8"], env={"SLIDESPARSE_FUSE": "1"}, enforce_eager=False)
+    assert "SlideSparse fusion in a graph: 3 add_rms_norm_linear, 5 rms_norm_linear" in fused.log
+    assert fused.tokens == ask(engines, checkpoints["6:8"]).tokens
 
 
 def test_tp2_float_logprobs_equal_transformers(engines: Engines, checkpoints: dict[str, Path]) -> None:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from edits import SPARSE_FLAGS, edited
-from engines import STOCK, Engines
+from engines import Engines
 from models import LLAMA, converted, write_w8a8
 from safetensors.torch import load_file, save_file
-from test_serving_reload import DOWN
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -64,22 +60,3 @@ def test_language_model_is_served_sparse(engines: Engines, tmp_path: Path) -> No
     text = converted(plain, tmp_path / "text", "6:8")
     assert "8 layers sparse, 1 dense (1 lm_head)" in answer.summary
     assert answer.tokens == engines.serve(text).tokens
-
-
-def test_compiled_graphs_are_not_reused_for_other_weights(engines: Engines, tmp_path: Path) -> None:
-    """Folder, config and flags are the same, weights are not; vLLM compiles the model with a copy of the
-    config.
-    """
-    pruned = converted(write_w8a8(LLAMA, tmp_path / "plain"), tmp_path / "pruned", "6:8")
-    generator = torch.Generator().manual_seed(0)
-    dense = torch.randint(1, 60, (LLAMA.hidden, LLAMA.intermediate), dtype=torch.int8, generator=generator)
-    fully_pruned = edited(pruned, tmp_path / "wholly", {}, {"slidesparse": None})
-    partly_pruned = edited(pruned, tmp_path / "partly", {DOWN: dense}, {"slidesparse": None})
-    for text, sparse_layers in ((fully_pruned, 8), (partly_pruned, 7)):
-        shutil.rmtree(tmp_path / "model", ignore_errors=True)
-        model = wrapped(Path(text), tmp_path / "model")
-        options = {**NO_IMAGES, "enforce_eager": False}
-        answer = engines.serve(model, env=SPARSE_FLAGS, options=options, pieces=True)
-        assert "saved AOT compiled function" in answer.log
-        assert f"{sparse_layers} layers sparse" in answer.summary
-        assert answer.tokens == engines.serve(text, env=STOCK).tokens

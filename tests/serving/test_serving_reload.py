@@ -5,7 +5,6 @@ Tokens after a reload are compared on GPUs (test_gpu_serving), because vLLM's ow
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -21,29 +20,31 @@ DOWN = "model.layers.0.mlp.down_proj.weight"
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_w8a8(QWEN, tmp_path_factory.mktemp("source") / "qwen2")
+    return write_w8a8(QWEN, tmp_path_factory.mktemp("reload") / "source")
 
 
 @pytest.fixture(scope="module")
-def pruned(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pruned(source: Path) -> Path:
     """A 6:8 checkpoint in dense layout with metadata."""
-    return converted(source, tmp_path_factory.mktemp("pruned") / "qwen2-6_8", "6:8")
+    return converted(source, source.with_name("pruned"), "6:8")
 
 
 @pytest.fixture(scope="module")
-def partly_pruned(pruned: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def partly_pruned(pruned: Path) -> str:
     """A checkpoint without metadata, of which one layer breaks the pattern."""
-    generator = torch.Generator().manual_seed(0)
-    dense = torch.randint(1, 60, (QWEN.hidden, QWEN.intermediate), dtype=torch.int8, generator=generator)
-    return edited(
-        pruned, tmp_path_factory.mktemp("partly_pruned") / "qwen2", {DOWN: dense}, {"slidesparse": None}
-    )
+    return edited(pruned, pruned.with_name("partly"), {DOWN: dense_weight()}, {"slidesparse": None})
 
 
 @pytest.fixture(scope="module")
-def fully_pruned(pruned: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def fully_pruned(pruned: Path) -> str:
     """A checkpoint without metadata, all layers of which obey the pattern."""
-    return edited(pruned, tmp_path_factory.mktemp("fully_pruned") / "qwen2", {}, {"slidesparse": None})
+    return edited(pruned, pruned.with_name("fully"), {}, {"slidesparse": None})
+
+
+def dense_weight() -> torch.Tensor:
+    """A weight of DOWN that breaks 6:8."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(1, 60, (QWEN.hidden, QWEN.intermediate), dtype=torch.int8, generator=generator)
 
 
 def test_weights_loaded_after_dummy_ones_are_not_pruned(engines: Engines, source: Path, pruned: Path) -> None:
@@ -78,20 +79,3 @@ def test_reload_keeps_a_dense_layer_dense(engines: Engines, fully_pruned: str, p
     answer = engines.serve(partly_pruned, env=SPARSE_FLAGS, task="reload_other", work=work)
     assert "7 layers sparse, 2 dense (1 lm_head, 1 whose weights break the pattern)" in answer.summary
     assert answer.data["turns"][0] == engines.serve(partly_pruned, env=STOCK).tokens
-
-
-def test_compiled_graphs_are_not_reused_for_other_weights(
-    engines: Engines, fully_pruned: str, partly_pruned: str, tmp_path: Path
-) -> None:
-    """Folder, config and flags are the same; the graphs compiled for the first weights do not serve the
-    second.
-    """
-    folder = tmp_path / "model"
-    for weights, sparse_layers in ((fully_pruned, 8), (partly_pruned, 7)):
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(weights, folder)
-        options = {"enforce_eager": False}
-        answer = engines.serve(folder, env=SPARSE_FLAGS, options=options, pieces=True)
-        assert "Directly load AOT compilation" not in answer.log
-        assert f"{sparse_layers} layers sparse" in answer.summary
-        assert answer.tokens == engines.serve(weights, env=STOCK).tokens

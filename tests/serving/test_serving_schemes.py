@@ -11,15 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from models import QWEN, quantization_config
 
 from slidesparse import gemm
 from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata
-from slidesparse.flags import Flags
 from slidesparse.gemm import BackendError
 from slidesparse.pattern import SlidePattern
-from slidesparse.resolve import ResolveError, resolve, stamp
+from slidesparse.resolve import ResolveError
 
 pytestmark = pytest.mark.vllm
 
@@ -94,14 +92,6 @@ def test_another_scheme_of_vllm_is_refused(
         assert scheme(config(layout), "model.layers.1.mlp.down_proj") == "CompressedTensorsW8A16Fp8"
 
 
-def test_stamp_remembers_that_a_flag_was_set() -> None:
-    """Worker processes may not see the environment."""
-    stamped = config("dense")
-    stamp(resolve(stamped, Flags("sparse"), on_cuda=False), [stamped])
-    with pytest.raises(ResolveError, match="but a SlideSparse flag is set"):
-        scheme(stamped)
-
-
 def test_dense_layout_is_left_to_vllm_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -147,15 +137,6 @@ def test_refusal(part: str, change: dict[str, Any] | None, reason: str | None) -
     assert refusal(arguments, object()) == reason
 
 
-def test_error_without_pattern_names_the_flag_or_option() -> None:
-    with pytest.raises(
-        ResolveError, match=r"^USE_CUSPARSELT=1 needs to know.*unset USE_CUSPARSELT: that needs"
-    ):
-        resolve(config(None), Flags("sparse"), on_cuda=False)
-    with pytest.raises(ResolveError, match=r"^--quantization slidesparse needs to know.*--sparsity 6:8$"):
-        resolve(config(None), Flags(), on_cuda=False)
-
-
 def test_unsupported_platforms_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from slidesparse.vllm_patch import config as module
 
@@ -188,19 +169,3 @@ def test_dual_batch_overlap_is_refused_where_unsupported(
             layer_scheme._require_no_threads()
     parallel.use_ubatching = refused is False
     layer_scheme._require_no_threads()
-
-
-@pytest.mark.parametrize(
-    ("cuda", "size", "freed"), [(True, 20 << 20, True), (True, 1 << 20, False), (False, 1 << 30, False)]
-)
-def test_cached_gpu_memory_is_freed_before_packing_large_weights(
-    monkeypatch: pytest.MonkeyPatch, cuda: bool, size: int, freed: bool
-) -> None:
-    """It synchronizes first, so that no kernel can still read the memory."""
-    from slidesparse.vllm_patch.scheme import _release_unused
-
-    calls: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(f"synchronize {device}"))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
-    _release_unused(SimpleNamespace(is_cuda=cuda, nbytes=size, device="cuda:1"))  # type: ignore[arg-type]
-    assert calls == (["synchronize cuda:1", "empty"] if freed else [])

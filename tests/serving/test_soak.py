@@ -1,4 +1,4 @@
-"""Ten thousand requests to vLLM's HTTP server, a tenth of them cancelled: no error, no memory growth, stock's metrics.
+"""Thousands of requests to vLLM's HTTP server, a tenth of them cancelled: no error, no memory growth, vLLM's metrics.
 
 A second test alternates adapters and reloads weights while the server runs, and on a GPU puts it to sleep.  On a
 machine with a GPU the server runs there, compiled and with graphs, otherwise with the reference backend.
@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -34,7 +34,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.alone]
 
 ON_GPU, GPUS = torch.cuda.is_available(), torch.cuda.device_count()
 MODEL = replace(QWEN, hidden=256, head_dim=64)  # FlashAttention has kernels for these sizes
-REQUESTS, SETTLED, THREADS = 10_000, 2_000, 16
+REQUESTS = 10_000 if ON_GPU else 3_000
+SETTLED, THREADS = REQUESTS // 5, 16
 CANCELLED = 10  # one of this many requests is cancelled
 CANCELLED_TOKENS = 440  # so many that a request is usually cancelled before it ends
 MEBIBYTE = 1 << 20
@@ -138,23 +139,6 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
-    """Start a stock server and a sparse one with the same checkpoint."""
-    folder = tmp_path_factory.mktemp("soak")
-    model = converted(write_w8a8(MODEL, folder / "source"), folder / "pruned", "6:8")
-    environments = {"stock": {"DISABLE_SLIDESPARSE": "1"}, "sparse": {}}
-    started = []
-    for name, env in environments.items():
-        (folder / name).mkdir()
-        started.append(Server(model, folder / name, env))
-    try:
-        yield started[0].wait(), started[1].wait()
-    finally:
-        for server in started:
-            server.close()
-
-
 def ask(server: Server, number: int, models: Sequence[str] = ("model",)) -> None:
     """Send one of the requests: short and long prompts, few and many tokens, each of the ``models`` in turn."""
     prompt = [(number * 31 + 7 * i) % 500 for i in range(1 + number * 13 % 64)]
@@ -169,10 +153,6 @@ def ask(server: Server, number: int, models: Sequence[str] = ("model",)) -> None
 def run(server: Server, numbers: range, models: Sequence[str] = ("model",)) -> None:
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(lambda number: ask(server, number, models), numbers))
-
-
-def metric_names(server: Server) -> set[str]:
-    return set(re.findall(r"^# TYPE (\S+)", server.metrics(), re.MULTILINE))
 
 
 def finished(server: Server) -> dict[str, int]:
@@ -194,34 +174,35 @@ def growth(server: Server, first: int) -> float:
     return sorted(growths)[1] / window
 
 
-def test_soak_of_ten_thousand_requests(servers: tuple[Server, Server]) -> None:
-    stock, sparse = servers
-    run(stock, range(20))
-    log_start = len(sparse.log.read_text())
-    run(sparse, range(SETTLED))
-    gpu_before, requested = _gpu_memory(), REQUESTS
-    grown = growth(sparse, SETTLED)
-    if grown >= LEAK:  # possibly by chance, on a busy machine; a leak continues
-        grown, requested = growth(sparse, REQUESTS), 2 * REQUESTS - SETTLED
-    gpu_grown = _gpu_memory() - gpu_before
-    print(f"{gpu_grown / MEBIBYTE:.1f} MiB more of GPU memory in total")
+def test_thousands_of_requests(tmp_path: Path) -> None:
+    model = converted(write_w8a8(MODEL, tmp_path / "source"), tmp_path / "pruned", "6:8")
+    server = Server(model, tmp_path, {})
+    try:
+        server.wait()
+        log_start = len(server.log.read_text())
+        run(server, range(SETTLED))
+        gpu_before, requested = _gpu_memory(), REQUESTS
+        grown = growth(server, SETTLED)
+        if grown >= LEAK:  # possibly by chance, on a busy machine; a leak continues
+            grown, requested = growth(server, REQUESTS), 2 * REQUESTS - SETTLED
+        gpu_grown = _gpu_memory() - gpu_before
+        print(f"{gpu_grown / MEBIBYTE:.1f} MiB more of GPU memory in total")
 
-    assert sparse.healthy()
-    reasons = finished(sparse)
-    cancelled = requested // CANCELLED
-    too_late = reasons.pop("length") - (
-        requested - cancelled
-    )  # finished before the server noticed the closed connection
-    assert 0 <= too_late < cancelled // 2
-    assert not any(reasons.values())
-    assert grown < LEAK
-    assert gpu_grown < GPU_GROWTH
-    assert metric_names(sparse) == metric_names(stock)
-    log = sparse.log.read_text()
-    assert "SlideSparse 6:8 (2 of every 8 pruned): 8 layers sparse, 1 dense (1 lm_head)" in log
-    serving_log = log[log_start:]
-    assert "Traceback" not in serving_log, serving_log[-4000:]
-    assert "ERROR" not in serving_log, serving_log[-4000:]
+        assert server.healthy()
+        reasons = finished(server)
+        cancelled = requested // CANCELLED
+        # finished before the server noticed the closed connection
+        too_late = reasons.pop("length") - (requested - cancelled)
+        assert 0 <= too_late < cancelled // 2
+        assert not any(reasons.values())
+        assert grown < LEAK
+        assert gpu_grown < GPU_GROWTH
+        assert "slidesparse" not in server.metrics().lower()
+        log = server.log.read_text()
+        assert "SlideSparse 6:8 (2 of every 8 pruned): 8 layers sparse, 1 dense (1 lm_head)" in log
+        assert not re.search("Traceback|ERROR", log[log_start:]), log[log_start:][-4000:]
+    finally:
+        server.close()
 
 
 @pytest.mark.skipif(GPUS < 2, reason="two GPUs are needed")

@@ -6,6 +6,7 @@ Importing vLLM takes some ten seconds, an engine for a tiny model in a forked ch
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -37,6 +38,25 @@ FLAGS = (
     "SPARSITY",
     "SLIDESPARSE_FUSE",
     "SLIDESPARSE_BACKEND",
+)
+IMPORTED_LATE = (
+    "torch._dynamo",
+    "vllm.entrypoints.llm",
+    "vllm.entrypoints.openai.cli_args",
+    "vllm.v1.engine.async_llm",
+    "slidesparse.vllm_patch.fusion",
+    "slidesparse.vllm_patch.scheme",
+    "slidesparse.vllm_patch.bitnet",
+    *(
+        f"vllm.model_executor.models.{name}"
+        for name in ("llama", "qwen2", "mixtral", "qwen2_moe", "qwen3_moe")
+    ),
+)
+OF_CPUS = ("vllm.v1.worker.cpu_worker",)
+OF_GPUS = (
+    "vllm.v1.attention.backends.flash_attn",
+    "vllm.v1.worker.gpu.model_runner",
+    "vllm.v1.worker.gpu_worker",
 )
 STOCK = {"DISABLE_SLIDESPARSE": "1"}  # the environment of vLLM without the plugin
 
@@ -91,6 +111,7 @@ class Engines:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CACHE_ROOT": self.cache.name,
+            "TORCHINDUCTOR_CACHE_DIR": self.cache.name,
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "INFO",  # tests read the plugin's lines
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -156,6 +177,9 @@ class EnginePool:
 
 
 def _run(request: Request) -> Answer:
+    import torch
+    from vllm.platforms import current_platform
+
     os.environ.update(request.env)
     if request.registered:
         gemm.REGISTRY.update(importlib.import_module(request.registered).ENTRY)
@@ -167,6 +191,13 @@ def _run(request: Request) -> Answer:
         _accumulate_in_float64(request.yardstick)
     if request.pieces:
         _compile_in_pieces()
+    # share compiled kernels, but no graphs, as no pass runs on a cached one
+    torch.compiler.config.cache_key_tag = str(os.getpid())
+    if current_platform.is_cpu():
+        _fork_workers()
+        # vLLM compiles parts of its sampler
+        torch._dynamo.config.disable = llm_options(request)["enforce_eager"]
+        torch._inductor.config.compile_threads = 1  # in this process, not in others that import torch
     if request.task == "config_hash":
         return Answer(config_hash=_config(request).compute_hash())
     if request.task == "damaged":
@@ -180,9 +211,13 @@ def _run(request: Request) -> Answer:
 
 def llm_options(request: Request) -> dict[str, Any]:
     """Return the arguments of ``vllm.LLM``: those that all engines have, and those of the request."""
+    from vllm.platforms import current_platform
+
     # float32, because vLLM's kernels for AVX2 truncate to bfloat16 where all others round
     common = {"skip_tokenizer_init": True, "max_model_len": 256, "max_num_seqs": 8, "dtype": "float32"}
     common["gpu_memory_utilization"] = 0.2  # of a CPU's memory too; other tests may run at the same time
+    if current_platform.is_cpu():
+        common["num_gpu_blocks_override"] = 64  # otherwise a GiB of the KV cache is filled with zeros
     return {**common, "enforce_eager": True, **request.options}
 
 
@@ -251,6 +286,20 @@ def _compile_in_pieces() -> None:
     FixFunctionalizationPass.__call__ = lambda self, graph: None
 
 
+def _fork_workers() -> None:
+    """Fork workers on vLLM's CPU build too, which otherwise spawns them: each would import vLLM again."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: type, config: Any) -> None:
+        method = os.environ["VLLM_WORKER_MULTIPROC_METHOD"]
+        original(cls, config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = method
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
 def _accumulate_fp8_in_float64() -> None:
     from slidesparse import reference
 
@@ -289,26 +338,17 @@ def _child(request: Request, log: str, out: int) -> None:
 
 
 def _import_vllm() -> None:
-    """Import what engines import later, without initializing CUDA."""
+    """Import what engines import later, without initializing CUDA, and not the plugin, which stock engines lack."""
     import torch
-    import vllm
-    from slidesparse.vllm_patch.bitnet import BitNetForCausalLM
-    from vllm.model_executor.models.falcon_h1 import FalconH1ForCausalLM
-    from vllm.model_executor.models.granitemoehybrid import GraniteMoeHybridForCausalLM
-    from vllm.model_executor.models.llama import LlamaForCausalLM
-    from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+    from vllm.model_executor.layers.quantization import get_quantization_config
+    from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
 
-    # vLLM starts a process to look at a model that it knows by name only
-    hybrids = (FalconH1ForCausalLM, GraniteMoeHybridForCausalLM)
-    for model in (LlamaForCausalLM, Qwen2ForCausalLM, BitNetForCausalLM, *hybrids):
-        vllm.ModelRegistry.register_model(model.__name__, model)
-    if current_platform.is_cuda():
-        import vllm.v1.attention.backends.flash_attn
-        import vllm.v1.worker.gpu.model_runner
-        import vllm.v1.worker.gpu_worker
-    else:
-        import vllm.v1.worker.cpu_worker
+    registry._run_in_subprocess = lambda look: look()  # vLLM starts a process to look at the class of a model
+    get_quantization_config("compressed-tensors")  # imports all methods
+    for name in (*IMPORTED_LATE, *(OF_GPUS if current_platform.is_cuda() else OF_CPUS)):
+        with suppress(ImportError):  # another release of vLLM has it elsewhere
+            importlib.import_module(name)
     if torch.cuda.is_initialized():
         raise RuntimeError("importing vLLM has initialized CUDA: no forked child could use it")
 
@@ -339,6 +379,8 @@ def main() -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # printed text must not mix with answers
     _import_vllm()
+    gc.collect()
+    gc.freeze()  # otherwise each child, which collects garbage, copies all objects
 
     for line in sys.stdin:
         request = Request(**json.loads(line))
