@@ -29,19 +29,16 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slidesparse.checkpoint.names import serving_names
-from slidesparse.checkpoint.storage import CONFIG, SUFFIX, Checkpoint, CheckpointError, TensorSpec
-from slidesparse.errors import ENVIRONMENT, FAILED, CheckFailed, shown
+from slidesparse.checkpoint.storage import CONFIG, SUFFIX, Checkpoint, TensorSpec
+from slidesparse.errors import ENVIRONMENT, FAILED, CheckFailed
 from slidesparse.flags import SPARSITY, USE_CUBLASLT, USE_CUSPARSELT
 from slidesparse.resolve import Resolution
 
-PARAMETERS = ("weight", "weight_scale", "bias")  # of a W8A8 layer in vLLM
-CACHE_SCALES = ("q_scale", "k_scale", "v_scale")
 PROGRAM = "slidesparse.vllm_patch.skeleton"
 ERROR_LINE = re.compile(r"\b\w+(?:Error|Exception): .*")
 CONTINUED_ERROR = re.compile(r"ValidationError: \d+ ")  # from pydantic; the next line has the reason
@@ -163,64 +160,6 @@ class Skeletons:
                 raise NotServedError(f"vLLM does not serve it here:\n{find_errors(text)}")
         resolution = found["resolution"] and Resolution(**found["resolution"])
         return Serving(tuple(ServedLayer(**layer) for layer in found["layers"]), found["left"], resolution)
-
-
-def targets(quantized: Iterable[str], model: Serving | None) -> list[str]:
-    """Return the entries of ``targets`` by which vLLM quantizes these layers, and no others.
-
-    Args:
-        quantized: the checkpoint's names of the layers.
-        model: the layers of the unquantized model in vLLM; None without vLLM, when only the checkpoint's names and
-            the usual ones of vLLM can be given: where vLLM has others, it ends with an error.
-    """
-    names = {alias: None for name in quantized for alias in serving_names(name)}
-    for layer in model.layers if model else ():
-        if layer.weights and names.keys() >= set(layer.weights):
-            names[layer.name] = None
-    return list(names)
-
-
-def fused(model: Serving) -> list[tuple[str, ...]]:
-    """Return the groups of the checkpoint's layers that vLLM fuses into one, which must be treated alike."""
-    return [tuple(layer.weights) for layer in model.layers if len(layer.weights) > 1]
-
-
-def kv_cache_scheme(value: Any) -> dict[str, Any] | None:
-    """Return the ``kv_cache_scheme`` of a checkpoint in the form of compressed-tensors, or None if it has none.
-
-    Raises CheckpointError, in terms of what vLLM (0.25.1 to 0.32) serves, for another.
-    """
-    if not value:
-        return None
-    if value == "static":  # as AutoFP8 writes it
-        return {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
-    fields = value if isinstance(value, dict) else {}
-    served = (fields.get("num_bits"), fields.get("type"), bool(fields.get("symmetric"))) == (8, "float", True)
-    if not served or fields.get("strategy") not in ("tensor", "attn_head"):
-        raise CheckpointError(
-            f"kv_cache_scheme {shown(value)} is not served by vLLM, which takes symmetric 8-bit floats with a scale "
-            "per tensor or attention head; remove it, and the cache's scales, from the source"
-        )
-    return fields
-
-
-def surplus(tensors: Iterable[str], quantized: Collection[str]) -> list[str]:
-    """Return the tensors beside weights of W8A8 layers that vLLM has no parameter for, and so ends with an error.
-
-    These are left by quantizers: zero points of symmetric weights, ``weight_g_idx``, ``input_global_scale``, observers,
-    scales of static activations.  Scales of the KV cache, which ModelOpt keeps beside k_proj and v_proj, are loaded.
-    """
-    found = []
-    for name in tensors:
-        layer = next((part for part in _parents(name) if part in quantized), None)
-        if layer and name[len(layer) + 1 :] not in (*PARAMETERS, *CACHE_SCALES):
-            found.append(name)
-    return found
-
-
-def _parents(name: str) -> Iterator[str]:
-    while name := name.rpartition(".")[0]:
-        yield name
 
 
 def stored(checkpoint: Checkpoint) -> list[TensorSpec]:

@@ -19,7 +19,7 @@ from test_serving_multimodal import NO_IMAGES, wrapped
 from slidesparse import doctor
 from slidesparse.checkpoint.storage import Checkpoint, TensorSpec
 from slidesparse.evaluate.engine import summaries
-from slidesparse.serving import NotServedError, Serving, Skeletons, fused, stored, targets
+from slidesparse.serving import NotServedError, Serving, Skeletons, stored
 
 pytestmark = pytest.mark.vllm
 
@@ -65,45 +65,28 @@ def test_changed_weights_of_a_layer_of_another_name(engines: Engines, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["FalconH1", "GraniteMoeHybrid"])
-def test_targets_by_name_leave_other_layers_unquantized(
+def test_mlps_alone_are_quantized_whatever_the_others_are_called(
     engines: Engines, skeletons: Skeletons, tmp_path: Path, name: str
 ) -> None:
-    """Where MLPs alone are quantized, a list of layers to ignore misses those that vLLM calls otherwise."""
-    source = hybrids.write(name, tmp_path / "source")
-    convert(source, tmp_path / "out", ignore=[r"\.(mamba|self_attn)\."])
-    out = shrink_codes(tmp_path / "out")
-    block = json.loads((out / "config.json").read_text())["quantization_config"]
-    names = targets(block["slidesparse"]["layers"], planned(skeletons, source))
-    group = {**block["config_groups"]["group_0"], "targets": names}
-    model = edited(out, tmp_path / "named", {}, {"config_groups": {"group_0": group}, "ignore": []})
-    answer = engines.serve(model)
+    """`convert` asks vLLM for its names of the layers to ignore; without these, it would cast them to INT8."""
+    ignore, source = [r"\.(mamba|self_attn)\."], hybrids.write(name, tmp_path / "source")
+    convert(source, tmp_path / "out", ignore=ignore, skeletons=skeletons)
+    answer = engines.serve(model := shrink_codes(tmp_path / "out"))
     assert "4 layers sparse" in answer.summary
     assert answer.tokens == engines.serve(model, env=STOCK).tokens
+    convert(source, tmp_path / "unasked", ignore=ignore)
     refusal = "the checkpoint holds torch.float32 weights, its config.json says torch.int8"
     with pytest.raises(NotServedError, match=refusal):
-        skeletons.layers(out, stored(Checkpoint.open(out)))
-
-
-def test_targets_by_other_names_quantize_layers(
-    engines: Engines, skeletons: Skeletons, tmp_path: Path
-) -> None:
-    """All layers are quantized, by names that vLLM has for them; without those it ends with an error."""
-    source, out = tmp_path / "source", hybrid("FalconH1", tmp_path)
-    block = json.loads((out / "config.json").read_text())["quantization_config"]
-    quantized = list(block["slidesparse"]["layers"])
-    for model, served in ((planned(skeletons, source), True), (None, False)):
-        group = {**block["config_groups"]["group_0"], "targets": targets(quantized, model)}
-        path = edited(out, tmp_path / str(served), {}, {"config_groups": {"group_0": group}, "ignore": []})
-        answer = engines.ask(Request(path, env=STOCK))
-        assert (bool(answer.tokens), bool(answer.error)) == (served, not served)
+        skeletons.layers(tmp_path / "unasked", stored(Checkpoint.open(tmp_path / "unasked")))
 
 
 def test_fused_groups_are_known(skeletons: Skeletons, tmp_path: Path) -> None:
     """Also of MLA, whose attention does not run on CPUs."""
     source = hybrids.write("DeepseekV2", tmp_path / "source")
     groups = {
-        tuple(sorted(name.rpartition(".")[2] for name in group))
-        for group in fused(planned(skeletons, source))
+        tuple(sorted(name.rpartition(".")[2] for name in layer.weights))
+        for layer in planned(skeletons, source).layers
+        if len(layer.weights) > 1
     }
     assert groups == {("kv_a_proj_with_mqa", "q_a_proj"), ("gate_proj", "up_proj")}
     convert(source, tmp_path / "out")
