@@ -83,7 +83,7 @@ def test_quantized_lm_head_tokens_equal_stock(
     from compressed_tensors.quantization import preset_name_to_scheme
 
     source = compressed(tmp_path / "source", {"group_0": preset_name_to_scheme("W8A8", targets)}, [], QWEN)
-    assert fragment in convert(source, tmp_path / "out").rewritten
+    assert fragment in convert(source, tmp_path / "out").plan.rewritten
     model = shrink_codes(tmp_path / "out")
     expected = engines.serve(model, env=STOCK)
     answer = engines.serve(model)

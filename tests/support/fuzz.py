@@ -42,7 +42,7 @@ FLOAT = "float"  # stands for a source that is not converted yet
 KINDS = [
     (layout, quant, shards) for layout in (*LAYOUTS, FLOAT) for quant in ("int8", "fp8") for shards in (1, 2)
 ]
-SECONDS = 20.0  # limit for a command on a busy machine; it usually takes some hundredths of a second
+SECONDS = 60.0  # limit for a command on a busy machine; it usually takes some hundredths of a second
 MEMORY = 1 << 30  # limit of the bytes that a command allocates
 MAX_LINE_LENGTH = 1500
 
