@@ -17,7 +17,8 @@ EXTRAS := $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),cuda,cpu)
 SSE := ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-NUMERICS := tests/math tests/golden tests/calibrate tests/kernels/test_operators.py
+NUMERICS := tests/math tests/golden tests/calibrate tests/kernels/test_operators.py \
+	$(patsubst %,--ignore=tests/calibrate/test_%.py,resume simulated_gpu fuzz_state samples)
 PARALLEL := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo test test-cpus compat lint format typecheck pytest clean venv

@@ -114,6 +114,8 @@ def test_resumed_budget_decides_as_before(
     with dying(monkeypatch, 0) as saves:
         whole = run(model, tmp_path / "whole", ids, **BUDGET)
     assert saves.count("choice.json") >= 3  # at least two choices were tried
+    written = {row["name"]: row["pattern"] for row in whole.layers}  # not those of a choice before
+    assert written == {name: whole.plan.patterns[name].ratio for name in written}
     (cache,) = (Path(os.environ["SLIDESPARSE_CACHE"]) / "losses").glob("*.json")
     entries = json.loads(cache.read_bytes())
     other = [[group, dict(zip(by, reversed(by.values()), strict=True))] for group, by in entries]
