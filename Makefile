@@ -19,7 +19,9 @@ AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 NUMERICS := tests/math tests/golden tests/calibrate tests/kernels/test_operators.py \
 	$(patsubst %,--ignore=tests/calibrate/test_%.py,resume simulated_gpu fuzz_state samples)
-PARALLEL := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# OpenMP threads spin while they wait: with two workers on two cores, two threads each take several times as long.
+PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+BY_FILE := --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo test test-cpus compat lint format typecheck pytest clean venv
 
@@ -89,17 +91,17 @@ typecheck: venv
 # Without a GPU two files at a time, then what cannot bear others beside it. One GPU is for one test at a time.
 pytest: venv
 ifeq ($(EXTRAS)$(ARGS),cpu)
-	@$(BIN)/python $(PARALLEL) -m "not alone"
+	@$(PARALLEL) $(BY_FILE) -m "not alone"
 	@$(BIN)/python -m pytest -m alone
 	@echo "Numerics and calibration again, as on a processor with SSE alone"
-	@$(SSE) $(BIN)/python -m pytest -n 2 -q -m "not alone and not vllm" $(NUMERICS)
+	@$(SSE) $(PARALLEL) -q -m "not alone and not vllm" $(NUMERICS)
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
 
 test-cpus: venv
-	@$(SSE) $(BIN)/python $(PARALLEL) -m "not alone"
-	@$(AVX2) $(BIN)/python $(PARALLEL) -m "not alone"
+	@$(SSE) $(PARALLEL) $(BY_FILE) -m "not alone"
+	@$(AVX2) $(PARALLEL) $(BY_FILE) -m "not alone"
 	@$(ONE_THREAD) $(BIN)/python -m pytest -m "not alone"
 
 clean:

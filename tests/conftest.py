@@ -24,11 +24,6 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(ROOT), str(ROOT / "tests" / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
-# OpenMP threads spin while they wait: with two workers on two cores, they take ten times as long as one thread each.
-# This must be set before torch is imported; processes that tests start inherit it.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 # Examples are the same in every run, so that a change causes any new failure; HYPOTHESIS_PROFILE=explore draws new
 # examples.
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
