@@ -1,4 +1,4 @@
-"""What a conversion writes, that it leaves nothing after a kill, and what it refuses.
+"""Conversions write complete outputs, leave nothing after a kill, and refuse what they cannot convert.
 
 A refusal is one line, before anything is written, and the source stays as it was.
 """

@@ -111,7 +111,7 @@ def scheme(preset: str, targets: list[str], **weights: Any) -> Any:
 def test_codes_scales_and_ignore_list_are_kept(
     tmp_path: Path, quant: str, strategy: str, layout: str
 ) -> None:
-    """Of unpruned and ignored layers too.  AutoRound writes negative scales, the plugin a stamp in memory."""
+    """Unpruned and ignored layers are checked, too.  AutoRound writes negative scales, the plugin a stamp in memory."""
     source = w8a8(tmp_path / "source", quant, strategy)
     rewrite(source, **{f"{Q}.weight_scale": -tensors_of(source)[f"{Q}.weight_scale"]})
     old = block_of(source)

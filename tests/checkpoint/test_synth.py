@@ -125,7 +125,7 @@ def test_fewer_layers_are_the_first_ones(tmp_path: Path) -> None:
 
 
 def test_output_without_pattern_is_a_source(tmp_path: Path) -> None:
-    """Of a config with a quantization of its own, a tied head and code."""
+    """A config may have a quantization of its own, a tied head and code."""
     own = {"quantization_config": {"quant_method": "fp8"}, "auto_map": {"AutoConfig": "a.B"}}
     config = config_file(tmp_path, "llama", tie_word_embeddings=True, **own)
     synth(config, tmp_path / "plain", quant="fp8")
