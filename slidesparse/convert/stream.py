@@ -67,7 +67,7 @@ from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.plan import ConversionPlan, Output, Planner
 from slidesparse.convert.report import Report
 from slidesparse.convert.served import ask
-from slidesparse.convert.source import Quantized
+from slidesparse.convert.source import Floats, Quantized
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import MixedPattern, SlidePattern
 from slidesparse.prune import prune
@@ -154,9 +154,12 @@ def _planner(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Planner, 
     Raises CalibrationError if rotation was requested and is impossible.
     """
     planner, calibration = Planner(checkpoint, options), options.calibration
-    nothing = options.pattern.density == 1 and not options.budget
-    if calibration is None or calibration.rotate == "off" or (nothing and calibration.rotate == "auto"):
+    if calibration is None or calibration.rotate == "off":
         return planner, ""
+    if calibration.rotate == "auto" and options.pattern.density == 1 and not options.budget:
+        # Nothing is pruned.  INT8 alone costs real models half as much if they are rotated (docs/accuracy)
+        if options.quant == "fp8" or not isinstance(planner.source, Floats):
+            return planner, ""
     if planner.source.quantization.kv_cache:
         why_not = "the scales of its quantized KV cache hold for its own values"
     elif not isinstance(planner.source, Quantized):
