@@ -25,8 +25,11 @@ class DamagedFile(SlideSparseError, ValueError):  # noqa: N818  names what was f
     """A file does not hold what was written there."""
 
 
-def own_folder(folder: Path) -> Path:
+def own_folder(folder: Path, instead: str = "name another place") -> Path:
     """Create a folder, with its parents, and return it.
+
+    Args:
+        instead: what to do where it cannot be used, for messages.
 
     Raises EnvironmentFault unless it is a folder of this user, not a link, that nobody else may write to.
     """
@@ -35,15 +38,15 @@ def own_folder(folder: Path) -> Path:
         folder.mkdir(mode=0o755, exist_ok=True)
         status = folder.lstat()
     except OSError as error:
-        raise EnvironmentFault(f"{folder} cannot be created: {error.strerror}; name another place") from error
+        raise EnvironmentFault(f"{folder} cannot be created: {error.strerror}; {instead}") from error
     if not stat.S_ISDIR(status.st_mode):
-        raise EnvironmentFault(f"{folder} is a link, which is not followed; remove it")
+        raise EnvironmentFault(f"{folder} is a link, which is not followed; remove it, or {instead}")
     if status.st_uid != os.geteuid():
-        raise EnvironmentFault(f"{folder} belongs to another user; remove it, or name another place")
+        raise EnvironmentFault(f"{folder} belongs to another user; remove it, or {instead}")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise EnvironmentFault(f"{folder} cannot be written; run chmod u+wx on it, or name another place")
+        raise EnvironmentFault(f"{folder} cannot be written; run chmod u+wx on it, or {instead}")
     if status.st_mode & SHARED and not status.st_mode & stat.S_ISVTX:
-        raise EnvironmentFault(f"{folder} may be changed by other users; run chmod go-w on it")
+        raise EnvironmentFault(f"{folder} may be changed by other users; run chmod go-w on it, or {instead}")
     return folder
 
 

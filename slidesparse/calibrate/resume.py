@@ -51,6 +51,7 @@ DISTILLED, DISTILLING = f"distilled{SUFFIX}", f"distilling{SUFFIX}"
 SUM = (
     "sha256"  # tensor of each file: of the name of the file, and of the names, shapes and bytes of its others
 )
+ELSEWHERE = "name another output folder"
 DIGEST = "sha256:"  # begins the values of a state that nobody can read
 
 
@@ -171,7 +172,7 @@ def open_work(out: Path, state: Mapping[str, Any], resume: bool) -> Iterator[Wor
     Raises CalibrationError when it holds finished work and ``resume`` is false, when it belongs to a run with other
     options (which the message names), and when another run holds the lock; EnvironmentFault for another user's folder.
     """
-    folder = files.own_folder(work_folder(out))
+    folder = files.own_folder(work_folder(out), ELSEWHERE)
     busy = CalibrationError(f"another calibration is writing {out} (in {folder}); wait for it or stop it")
     try:
         with files.locked(folder, busy):
@@ -194,7 +195,7 @@ def require_resumable(out: Path, state: Mapping[str, Any], resume: bool) -> bool
     folder = work_folder(out)
     if not folder.is_symlink() and not folder.exists():
         return False
-    files.own_folder(folder)
+    files.own_folder(folder, ELSEWHERE)
     kept = [CHOICE, ROTATION, SMOOTHING] + [LOSSES] * resume  # losses are in the user's cache, too
     if not any(folder.glob(f"layer-*{SUFFIX}")) and not any((folder / name).exists() for name in kept):
         return False

@@ -86,7 +86,7 @@ class Outcome:
 
 def loss_cache() -> Path:
     """Create the folder of measured losses in the user's cache.  Raises EnvironmentFault if it cannot be used."""
-    return files.own_folder(cache_folder() / "losses")
+    return files.own_folder(cache_folder() / "losses", "set SLIDESPARSE_CACHE to another folder")
 
 
 def require_usable(task: Task, budget: Budget) -> None:

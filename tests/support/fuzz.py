@@ -205,7 +205,7 @@ def _tensor(folder: Path, rng: random.Random) -> str:
     config, tensors = config_of(folder), tensors_of(folder)
     name = rng.choice(sorted(tensors))
     tensor, change = tensors[name].clone(), rng.randrange(7)
-    if change == 0:
+    if change == 0 or (change in (2, 3) and not tensor.dim()):
         del tensors[name]
     elif change == 1:
         dtype = rng.choice([torch.int8, torch.bfloat16, torch.float32, torch.int32])
