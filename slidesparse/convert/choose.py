@@ -144,7 +144,8 @@ def _losses(task: Task, reader: Reader, work: WorkFolder, rotate: bool, progress
 
     save(known)
     losses = layer_losses(task, PATTERNS, reader, known, save, progress)
-    files.write_json(cached, [[list(group), by_pattern] for group, by_pattern in losses.items()])
+    with suppress(OSError):  # what is not cached is measured again
+        files.write_json(cached, [[list(group), by_pattern] for group, by_pattern in losses.items()])
     return losses
 
 

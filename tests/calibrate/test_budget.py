@@ -333,6 +333,9 @@ def test_losses_are_measured_once_for_all_budgets(
         result = outcome(calibrated(model, tmp_path / "out", ids, **options))
         assert result.problem == first.problem
         assert cache.read_text() == entries
+    cache.unlink()
+    cache.mkdir()  # in which nothing can be written
+    assert outcome(calibrated(model, tmp_path / "out", ids, **options)).problem == first.problem
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [

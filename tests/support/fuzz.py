@@ -7,6 +7,7 @@ memory limit exceeded, a wrong result) is a `Defect`, which is printed with the 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import random
@@ -113,7 +114,7 @@ def damage_json(document: Any, rng: random.Random, below: tuple[Any, ...] = ()) 
     if change == 3 and type(holder[key]) in (int, float):
         holder[key] += rng.choice([-1, 1, 8, -8, 64])
         return f"{place} {holder[key]}"
-    holder[key] = rng.choice(NASTY)
+    holder[key] = copy.deepcopy(rng.choice(NASTY))
     return f"{place} {str(holder[key])[:40]!r}"
 
 
