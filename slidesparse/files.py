@@ -6,17 +6,17 @@ Standard library only.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from slidesparse.errors import EnvironmentFault, SlideSparseError
 
-T = TypeVar("T")
 JSON_LIMIT = 256 * 2**20  # bytes of a JSON file that is read
 SHARED = stat.S_IWGRP | stat.S_IWOTH
 
@@ -25,8 +25,11 @@ class DamagedFile(SlideSparseError, ValueError):  # noqa: N818  names what was f
     """A file does not hold what was written there."""
 
 
-def own_folder(folder: Path) -> Path:
+def own_folder(folder: Path, instead: str = "name another place") -> Path:
     """Create a folder, with its parents, and return it.
+
+    Args:
+        instead: what to do where it cannot be used, for messages.
 
     Raises EnvironmentFault unless it is a folder of this user, not a link, that nobody else may write to.
     """
@@ -35,15 +38,15 @@ def own_folder(folder: Path) -> Path:
         folder.mkdir(mode=0o755, exist_ok=True)
         status = folder.lstat()
     except OSError as error:
-        raise EnvironmentFault(f"{folder} cannot be created: {error.strerror}; name another place") from error
+        raise EnvironmentFault(f"{folder} cannot be created: {error.strerror}; {instead}") from error
     if not stat.S_ISDIR(status.st_mode):
-        raise EnvironmentFault(f"{folder} is a link, which is not followed; remove it")
+        raise EnvironmentFault(f"{folder} is a link, which is not followed; remove it, or {instead}")
     if status.st_uid != os.geteuid():
-        raise EnvironmentFault(f"{folder} belongs to another user; remove it, or name another place")
+        raise EnvironmentFault(f"{folder} belongs to another user; remove it, or {instead}")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise EnvironmentFault(f"{folder} cannot be written; run chmod u+wx on it, or name another place")
+        raise EnvironmentFault(f"{folder} cannot be written; run chmod u+wx on it, or {instead}")
     if status.st_mode & SHARED and not status.st_mode & stat.S_ISVTX:
-        raise EnvironmentFault(f"{folder} may be changed by other users; run chmod go-w on it")
+        raise EnvironmentFault(f"{folder} may be changed by other users; run chmod go-w on it, or {instead}")
     return folder
 
 
@@ -104,28 +107,23 @@ def read_own(path: Path, limit: int = JSON_LIMIT) -> bytes:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a JSON file atomically."""
-    write_atomically(path, json.dumps(value, indent=1).encode() + b"\n")
+    """Write a JSON file atomically, with a checksum of the value."""
+    write_atomically(path, json.dumps({"sha256": _sum(value), "value": value}, indent=1).encode() + b"\n")
 
 
-def read_json(path: Path, parse: Callable[[Any], T]) -> T | None:
-    """Return what ``parse`` makes of a JSON file, or None if there is none.
-
-    ``parse`` refuses other values by ValueError, TypeError, KeyError, AttributeError or IndexError; these, and text
-    that is not JSON, raise DamagedFile.
-    """
+def read_json(path: Path) -> Any:
+    """Return the value that `write_json` wrote, or None if there is no file.  Raises DamagedFile for anything else."""
     if not path.is_symlink() and not path.exists():
         return None
-    content = read_own(path)
     try:
-        return parse(json.loads(content))
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        IndexError,
-        RecursionError,
-        OverflowError,
-    ) as error:
-        raise DamagedFile(f"{path} is damaged ({type(error).__name__}: {str(error)[:200]})") from error
+        content = json.loads(read_own(path))
+        if content.keys() == {"sha256", "value"} and content["sha256"] == _sum(content["value"]):
+            return content["value"]
+    except (ValueError, AttributeError, RecursionError) as error:
+        if isinstance(error, DamagedFile):
+            raise
+    raise DamagedFile(f"{path} does not hold what was written there")
+
+
+def _sum(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

@@ -95,6 +95,12 @@ def disabled(environ: Mapping[str, str] = os.environ) -> bool:
     return _is_true(environ, DISABLE)
 
 
+def require_readable_path(environ: Mapping[str, str] = os.environ) -> None:
+    """Raise FlagError for a value of USE_CUSPARSELT or USE_CUBLASLT that is not known, as `path_flag` does not."""
+    for name in (USE_CUSPARSELT, USE_CUBLASLT):
+        _switch(environ, name)
+
+
 def path_flag(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the flag that requests a SlideSparse path, such as ``USE_CUSPARSELT``, or None; never raises."""
     return next((name for name in (USE_CUSPARSELT, USE_CUBLASLT) if _is_true(environ, name)), None)

@@ -107,6 +107,10 @@ def claim(
     """
     flag, method = flags.path_flag(), quantization_config.get("quant_method")
     if not needs_plugin(quantization_config, user_quant):
+        if (
+            method == COMPRESSED_TENSORS
+        ):  # of other models, USE_CUSPARSELT=ON may be meant for the build of torch
+            flags.require_readable_path()
         return None
     platform, capability = machine()
     if platform not in ("cuda", "cpu"):

@@ -128,9 +128,8 @@ def cache_folder() -> Path:
 
     Raises ToolchainError for a user without a home folder.
     """
-    explicit = os.environ.get("SLIDESPARSE_CACHE")
-    if explicit:
-        return Path(explicit)
+    if explicit := find.path_of("SLIDESPARSE_CACHE"):
+        return explicit
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slidesparse"
     except RuntimeError:  # neither $HOME nor an entry of the user

@@ -214,12 +214,22 @@ def python_headers() -> Path:
 
 def _chosen(name: str, variable: str) -> FoundFile | None:
     """Return the file that an environment variable names.  Raises ToolchainError if it is not there."""
-    path = os.environ.get(variable)
-    if path and not Path(path).is_file():
+    path = path_of(variable)
+    if path and not path.is_file():
         raise ToolchainError(
             f"{name} was not found: {variable}={path} is not a file", f"correct {variable}, or unset it"
         )
-    return FoundFile(path, variable, None) if path else None
+    return FoundFile(str(path), variable, None) if path else None
+
+
+def path_of(variable: str) -> Path | None:
+    """Return the path in an environment variable, ``~`` expanded, or None.  Raises ToolchainError for no such user."""
+    try:
+        return Path(os.environ[variable]).expanduser() if os.environ.get(variable) else None
+    except RuntimeError as error:
+        raise ToolchainError(
+            f"{variable}={os.environ[variable]}: {error}", f"set {variable} to a whole path"
+        ) from None
 
 
 def _find_in_wheel(wheel: str, pattern: str) -> FoundFile | None:

@@ -371,19 +371,15 @@ class _Training:
         saved = self._work.open_files(DISTILLING)
         if not saved.files:
             return False
-        states = [weight.state(name) for name, weight in self._named_weights()]
-        state = {part: tensor for parts in states for part, tensor in parts.items()}
         ended = len(saved.tensors) == 1
-        shapes = {part: tensor.shape for part, tensor in state.items()}
-        self._work.require(saved, {FACTS: (6,), **({} if ended else shapes)})
         with saved.reader() as reader:
-            facts = reader.whole(FACTS).tolist()
-            if not all(map(math.isfinite, facts)):
-                raise self._work.damaged(f"{FACTS} of {DISTILLING} are no numbers")
-            self._seconds, steps, *losses = facts
+            self._seconds, steps, *losses = reader.whole(FACTS).tolist()
             self._steps, self._before, self._best = int(steps), Loss(*losses[:2]), Loss(*losses[2:])
-            for part, tensor in () if ended else state.items():
-                tensor.copy_(reader.whole(part))
+            if self._best != self._before and not self._work.open_files(DISTILLED).files:
+                raise self._work.damaged(f"{DISTILLED} is missing")
+            for name, weight in () if ended else self._named_weights():
+                for part, tensor in weight.state(name).items():
+                    tensor.copy_(reader.whole(part))
         return True
 
     def _named_weights(self) -> Iterator[tuple[str, _Weight]]:

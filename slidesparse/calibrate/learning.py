@@ -72,8 +72,7 @@ def _shapes(model: Model, roles: list[Roles]) -> dict[str, tuple[int, ...]]:
 
 def find_rotation(task: Task, reader: Reader, work: WorkFolder, progress: Progress) -> LearnedRotation:
     """Return the rotation saved in ``work``, or learn one by `learn_rotation` and save it there."""
-    shapes = _shapes(task.model, roles_of(task.model, reader))
-    saved = work.read_tensors(ROTATION, {**shapes, LOSSES: (2,)})
+    saved = work.read_tensors(ROTATION)
     if saved is None:
         learned = learn_rotation(task, reader, progress)
         losses = torch.tensor([learned.before, learned.after], dtype=torch.float64)

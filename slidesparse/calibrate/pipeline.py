@@ -88,7 +88,7 @@ def calibrate(task: Task, reader: Reader, work: WorkFolder, progress: Progress) 
 
 def is_finished(task: Task, work: WorkFolder, number: int) -> bool:
     """Return whether ``work`` has a block with the patterns of ``task``."""
-    return work.has(number, task.patterns(number), task.shapes(number))
+    return work.has(number, task.patterns(number))
 
 
 def run_blocks(task: Task, reader: Reader, streams: int, to_the_end: bool = False) -> Iterator[BlockRun]:

@@ -13,21 +13,22 @@
       distilled.safetensors          with --distill: the best codes and scales so far, of all blocks
       distilling.safetensors         weights and optimizer state to continue from; written last
 
-It must be this user's own.  Damaged files are refused by name.
+It must be this user's own.  All files hold a checksum, and damaged ones are refused by name.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from slidesparse import files
@@ -39,14 +40,19 @@ from slidesparse.checkpoint.storage import (
     StoredTensor,
     TensorSpec,
     Writer,
+    bytes_of,
     read_header,
 )
 from slidesparse.errors import CalibrationError, shown
 
-T = TypeVar("T")
 STATE, LOSSES, CHOICE = "state.json", "losses.json", "choice.json"
 ROTATION, SMOOTHING = f"rotation{SUFFIX}", f"smoothing{SUFFIX}"
 DISTILLED, DISTILLING = f"distilled{SUFFIX}", f"distilling{SUFFIX}"
+SUM = (
+    "sha256"  # tensor of each file: of the name of the file, and of the names, shapes and bytes of its others
+)
+ELSEWHERE = "name another output folder"
+DIGEST = "sha256:"  # begins the values of a state that nobody can read
 
 
 @dataclass(frozen=True)
@@ -54,15 +60,13 @@ class WorkFolder:
     """The folder of a run, which holds a lock on it."""
 
     folder: Path
+    _whole: dict[str, float] = field(default_factory=dict)  # files whose checksum is right -> time of change
 
-    def has(self, number: int, patterns: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> bool:
-        """Return whether a block is finished, with these patterns of its layers; refused without these ``shapes``."""
+    def has(self, number: int, patterns: Mapping[str, str]) -> bool:
+        """Return whether a block is finished, with these patterns of its layers."""
+        rows = self.read_json(f"layer-{number:05}.json") or []
         finished = self.open_files(_block_file(number))
-        rows = self.read_json(f"layer-{number:05}.json", _rows) or []
-        if not finished.files or {row["name"]: row["pattern"] for row in rows} != dict(patterns):
-            return False
-        self.require(finished, shapes)
-        return True
+        return bool(finished.files) and {row["name"]: row["pattern"] for row in rows} == dict(patterns)
 
     def save(self, number: int, tensors: Mapping[str, Tensor], rows: list[dict[str, Any]]) -> None:
         """Save a finished block atomically."""
@@ -71,42 +75,46 @@ class WorkFolder:
         self.write_tensors(_block_file(number), tensors)
 
     def write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write a safetensors file atomically."""
-        specs = [TensorSpec(name, NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()]
-        partial = self.folder / f".{name}"
+        """Write a safetensors file with a checksum, atomically."""
+        specs = [TensorSpec(name, NAMES[t.dtype], tuple(t.shape)) for name, t in sorted(tensors.items())]
+        partial, digest = self.folder / f".{name}", hashlib.sha256(name.encode())
         partial.unlink(missing_ok=True)
-        with Writer(partial, specs) as writer:
-            for tensor_name, tensor in tensors.items():
-                writer.write(tensor_name, 0, tensor.cpu())
+        with Writer(partial, [*specs, TensorSpec(SUM, "U8", (32,))]) as writer:
+            for spec in specs:
+                values = tensors[spec.name].cpu().contiguous()
+                digest.update(repr(spec).encode())
+                digest.update(bytes_of(values))
+                writer.write(spec.name, 0, values)
+            writer.write(SUM, 0, torch.tensor(list(digest.digest()), dtype=torch.uint8))
         os.rename(partial, self.folder / name)
         files.sync(self.folder)
+        self._whole[name] = (self.folder / name).stat().st_mtime_ns
 
     def write_json(self, name: str, value: object) -> None:
         """Write a small JSON file atomically."""
         files.write_json(self.folder / name, value)
 
-    def read_json(self, name: str, parse: Callable[[Any], T]) -> T | None:
-        """Return what ``parse`` makes of a file of `write_json`, or None if there is none."""
+    def read_json(self, name: str) -> Any:
+        """Return the value that `write_json` wrote, or None if there is no file."""
         try:
-            return files.read_json(self.folder / name, parse)
+            return files.read_json(self.folder / name)
         except files.DamagedFile as error:
             raise self.damaged(error) from error
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the report's rows of all finished blocks, in order."""
         stems = sorted(path.stem for path in self.folder.glob(f"layer-*{SUFFIX}"))
-        return [row for name in stems for row in self.read_json(f"{name}.json", _rows) or []]
+        return [row for name in stems for row in self.read_json(f"{name}.json") or []]
 
     def tensors(self, *overrides: str) -> Checkpoint:
         """Return all finished blocks as one checkpoint; tensors in the files ``overrides`` replace theirs."""
         blocks = sorted(path.name for path in self.folder.glob(f"layer-*{SUFFIX}"))
         return self.open_files(*blocks, *overrides)
 
-    def read_tensors(self, name: str, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor] | None:
-        """Return the tensors that `write_tensors` saved under a name, or None; refused without these ``shapes``."""
+    def read_tensors(self, name: str) -> dict[str, Tensor] | None:
+        """Return the tensors that `write_tensors` saved under a name, or None."""
         if not (checkpoint := self.open_files(name)).files:
             return None
-        self.require(checkpoint, shapes)
         with checkpoint.reader() as reader:
             return {tensor_name: reader.whole(tensor_name) for tensor_name in checkpoint.tensors}
 
@@ -119,18 +127,15 @@ class WorkFolder:
             if path.is_symlink() or not path.is_file() or path.stat().st_uid != os.geteuid():
                 raise self.damaged(f"{path} is not a file of this user")
             try:
-                tensors |= {tensor.spec.name: tensor for tensor in read_header(path)}
+                stored = {tensor.spec.name: tensor for tensor in read_header(path)}
             except CheckpointError as error:
                 raise self.damaged(error) from error
+            changed = path.stat().st_mtime_ns
+            if self._whole.get(file) != changed and not _is_whole(path, stored):
+                raise self.damaged(f"{path} does not hold what was written there")
+            self._whole[file] = changed
+            tensors |= {name: tensor for name, tensor in stored.items() if name != SUM}
         return Checkpoint(self.folder, {}, None, found, tensors)
-
-    def require(self, checkpoint: Checkpoint, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Raise CalibrationError unless a checkpoint of `open_files` has tensors of these shapes."""
-        for name, shape in shapes.items():
-            stored = checkpoint.tensors.get(name)
-            if stored is None or stored.spec.shape != tuple(shape):
-                found = "is missing" if stored is None else f"has shape {list(stored.spec.shape)}"
-                raise self.damaged(f"tensor {name} {found} in {', '.join(checkpoint.files)}")
 
     def clear(self) -> None:
         """Remove finished blocks."""
@@ -167,7 +172,7 @@ def open_work(out: Path, state: Mapping[str, Any], resume: bool) -> Iterator[Wor
     Raises CalibrationError when it holds finished work and ``resume`` is false, when it belongs to a run with other
     options (which the message names), and when another run holds the lock; EnvironmentFault for another user's folder.
     """
-    folder = files.own_folder(work_folder(out))
+    folder = files.own_folder(work_folder(out), ELSEWHERE)
     busy = CalibrationError(f"another calibration is writing {out} (in {folder}); wait for it or stop it")
     try:
         with files.locked(folder, busy):
@@ -190,7 +195,7 @@ def require_resumable(out: Path, state: Mapping[str, Any], resume: bool) -> bool
     folder = work_folder(out)
     if not folder.is_symlink() and not folder.exists():
         return False
-    files.own_folder(folder)
+    files.own_folder(folder, ELSEWHERE)
     kept = [CHOICE, ROTATION, SMOOTHING] + [LOSSES] * resume  # losses are in the user's cache, too
     if not any(folder.glob(f"layer-*{SUFFIX}")) and not any((folder / name).exists() for name in kept):
         return False
@@ -199,37 +204,35 @@ def require_resumable(out: Path, state: Mapping[str, Any], resume: bool) -> bool
             f"{folder} holds the finished layers of an interrupted run; continue from them with --resume, or remove "
             "the folder to start over"
         )
-    saved = WorkFolder(folder).read_json(STATE, dict)
+    saved = WorkFolder(folder).read_json(STATE)
     plain = json.loads(json.dumps(dict(state)))
     if saved is None:
         raise CalibrationError(f"{folder} does not say what run it belongs to; remove it to start over")
     different = sorted(key for key in plain if saved.get(key) != plain[key])
     if different:
         changes = "; ".join(
-            f"{key} was {shown(saved.get(key))}, is {shown(plain.get(key))}" for key in different
+            f"{key} changed"
+            if str(plain[key]).startswith(DIGEST)
+            else f"{key} was {shown(saved.get(key))}, is {shown(plain[key])}"
+            for key in different
         )
         raise CalibrationError(
-            f"--resume: {folder} was started with other options ({changes}); repeat that command, or remove the "
-            "folder to start over"
+            f"--resume: {folder} was started with other inputs ({changes}); repeat that command with them, or remove "
+            "the folder to start over"
         )
     return True
 
 
-def finite(value: Any) -> float:
-    """Return a number.  Raises ValueError for anything else."""
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(f"{shown(value)} is not a number")
-    return float(value)
-
-
-def _rows(value: Any) -> list[dict[str, Any]]:
-    """Check rows of the report."""
-    for row in value:
-        if not all(isinstance(row[key], str) for key in ("name", "pattern", "method")):
-            raise ValueError(f"{shown(row)} is not a row of the report")
-        for key in {"error_pruned", "error_quantized", *(key for key in row if "error" in key)}:
-            finite(row[key])
-    return list(value)
+def _is_whole(path: Path, stored: Mapping[str, StoredTensor]) -> bool:
+    """Return whether a file of `WorkFolder.write_tensors` has the checksum of its tensors."""
+    digest = hashlib.sha256(path.name.encode())
+    with Checkpoint(path.parent, {}, None, (path.name,), stored).reader() as reader:
+        for name, tensor in sorted(stored.items()):
+            if name != SUM:
+                digest.update(repr(tensor.spec).encode())
+                for rows in tensor.spec.chunks():
+                    digest.update(bytes_of(reader.rows(name, rows)))
+        return SUM in stored and bytes(bytes_of(reader.whole(SUM))) == digest.digest()
 
 
 def _block_file(number: int) -> str:

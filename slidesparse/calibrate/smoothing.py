@@ -64,12 +64,7 @@ def find_smoothing(task: Task, reader: Reader, work: WorkFolder, progress: Progr
 
     The result is deterministic on the same machine.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for number, roles in enumerate(roles_of(task.model, reader)):
-        for pair in _smoothed(task, number, roles):
-            name = task.model.full_name(number, pair.reader)
-            shapes |= {name + FACTORS: (pair.width,), name + ERRORS: (2,)}
-    saved = work.read_tensors(SMOOTHING, shapes)
+    saved = work.read_tensors(SMOOTHING)
     if saved is None:
         saved = _search(task, reader, progress)
         work.write_tensors(SMOOTHING, saved)

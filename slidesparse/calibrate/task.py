@@ -12,10 +12,11 @@ import torch
 
 import slidesparse
 from slidesparse.calibrate.model import Model
+from slidesparse.calibrate.resume import DIGEST
 from slidesparse.calibrate.samples import SAMPLES, Samples, load_samples
 from slidesparse.checkpoint.bitnet import is_bitnet
-from slidesparse.checkpoint.names import SCALE, WEIGHT
-from slidesparse.checkpoint.storage import Checkpoint
+from slidesparse.checkpoint.names import WEIGHT
+from slidesparse.checkpoint.storage import CONFIG, Checkpoint
 from slidesparse.errors import CalibrationError, EnvironmentFault
 from slidesparse.pattern import Pattern
 
@@ -122,27 +123,21 @@ class Task:
         names = (name for name in self.model.linears(number) if name in self.layers)
         return {name: self.layers[name].ratio for name in names}
 
-    def shapes(self, number: int) -> dict[str, tuple[int, int]]:
-        """Return the shapes of the codes and scales of a block's pruned layers, by the names of tensors."""
-        specs = {name: self.model.checkpoint.require(name + WEIGHT) for name in self.patterns(number)}
-        codes = {name + WEIGHT: (spec.rows, spec.columns) for name, spec in specs.items()}
-        return codes | {name + SCALE: (spec.rows, 1) for name, spec in specs.items()}
-
     def disk_bytes(self) -> int:
         """Return the bytes of finished layers."""
         specs = [self.model.checkpoint.require(name + WEIGHT) for name in self.layers]
         return sum(spec.rows * (spec.columns + 4) for spec in specs)
 
     def state(self) -> dict[str, Any]:
-        """Return the values that must be equal for a run to resume another."""
+        """Return the values that must be equal for a run to resume another; the keys are the words for them."""
         return {
             "slidesparse": slidesparse.__version__,
-            "source": _fingerprint(self.model.checkpoint),
+            **_fingerprints(self.model.checkpoint),
             "layers": {name: pattern.ratio for name, pattern in sorted(self.layers.items())},
             "skipped": sorted(self.skipped),
-            "samples": self.samples.digest,
-            "smooths": self.smooths,
-            "distill": [text.digest for text in self.texts] if self.texts else None,
+            "the data of --calib": DIGEST + self.samples.digest,
+            "smoothing": self.smooths,
+            "the text of --distill": DIGEST + "".join(text.digest for text in self.texts or ()),
             "quant": self.quant,
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
@@ -190,11 +185,13 @@ def prepare(
     return Task(model, layers, frozenset(skipped), samples, quant, calibration, held_back, texts)
 
 
-def _fingerprint(checkpoint: Checkpoint) -> str:
-    """Hash a source's tensor names and shapes, its config, and file sizes and times, but not the weights themselves."""
-    sha256 = hashlib.sha256(repr(sorted(checkpoint.tensors.values())).encode())
+def _fingerprints(checkpoint: Checkpoint) -> dict[str, str]:
+    """Hash the names and shapes of a source's tensors, its config, and file sizes and times, but not the weights."""
+    facts = {"tensors": repr(sorted(checkpoint.tensors.values())).encode()}
+    facts[CONFIG] = (checkpoint.folder / CONFIG).read_bytes()
     for file in checkpoint.files:
         status = (checkpoint.folder / file).stat()
-        sha256.update(f"{file} {status.st_size} {status.st_mtime_ns}".encode())
-    sha256.update((checkpoint.folder / "config.json").read_bytes())
-    return sha256.hexdigest()
+        facts[file] = f"{status.st_size} {status.st_mtime_ns}".encode()
+    return {
+        f"{name} of the source": DIGEST + hashlib.sha256(fact).hexdigest() for name, fact in facts.items()
+    }

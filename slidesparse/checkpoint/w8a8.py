@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import regex  # type: ignore[import-untyped]  # as vLLM does
+
 from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, QUANT_METHOD, SPARSE_FORMATS, sparsity_of
 from slidesparse.checkpoint.names import HEAD, SCALE, WEIGHT, layer_names, search
 from slidesparse.checkpoint.storage import FLOATS, Checkpoint, CheckpointError, TensorSpec
@@ -109,7 +111,7 @@ class Quantization:
 
 
 def _names(entry: str, layer: str) -> bool:
-    return re.match(entry[3:], layer) is not None if entry.startswith("re:") else entry == layer
+    return regex.match(entry[3:], layer) is not None if entry.startswith("re:") else entry == layer
 
 
 def _require_matrix(checkpoint: Checkpoint, layer: str) -> TensorSpec:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from slidesparse import files
 from slidesparse.build.compile import cache_folder
 from slidesparse.calibrate.losses import LayerGroup, Losses, layer_groups, layer_losses, whole_loss
 from slidesparse.calibrate.pipeline import calibrate
-from slidesparse.calibrate.resume import CHOICE, LOSSES, WorkFolder, finite
+from slidesparse.calibrate.resume import CHOICE, LOSSES, WorkFolder
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.checkpoint.storage import Reader
@@ -28,7 +28,7 @@ from slidesparse.convert.budget import (
     percent,
 )
 from slidesparse.convert.times import Shape
-from slidesparse.errors import CalibrationError, shown
+from slidesparse.errors import CalibrationError
 
 # Initial estimate of the loss of the whole model, relative to the sum of its layers' losses
 FIRST_PART = 0.7
@@ -86,7 +86,7 @@ class Outcome:
 
 def loss_cache() -> Path:
     """Create the folder of measured losses in the user's cache.  Raises EnvironmentFault if it cannot be used."""
-    return files.own_folder(cache_folder() / "losses")
+    return files.own_folder(cache_folder() / "losses", "set SLIDESPARSE_CACHE to another folder")
 
 
 def require_usable(task: Task, budget: Budget) -> None:
@@ -133,27 +133,19 @@ def _losses(task: Task, reader: Reader, work: WorkFolder, rotate: bool, progress
     state = {key: value for key, value in task.state().items() if key not in ("layers", "distill")}
     state |= {"layers": sorted(task.layers), "rotate": rotate, "patterns": [p.ratio for p in PATTERNS]}
     cached = loss_cache() / f"{hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]}.json"
-    known = work.read_json(LOSSES, _parse_losses)
-    if known is None:
+    entries = work.read_json(LOSSES)
+    if entries is None:
         with suppress(files.DamagedFile):  # measured again
-            known = files.read_json(cached, _parse_losses)
+            entries = files.read_json(cached)
+    known: Losses = {tuple(group): by_pattern for group, by_pattern in entries or ()}
 
     def save(losses: Losses) -> None:
         work.write_json(LOSSES, [[list(group), by_pattern] for group, by_pattern in losses.items()])
 
-    save(known or {})
-    losses = layer_losses(task, PATTERNS, reader, known or {}, save, progress)
-    files.write_json(cached, [[list(group), by_pattern] for group, by_pattern in losses.items()])
-    return losses
-
-
-def _parse_losses(value: Any) -> Losses:
-    """Read the losses that `_losses` writes.  Raises ValueError for other values."""
-    losses = {}
-    for group, by_pattern in value:
-        if set(by_pattern) != {pattern.ratio for pattern in PATTERNS}:
-            raise ValueError(f"losses of the patterns {shown(sorted(by_pattern))}")
-        losses[tuple(map(str, group))] = {ratio: finite(loss) for ratio, loss in by_pattern.items()}
+    save(known)
+    losses = layer_losses(task, PATTERNS, reader, known, save, progress)
+    with suppress(OSError):  # what is not cached is measured again
+        files.write_json(cached, [[list(group), by_pattern] for group, by_pattern in losses.items()])
     return losses
 
 
@@ -198,7 +190,7 @@ def prune_within(
     Args:
         fitted: a function that returns the task for a choice, with a validation split.
     """
-    attempts = work.read_json(CHOICE, _parse_attempts) or [Attempt(outcome.allowed / FIRST_PART, None)]
+    attempts = _attempts(work.read_json(CHOICE)) or [Attempt(outcome.allowed / FIRST_PART, None)]
     while True:
         choice = _choose(outcome, attempts[-1].limit)
         if attempts[-1].loss is None:
@@ -229,16 +221,13 @@ class Attempt(NamedTuple):
     loss: float | None
 
 
-def _parse_attempts(value: Any) -> list[Attempt]:
-    """Read attempts from a file, the limit of a goal without one as null.  Raises ValueError for other values."""
-    return [
-        Attempt(math.inf if limit is None else finite(limit), None if loss is None else finite(loss))
-        for limit, loss in value
-    ]
+def _attempts(saved: Sequence[Sequence[float | None]] | None) -> list[Attempt]:
+    """Return the attempts that `_saved` wrote, none without a file."""
+    return [Attempt(math.inf if limit is None else limit, loss) for limit, loss in saved or ()]
 
 
 def _saved(attempts: Sequence[Attempt]) -> list[list[float | None]]:
-    """Return attempts as `_parse_attempts` reads them."""
+    """Return attempts as JSON, the limit of a goal without one as null."""
     return [[limit if math.isfinite(limit) else None, loss] for limit, loss in attempts]
 
 

@@ -34,7 +34,7 @@ from slidesparse.checkpoint.w8a8 import KINDS
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.source import Converted, Source, source_of
 from slidesparse.errors import CalibrationError
-from slidesparse.pattern import Pattern
+from slidesparse.pattern import Pattern, SlidePattern
 
 # Reasons for leaving a two-dimensional weight unchanged
 BY_IGNORE, BY_SOURCE, NOT_LINEAR = (
@@ -350,9 +350,10 @@ def _require_layout_alone(metadata: Metadata | None, options: ConvertOptions) ->
     assert metadata
     if options.budget or metadata.pattern != options.pattern:
         asked = options.budget.goal if options.budget else f"--sparsity {options.pattern.ratio}"
+        to_keep = f", or give --sparsity {metadata.pattern.ratio} to change the layout"
         raise CheckpointError(
             f"the source is already pruned to {metadata.pattern}, but {asked} is asked for; start from the original "
-            f"checkpoint, or give --sparsity {metadata.pattern.ratio} to change the layout"
+            f"checkpoint{to_keep if isinstance(metadata.pattern, SlidePattern) else ''}"
         )
     conflicts = {
         "--ignore": options.ignore,

@@ -267,9 +267,7 @@ def _write_calibrated(
             calibrate(task, reader, work, progress)
         if task.texts:
             distilled = distill(task, reader, work, progress)
-        measured, trained = work.rows(), work.open_files(DISTILLED)
-        for number in range(task.model.blocks):
-            work.require(trained, task.shapes(number) if trained.files else {})
+        measured = work.rows()
         with work.tensors(DISTILLED).reader() as codes:
             _write(plan, out, ordered_reader(reader, codes), ordered_reader(codes, codes), progress)
         work.remove()

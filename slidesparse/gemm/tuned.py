@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slidesparse.build.compile import cache_folder, file_lock, make_folder, publish
-from slidesparse.errors import EnvironmentFault
+from slidesparse.errors import EnvironmentFault, shown
 from slidesparse.gemm.problem import ALL_2_4, Problem
 
 FORMAT = 1
@@ -99,7 +99,7 @@ class Shape(NamedTuple):
         match = re.fullmatch(r"(.+), n ([1-9][0-9]{0,9}), k ([1-9][0-9]{0,9})", text)
         if match is None:
             raise ValueError(
-                f"{text!r} is no problem, such as 'int8 -> bf16, scale both, bias no, n 4608, k 5376'"
+                f"{shown(text)} is no problem, such as 'int8 -> bf16, scale both, bias no, n 4608, k 5376'"
             )
         return cls(match[1], int(match[2]), int(match[3]))
 
@@ -292,11 +292,11 @@ def _read_table(path: Path, subject: Subject) -> Entries:
         raise _table_error(path, f"is not JSON: {error}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         stored_format = document.get("format") if isinstance(document, dict) else type(document).__name__
-        raise _table_error(path, f"has format {stored_format!r}, but this version reads {FORMAT}")
+        raise _table_error(path, f"has format {shown(stored_format)}, but this version reads {FORMAT}")
     for name, expected in subject.facts().items():
         if document.get(name) != expected:
             raise _table_error(
-                path, f"is about {name} {document.get(name)!r}, not {expected!r} as its name says"
+                path, f"is about {name} {shown(document.get(name))}, not {expected!r} as its name says"
             )
     try:
         return {
@@ -305,7 +305,7 @@ def _read_table(path: Path, subject: Subject) -> Entries:
             if measured
         }
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise _table_error(path, f"is damaged: {type(error).__name__}: {error}") from error
+        raise _table_error(path, f"is damaged: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 def _table_error(path: Path, problem: str) -> TableError:

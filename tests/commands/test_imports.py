@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -161,6 +162,19 @@ def run(program: str, *arguments: str) -> str:
     process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
     assert (process.returncode, process.stderr) == (0, "")
     return process.stdout
+
+
+def test_imported_packages_are_declared() -> None:
+    """Or come with torch, vLLM or transformers; errors name the last two where they are missing."""
+    text = re.search(r"^dependencies = \[(.*)\]", (ROOT / "pyproject.toml").read_text(), re.M)
+    assert text
+    declared = set(re.findall(r'"([a-z]+)', text[1]))
+    brought = {"torch", "triton", "vllm", "transformers", "tokenizers", "huggingface_hub", "pydantic"}
+    names = {
+        name.split(".")[0] for folder in (CORE, PLUGIN) for p in folder.rglob("*.py") for name in imported(p)
+    }
+    names -= {*sys.stdlib_module_names, "slidesparse", "datasets", "pyarrow"}
+    assert names - brought == declared
 
 
 def test_core_modules_import_without_dependencies() -> None:

@@ -248,6 +248,13 @@ def test_cache_folder_follows_environment(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert compile.cache_folder() == tmp_path / "xdg" / "slidesparse"
     monkeypatch.setenv("SLIDESPARSE_CACHE", str(tmp_path / "mine"))
     assert compile.cache_folder() == tmp_path / "mine"
+    monkeypatch.setenv("SLIDESPARSE_CACHE", "~/mine")
+    assert compile.cache_folder() == tmp_path / "mine"
+    monkeypatch.setenv("SLIDESPARSE_CACHE", "~nobody-of-this-name/mine")
+    with pytest.raises(
+        ToolchainError, match="SLIDESPARSE_CACHE=~nobody.*set SLIDESPARSE_CACHE to a whole path"
+    ):
+        compile.cache_folder()
 
 
 def test_cache_folders_are_not_writable_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,6 +215,16 @@ def test_resolve_sparse_formats_of_compressed_tensors() -> None:
     assert resolve(_config("packed"), Flags("dense"), on_cuda=False).layout == "packed"
 
 
+def test_unreadable_flag_is_refused_for_what_it_may_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unconverted W8A8 checkpoint; USE_CUSPARSELT=ON may be meant for the build of torch where it means nothing."""
+    for flag in ("USE_CUSPARSELT", "USE_CUBLASLT"):
+        with monkeypatch.context() as patch:
+            patch.setenv(flag, "on")
+            with pytest.raises(FlagError, match=f"{flag}='on': use 1 or 0"):
+                claim({"quant_method": "compressed-tensors"}, None, lambda: ("cpu", None))
+            assert claim({"quant_method": "awq"}, None, lambda: ("cpu", None)) is None
+
+
 def test_errors_suggest_unsetting_only_flags_that_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> str:
         message = "config.json holds SlideSparse metadata, but|USE_CUSPARSELT is set, but"

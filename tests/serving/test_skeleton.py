@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import hybrids
@@ -36,12 +37,20 @@ def planned(skeletons: Skeletons, folder: Path, **config: object) -> Serving:
     return skeletons.layers(folder, stored(checkpoint), {**checkpoint.config, **config})
 
 
-@pytest.mark.parametrize(("name", "sparse"), [("FalconH1", 12), ("GraniteMoeHybrid", 8)])
+needs_torchvision = pytest.mark.skipif(
+    not find_spec("torchvision"), reason="vLLM's file of Qwen3.5 needs torchvision"
+)
+HYBRIDS = [("FalconH1", 12), ("GraniteMoeHybrid", 8), ("Lfm2", 8)]
+
+
+@pytest.mark.parametrize(("name", "sparse"), [*HYBRIDS, pytest.param("Qwen3_5", 8, marks=needs_torchvision)])
 @pytest.mark.usefixtures("warm")
 def test_layers_of_other_names_are_served_sparse(
     engines: Engines, tmp_path: Path, name: str, sparse: int
 ) -> None:
-    """vLLM calls them model.2.mixer.in_proj or model.layers.0.qkv_proj; doctor, the server and stock agree."""
+    """vLLM calls them model.2.mixer.in_proj or model.layers.0.qkv_proj, or fuses w1 and w3, in_proj_qkv and in_proj_z;
+    doctor, the server and stock agree.
+    """
     model = hybrid(name, tmp_path)
     answer = engines.serve(model, env={"USE_CUSPARSELT": "1"})
     (served,) = summaries(answer.log)

@@ -7,6 +7,7 @@ memory limit exceeded, a wrong result) is a `Defect`, which is printed with the 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import random
@@ -21,27 +22,38 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import INDEX, config_of, convert, tensors_of, write
+from checkpoints import INDEX, block_of, config_of, convert, edit_block, edit_json, tensors_of, write
+from foreign import tools
 from models import Decoder, float_tensors
 from packed import packed_layout
 from safetensors.torch import load_file
 
 from slidesparse.checkpoint import output, storage
 from slidesparse.checkpoint.inspection import inspect
-from slidesparse.checkpoint.metadata import LAYOUTS, Metadata
+from slidesparse.checkpoint.metadata import KEY, LAYOUTS, Metadata
+from slidesparse.checkpoint.storage import FLOATS, NAMES
+from slidesparse.checkpoint.w8a8 import parse_block
 from slidesparse.errors import SlideSparseError
-from slidesparse.slide import lift
+from slidesparse.pattern import parse_pattern
+from slidesparse.prune import prune
+from slidesparse.quantize import dequantize_blocks
+from slidesparse.slide import lift, unslide
 
 TINY = Decoder("LlamaForCausalLM", hidden=64, intermediate=80, heads=2, kv_heads=1, layers=1, vocabulary=64)
 FLOAT = "float"  # stands for a source that is not converted yet
+MIXED = "mixed"  # layers of several patterns; with 2 shards, of blocks that are 2:4 or dense
+FOREIGN = "foreign"  # as another tool writes it, a format in turn
 KINDS = [
-    (layout, quant, shards) for layout in (*LAYOUTS, FLOAT) for quant in ("int8", "fp8") for shards in (1, 2)
-]
+    (layout, quant, shards)
+    for layout in (*LAYOUTS, FLOAT, MIXED)
+    for quant in ("int8", "fp8")
+    for shards in (1, 2)
+] + [(FOREIGN, tool, 1) for tool in tools()]
 SECONDS = 60.0  # limit for a command on a busy machine; it usually takes some hundredths of a second
 MEMORY = 1 << 30  # limit of the bytes that a command allocates
 MAX_LINE_LENGTH = 1500
@@ -102,7 +114,7 @@ def damage_json(document: Any, rng: random.Random, below: tuple[Any, ...] = ()) 
     if change == 3 and type(holder[key]) in (int, float):
         holder[key] += rng.choice([-1, 1, 8, -8, 64])
         return f"{place} {holder[key]}"
-    holder[key] = rng.choice(NASTY)
+    holder[key] = copy.deepcopy(rng.choice(NASTY))
     return f"{place} {str(holder[key])[:40]!r}"
 
 
@@ -194,7 +206,7 @@ def _tensor(folder: Path, rng: random.Random) -> str:
     config, tensors = config_of(folder), tensors_of(folder)
     name = rng.choice(sorted(tensors))
     tensor, change = tensors[name].clone(), rng.randrange(7)
-    if change == 0:
+    if change == 0 or (change in (2, 3) and not tensor.dim()):
         del tensors[name]
     elif change == 1:
         dtype = rng.choice([torch.int8, torch.bfloat16, torch.float32, torch.int32])
@@ -206,7 +218,12 @@ def _tensor(folder: Path, rng: random.Random) -> str:
     elif change == 4:
         tensors[name] = tensor.unsqueeze(rng.choice([0, -1])).contiguous()
     elif change == 5:
-        tensors[rng.choice(["x", "lm_head.weight", name + "_scale", name + "x"])] = tensor
+        layer = name.rpartition(".")[0]
+        names = ["x", "lm_head.weight", name + "_scale", name + "x"]
+        names += [
+            layer + suffix for suffix in (".weight", ".compressed", ".bitmask", ".input_scale", ".qweight")
+        ]
+        tensors[rng.choice(names)] = tensor
     elif tensor.numel():
         value = rng.choice([float("nan"), float("inf"), -1.0, 0.0, 100.0])
         if tensor.is_floating_point() or (value == value and abs(value) < 127):
@@ -221,8 +238,8 @@ def _tensor(folder: Path, rng: random.Random) -> str:
     return f"tensor {name}: change {change}"
 
 
-def _files(folder: Path, rng: random.Random) -> str:
-    path, change = rng.choice(sorted(folder.iterdir())), rng.randrange(8)
+def damage_file(path: Path, change: int) -> str:
+    """Remove a file, or replace it by one without content, a folder, a link, a circular one or a pipe."""
     if change == 0:
         path.unlink()
     elif change == 1:
@@ -239,7 +256,14 @@ def _files(folder: Path, rng: random.Random) -> str:
     elif change == 5:
         path.unlink()
         os.mkfifo(path)
-    elif change == 6:
+    return f"{path.name}: file {change}"
+
+
+def _files(folder: Path, rng: random.Random) -> str:
+    path, change = rng.choice(sorted(folder.iterdir())), rng.randrange(8)
+    if change < 6:
+        return damage_file(path, change)
+    if change == 6:
         other = folder / rng.choice(["x.safetensors", "y.bin", "modules.json", INDEX, "z.py"])
         other.write_bytes(path.read_bytes())
     else:
@@ -247,10 +271,22 @@ def _files(folder: Path, rng: random.Random) -> str:
     return f"{path.name}: file {change}"
 
 
+def _exchange(folder: Path, rng: random.Random) -> str:
+    """Replace the quantization by another tool's, or parts of it, as a config.json fetched for other weights has it."""
+    name = rng.choice(sorted(tools()))
+    other, block = tools()[name][0], config_of(folder).get(QUANTIZATION) or {}
+    change = rng.randrange(4)
+    merged = [other, {**block, **other}, {**other, **block}, None][change]
+    edit_json(folder / "config.json", **{QUANTIZATION: merged})
+    return f"config.json: quantization of {name}, {change}"
+
+
+KEEPS_WEIGHTS = ("config", "quantization", "metadata", "index", "text", "exchange")
 DAMAGE: dict[str, Callable[[Path, random.Random], str]] = {
     "config": lambda folder, rng: _json_file(folder / "config.json", rng),
     "quantization": lambda folder, rng: _json_file(folder / "config.json", rng, (QUANTIZATION,)),
     "metadata": lambda folder, rng: _json_file(folder / "config.json", rng, (QUANTIZATION, "slidesparse")),
+    "exchange": _exchange,
     "index": _index,
     "text": _text,
     "header": _header,
@@ -266,16 +302,42 @@ def make_sources(folder: Path) -> list[Path]:
     folders = []
     for layout, quant, shards in KINDS:
         source = folder / f"{FLOAT}-{quant}-{shards}"
-        if not source.exists():
-            write(source, TINY.config(), float_tensors(TINY), shards)
         out = folder / f"{layout}-{quant}-{shards}"
-        if layout == "packed":
+        if layout == FOREIGN:
+            block, store = tools()[quant]
+            stored = dict(weights())
+            for name in TINY.linears():
+                stored |= {
+                    f"{name}.{key}": x.clone() for key, x in store(stored.pop(f"{name}.weight")).items()
+                }
+            write(out, {**TINY.config(), QUANTIZATION: block}, stored)
+            folders.append(out)
+            continue
+        if not source.exists():
+            write(source, TINY.config(), weights(), shards)
+        if layout == MIXED:
+            patterns = ["q_proj|k_proj|v_proj=4:6", "o_proj=dense", "down_proj=2:4"] if shards == 1 else []
+            kind = {"layout": "slided"} if shards == 1 else {"pattern": "2:4"}
+            convert(source, out, quant=quant, layer=patterns, **kind)
+            if shards == 2:
+                metadata = json.loads(json.dumps(block_of(out)[KEY]).replace('"2:4"', '"2:4@50%"'))
+                edit_block(out, **{KEY: metadata})
+        elif layout == "packed":
             single = packed_layout(folder / f"dense-{quant}-1", folder / f"single-{quant}-{shards}")
             write(out, config_of(single), tensors_of(single), shards)
         elif layout != FLOAT:
             convert(source, out, layout=layout, quant=quant)
         folders.append(out)
     return folders
+
+
+@cache
+def weights() -> dict[str, torch.Tensor]:
+    """The tensors of the float model; its linear layers are 6:8."""
+    return {
+        name: prune(w, parse_pattern("6:8")) if name.removesuffix(".weight") in TINY.linears() else w
+        for name, w in float_tensors(TINY).items()
+    }
 
 
 def damaged(source: Path, target: Path, case: int) -> str:
@@ -332,7 +394,7 @@ def outcome(command: Callable[[], str]) -> str:
         return "error"
 
 
-def judge(folder: Path, original: Path, out: Path) -> dict[str, str]:
+def judge(folder: Path, original: Path, out: Path, damage: str) -> dict[str, str]:
     """Return the outcomes of `inspect`, and of `convert` to another layout.  Raises Defect if one is wrong."""
     other = "slided" if original.name.startswith("dense") else "dense"
     outcomes = {
@@ -347,7 +409,36 @@ def judge(folder: Path, original: Path, out: Path) -> dict[str, str]:
         if outcomes["inspect"] != "ok" and Metadata.of_config(config_of(folder).get("quantization_config")):
             raise Defect(f"inspect says {outcomes['inspect']}, but convert takes it")
         _require_same_products(folder, out)
+        if damage.split(":")[0].rpartition(", ")[2] in KEEPS_WEIGHTS:
+            require_same_weights(out)
     return outcomes
+
+
+def require_same_weights(out: Path) -> None:
+    """Raise Defect unless the layers of a checkpoint are those of `weights`, but for zeros and rounding."""
+    tensors, block = stored(out), config_of(out)[QUANTIZATION]
+    metadata, parsed = Metadata.of_config(block), parse_block(block, tensors)
+    assert metadata
+    for name in TINY.linears():
+        w, entry, true = (
+            tensors[f"{name}.weight"],
+            metadata.layers.get(name),
+            weights()[f"{name}.weight"].float(),
+        )
+        scheme = parsed.scheme(name, NAMES[w.dtype])
+        if (scheme is None) != (NAMES[w.dtype] in FLOATS):
+            raise Defect(f"{name} is {w.dtype}, and by its config {scheme}")
+        if entry and metadata.layout == "slided":
+            w = unslide(w, entry.pattern, entry.in_features)
+        w = w.float()
+        if scheme:
+            scale = tensors[name + scheme.scale].float()
+            w = dequantize_blocks(w, scale, scheme.block) if scheme.block else w * scale.reshape(-1, 1)
+        allowed = 0.02 * true.abs().amax(1, keepdim=True) + 0.13 * true.abs()
+        if w.shape != true.shape or bool((((w - true).abs() > allowed) & (w != 0)).any()):
+            raise Defect(f"{name} has other weights than the original")
+        if int((w != 0).sum()) < 0.44 * true.numel():
+            raise Defect(f"{name} has {int((w != 0).sum())} of {true.numel()} weights")
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
@@ -399,7 +490,7 @@ def run(
                 target, out = Path(name) / "damaged", Path(name) / "out"
                 damage = damaged(source, target, case)
                 try:
-                    outcomes = judge(target, source, out)
+                    outcomes = judge(target, source, out, damage)
                     if serve:
                         outcomes["serve"] = serve(target, damage, outcomes)
                     counts.update(f"{command}: {result}" for command, result in outcomes.items())

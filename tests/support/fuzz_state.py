@@ -1,8 +1,7 @@
 """Damage what one run leaves for the next: work folders, measured losses, tuned tables.  ``fuzz_state.py --help``.
 
-A resumed conversion must give a valid checkpoint or a one-line error, as `fuzz` has it; a conversion beside damaged
-losses must, too; a table must be read, refused in a line or replaced.  The checkpoint need not equal that of an
-undamaged run, as some damage is another valid decision.
+A resumed conversion must give the bytes of an undamaged run or a one-line error, as `fuzz` has it; a conversion beside
+damaged losses must give them; a table must be read, refused in a line or replaced.
 """
 
 from __future__ import annotations
@@ -17,22 +16,28 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import fuzz
 from calibration import Killed, calibrated, save, write_ids
+from checkpoints import snapshot
 
-from slidesparse.calibrate import learning
-from slidesparse.calibrate.resume import work_folder
-from slidesparse.checkpoint.inspection import inspect
+from slidesparse.calibrate import distill, learning
+from slidesparse.calibrate.resume import STATE, work_folder
 from slidesparse.convert import stream
-from slidesparse.convert.budget import Budget
+from slidesparse.convert.budget import Budget, Choice
 from slidesparse.gemm import tuned
 from slidesparse.gemm.problem import Problem
 from slidesparse.gemm.tuned import Subject, Tuned
 
-OPTIONS: dict[str, Any] = {"rotate": "on", "budget": Budget(zeros=0.3), "epochs": 0}
+OPTIONS: dict[str, Any] = {
+    "rotate": "on",
+    "budget": Budget(max_loss=0.1, tokens=(16,)),
+    "epochs": 0,
+    "minutes": 0.1,
+}
 SUBJECT = Subject("hopper", "1", "NVIDIA H100", (9, 0))
 PROBLEM = Problem("int8", "bf16", 4608, 3584, 64, "both")
 
@@ -43,7 +48,7 @@ class State:
     def __init__(self, folder: Path) -> None:
         self.folder, self.source, self.out = folder, folder / "source", folder / "case" / "out"
         save("llama", self.source, num_hidden_layers=2)
-        self.ids = write_ids(folder / "ids.npy", 12)
+        self.ids, self.text = write_ids(folder / "ids.npy", 12), write_ids(folder / "text.npy", 40)
 
         def die(*_: Any) -> None:
             raise Killed
@@ -51,20 +56,34 @@ class State:
         self.left = folder / "left"  # copied to folder/case for each case
         os.environ["SLIDESPARSE_CACHE"] = str(self.left / "cache")
         with patch.object(stream, "_write", die), suppress(Killed):
-            calibrated(self.source, self.left / "out", self.ids, **OPTIONS)
+            self._convert(self.left / "out")
+        shutil.copytree(work_folder(self.left / "out"), work_folder(folder / "whole"))
+        self._convert(folder / "whole", resume=True)
+        self.whole, self.choice = snapshot(folder / "whole"), self._chosen()
         tuned.save(SUBJECT, [(PROBLEM, Tuned("a", 1.0))])
         os.environ["SLIDESPARSE_CACHE"] = str(folder / "case" / "cache")
 
+    def _convert(self, out: Path, resume: bool = False) -> None:
+        """Convert with a clock that advances one second at each reading, for distillations of the same steps."""
+        seconds = iter(range(10**6))
+        with patch.object(distill, "time", SimpleNamespace(monotonic=lambda: float(next(seconds)))):
+            calibrated(self.source, out, self.ids, distill=(self.text,), resume=resume, **OPTIONS)
+
     def resume(self) -> str:
         """Finish the interrupted conversion."""
-        calibrated(self.source, self.out, self.ids, resume=True, **OPTIONS)
-        return "violations" if inspect(self.out).violations else "ok"
+        self._convert(self.out, resume=True)
+        return "ok" if snapshot(self.out) == self.whole else "other bytes"
 
     def decide(self) -> str:
-        """Convert anew, with the losses in the cache."""
+        """Choose anew, with the losses in the cache."""
         shutil.rmtree(work_folder(self.out))
-        calibrated(self.source, self.out, self.ids, **OPTIONS)
-        return "violations" if inspect(self.out).violations else "ok"
+        return "ok" if self._chosen() == self.choice else "another choice"
+
+    def _chosen(self) -> Choice | None:
+        budget = calibrated(
+            self.source, self.out, self.ids, dry_run=True, **{**OPTIONS, "minutes": None}
+        ).budget
+        return budget.choice if budget else None
 
     def look_up(self) -> str:
         """Choose an algorithm, and save another."""
@@ -90,13 +109,15 @@ COMMANDS: dict[str, Callable[[State], str]] = {
 
 def damage(path: Path, rng: random.Random) -> str:
     """Damage a file and return a description."""
+    if rng.random() < 0.15:
+        return fuzz.damage_file(path, rng.choice(range(1 if path.name == STATE else 0, 6)))
     if path.suffix == ".json" and rng.random() < 0.7:
         document = json.loads(path.read_bytes())
         what = fuzz.damage_json(document, rng)
         path.write_bytes(fuzz.dump(document))
         return what
     raw = path.read_bytes()
-    if path.suffix == ".safetensors":  # but the values of tensors, which any value may be
+    if path.suffix == ".safetensors" and rng.random() < 0.7:
         header = 8 + int.from_bytes(raw[:8], "little")
         changed, what = fuzz.damage_bytes(raw[:header], rng)
         path.write_bytes(changed + raw[header:])
@@ -124,8 +145,8 @@ def run(first: int, count: int, report: Callable[[int, str, str], None]) -> Coun
             what = f"{path.name}: {damage(path, rng)}"
             try:
                 result = fuzz.outcome(lambda kind=kind: COMMANDS[kind](state))
-                if result == "violations":
-                    raise fuzz.Defect("the checkpoint violates its patterns")
+                if result.startswith(("other", "another")):
+                    raise fuzz.Defect(f"{result} than without damage")
                 counts[f"{kind}: {result}"] += 1
             except fuzz.Defect as defect:
                 counts["defect"] += 1

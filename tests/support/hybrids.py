@@ -30,6 +30,13 @@ MLA = {
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
 }
+GATED_DELTA = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 # name -> the class of its config, its settings
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "FalconH1": (
@@ -48,6 +55,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "position_embedding_type": "nope",
         },
     ),
+    "Lfm2": (
+        "Lfm2Config",
+        {
+            "layer_types": ["conv", "full_attention"],
+            "block_ff_dim": 256,
+            "block_auto_adjust_ff_dim": False,
+            "conv_dim": 128,  # this and the next are in published configs, and read by vLLM alone
+            "block_dim": 128,
+        },
+    ),
+    "Qwen3_5": (
+        "Qwen3_5TextConfig",
+        {
+            **GATED_DELTA,
+            "layer_types": ["linear_attention", "full_attention"],
+            "head_dim": 32,
+            "dtype": "bfloat16",  # all that vLLM's gated delta rule takes on CPUs
+        },
+    ),
     "DeepseekV2": (
         "DeepseekV2Config",
         {
@@ -62,7 +88,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def write(name: str, folder: Path) -> Path:
-    """Write one of MODELS as a checkpoint in float32."""
+    """Write one of MODELS as a checkpoint in float32, or its own dtype."""
     import transformers
 
     config, settings = MODELS[name]
@@ -71,5 +97,5 @@ def write(name: str, folder: Path) -> Path:
     for parameter in model.parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.06)
-    model.save_pretrained(folder)
+    model.to(getattr(torch, settings.get("dtype", "float32"))).save_pretrained(folder)
     return folder

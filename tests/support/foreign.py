@@ -1,0 +1,222 @@
+"""Tiny checkpoints as other tools write them: the ``quantization_config`` and the tensors of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slidesparse.quantize import FP8, INT8, quantize_rows
+
+GROUP = 16  # columns that share a scale in the formats of few bits
+FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+KEPT = ["lm_head"]
+
+
+def codes(w: Tensor, dtype: torch.dtype, rows: int = 1, columns: int = 0) -> tuple[Tensor, Tensor]:
+    """Quantize w [N, K] by blocks; ``columns`` 0 is a whole row.  Returns codes and scales [blocks, blocks]."""
+    n, k = w.shape
+    columns = columns or k
+    padded = nn.functional.pad(w.float(), (0, -k % columns, 0, -n % rows))
+    blocks = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).transpose(1, 2)
+    q, scale = quantize_rows(blocks.flatten(2).flatten(0, 1), dtype)
+    q = q.unflatten(0, blocks.shape[:2]).unflatten(2, (rows, columns)).transpose(1, 2)
+    return q.flatten(2).flatten(0, 1)[:n, :k].contiguous(), scale.reshape(blocks.shape[:2])
+
+
+def scaled(dtype: torch.dtype, rows: int = 1, columns: int = 0, **more: Tensor) -> Callable[[Tensor], Any]:
+    """Codes with ``weight_scale`` by channel, blocks, or (rows 0) the tensor."""
+
+    def make(w: Tensor) -> dict[str, Tensor]:
+        q, scale = codes(w, dtype, rows or len(w), columns)
+        return {"weight": q, "weight_scale": scale if rows else scale.reshape(()), **more}
+
+    return make
+
+
+def renamed(make: Callable[[Tensor], dict[str, Tensor]], **names: str) -> Callable[[Tensor], Any]:
+    return lambda w: {names.get(name, name): tensor for name, tensor in make(w).items()}
+
+
+def unread(**tensors: Callable[[int, int], Tensor]) -> Callable[[Tensor], dict[str, Tensor]]:
+    """Tensors of a format of few bits: their shapes alone matter, as nothing may read them."""
+    return lambda w: {name.replace("__", "."): make(*w.shape) for name, make in tensors.items()}
+
+
+def zeros(dtype: torch.dtype, *shape: Callable[[int, int], int]) -> Callable[[int, int], Tensor]:
+    return lambda n, k: torch.zeros([size(n, k) for size in shape], dtype=dtype)
+
+
+def _n(n: int, k: int) -> int:
+    return n
+
+
+def _k(n: int, k: int) -> int:
+    return k
+
+
+def _over(size: Callable[[int, int], int], by: int) -> Callable[[int, int], int]:
+    return lambda n, k: size(n, k) // by
+
+
+def _one(n: int, k: int) -> int:
+    return 1
+
+
+def preset(form: str, *schemes: tuple[str, list[str]], **more: Any) -> dict[str, Any]:
+    """Return a block as compressed-tensors writes it, of its own presets for some targets."""
+    from compressed_tensors.quantization import preset_name_to_scheme
+
+    groups = {f"group_{i}": preset_name_to_scheme(*s).model_dump(mode="json") for i, s in enumerate(schemes)}
+    for (name, _), group in zip(schemes, groups.values(), strict=True):
+        group["format"] = "int-quantized" if name == "W8A8" else form
+    block = {"config_groups": groups, "format": form, "global_compression_ratio": None, "ignore": KEPT}
+    block |= {"kv_cache_scheme": None, "quant_method": "compressed-tensors", "transform_config": {}}
+    return {**block, "quantization_status": "compressed", "sparsity_config": {}, "version": "0.15.0", **more}
+
+
+INPUT = {"input_scale": torch.tensor(0.02)}
+PACKED = unread(
+    weight_packed=zeros(torch.int32, _n, _over(_k, 8)),
+    weight_scale=zeros(torch.bfloat16, _n, _over(_k, GROUP)),
+    weight_shape=lambda n, k: torch.tensor([n, k]),
+)
+FP4 = unread(
+    weight_packed=zeros(torch.uint8, _n, _over(_k, 2)),
+    weight_scale=zeros(FP8, _n, _over(_k, GROUP)),
+    weight_global_scale=zeros(torch.float32, _one),
+)
+QWEIGHT = unread(
+    qweight=zeros(torch.int32, _over(_k, 8), _n),
+    qzeros=zeros(torch.int32, _over(_k, GROUP), _over(_n, 8)),
+    scales=zeros(torch.float16, _over(_k, GROUP), _n),
+    g_idx=zeros(torch.int32, _k),
+)
+PLAIN = lambda w: {"weight": w.bfloat16()}  # noqa: E731
+BITS4 = {"bits": 4, "group_size": GROUP, "modules_to_not_convert": None}
+SKIP = {"modules_to_not_convert": KEPT}
+
+
+def tools() -> dict[str, tuple[dict[str, Any], Callable[[Tensor], dict[str, Tensor]]]]:
+    """Map a tool's format to its configuration and a function that stores a weight [N, K]."""
+    linear, mlp, rest = ["Linear"], ["re:.*mlp.*"], ["re:.*self_attn.*"]
+    bnb = {"quant_method": "bitsandbytes", "llm_int8_skip_modules": None, "llm_int8_threshold": 6.0}
+    modelopt = {
+        "quant_method": "modelopt",
+        "ignore": KEPT,
+        "producer": {"name": "modelopt", "version": "0.33"},
+    }
+    fine = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    inverse = renamed(scaled(FP8, 32, 32), weight_scale="weight_scale_inv")
+    attention = {**preset("", ("FP8", ["LlamaAttention"]))["config_groups"]["group_0"], "weights": None}
+    w8a8 = preset("int-quantized", ("W8A8", linear))
+    block32 = preset("float-quantized", ("FP8_BLOCK", linear))
+    block32["config_groups"]["group_0"]["weights"]["block_structure"] = [32, 32]
+    return {
+        # what convert takes
+        "ct int8": (w8a8, scaled(INT8)),
+        "ct int8 kv": ({**w8a8, "kv_cache_scheme": FLOAT8}, scaled(INT8)),
+        "ct int8 heads": ({**w8a8, "kv_cache_scheme": {**FLOAT8, "strategy": "attn_head"}}, scaled(INT8)),
+        "ct fp8": (preset("float-quantized", ("FP8_DYNAMIC", linear)), scaled(FP8)),
+        "ct fp8 static": (preset("float-quantized", ("FP8", linear)), scaled(FP8, 0, **INPUT)),
+        "ct fp8 blocks": (block32, scaled(FP8, 32, 32)),
+        "ct names": (preset("int-quantized", ("W8A8", rest), ("W8A8", mlp)), scaled(INT8)),
+        "ct attention": (
+            {**w8a8, "config_groups": {**w8a8["config_groups"], "group_1": attention}},
+            scaled(INT8),
+        ),
+        "fp8 blocks": ({**fine, "weight_block_size": [32, 32], "scale_fmt": "ue8m0"}, inverse),
+        "fp8 tensor": (
+            {**fine, "activation_scheme": "static", "ignored_layers": KEPT},
+            scaled(FP8, 0, **INPUT),
+        ),
+        "fp8 kv": ({**fine, "kv_cache_scheme": "static", "ignored_layers": KEPT}, scaled(FP8, 0)),
+        # what it refuses
+        "ct int8 kv4": ({**w8a8, "kv_cache_scheme": {**FLOAT8, "num_bits": 4}}, scaled(INT8)),
+        "ct w8a16": (preset("pack-quantized", ("W8A16", linear)), PACKED),
+        "ct w4a16": (preset("pack-quantized", ("W4A16_ASYM", linear)), PACKED),
+        "ct w4a8": (preset("int-quantized", ("W4A8", linear)), scaled(INT8, 1, GROUP)),
+        "ct nvfp4": (preset("nvfp4-pack-quantized", ("NVFP4", linear)), FP4),
+        "ct mxfp8": (preset("mxfp8-quantized", ("MXFP8", linear)), scaled(FP8, 1, 32)),
+        "ct both": (preset("mixed-precision", ("NVFP4", mlp), ("W8A8", rest)), FP4),
+        "fp8 e5m2": ({**fine, "fmt": "e5m2"}, scaled(torch.float8_e4m3fn)),
+        "awq": ({"quant_method": "awq", **BITS4, "zero_point": True, "version": "gemm"}, QWEIGHT),
+        "gptq": ({"quant_method": "gptq", **BITS4, "sym": True, "checkpoint_format": "gptq"}, QWEIGHT),
+        "gptq 8": ({"quant_method": "gptq", **BITS4, "bits": 8, "desc_act": False}, QWEIGHT),
+        "auto-round": ({"quant_method": "auto-round", **BITS4, "packing_format": "auto_round:gptq"}, QWEIGHT),
+        "bnb 8": (
+            {**bnb, "load_in_8bit": True, "load_in_4bit": False},
+            lambda w: {
+                "weight": codes(w, INT8)[0],
+                "SCB": w.float().abs().amax(1),
+                "weight_format": torch.tensor(0).byte(),
+            },
+        ),
+        "bnb 4": (
+            {**bnb, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "uint8"},
+            unread(
+                weight=lambda n, k: torch.zeros(n * k // 2, 1).byte(),
+                weight__absmax=lambda n, k: torch.zeros(n * k // GROUP),
+                weight__quant_map=lambda *_: torch.zeros(16),
+                weight__quant_state__bitsandbytes__nf4=lambda *_: torch.zeros(9).byte(),
+            ),
+        ),
+        "hqq": (
+            {
+                "quant_method": "hqq",
+                "quant_config": {"weight_quant_params": {"nbits": 8, "group_size": None}},
+            },
+            unread(
+                W_q=zeros(torch.uint8, _n, _k), scale=zeros(torch.float16, _n), zero=zeros(torch.float16, _n)
+            ),
+        ),
+        "quanto": (
+            {"quant_method": "quanto", "weights": "int8", "activations": None, **SKIP},
+            renamed(scaled(INT8), weight="weight._data", weight_scale="weight._scale"),
+        ),
+        "eetq": (
+            {"quant_method": "eetq", "weights": "int8", **SKIP},
+            lambda w: {"weight": codes(w, INT8)[0].T.contiguous(), "weight_scales": w.abs().amax(1).half()},
+        ),
+        "fbgemm": (
+            {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, **SKIP},
+            scaled(FP8, input_scale_ub=torch.tensor([1200.0])),
+        ),
+        "modelopt fp8": (
+            {
+                **modelopt,
+                "quant_algo": "FP8",
+                "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False},
+            },
+            scaled(FP8, 0, **INPUT),
+        ),
+        "modelopt fp4": (
+            {**modelopt, "quant_algo": "NVFP4", "group_size": GROUP},
+            unread(
+                weight=zeros(torch.uint8, _n, _over(_k, 2)),
+                weight_scale=zeros(FP8, _n, _over(_k, GROUP)),
+                weight_scale_2=zeros(torch.float32),
+            ),
+        ),
+        "torchao": (
+            {
+                "quant_method": "torchao",
+                "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}},
+            },
+            renamed(scaled(INT8), weight="_weight_qdata", weight_scale="_weight_scale"),
+        ),
+        "quark": (
+            {
+                "quant_method": "quark",
+                "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}},
+                "export": {"kv_cache_group": [], "pack_method": "reorder"},
+            },
+            scaled(FP8, 0, **INPUT),
+        ),
+        "mxfp4": ({"quant_method": "mxfp4", **SKIP}, PLAIN),
+        "aqlm": ({"quant_method": "aqlm", "nbits_per_codebook": 16, "in_group_size": 8}, PLAIN),
+        "experts_int8": ({"quant_method": "experts_int8"}, PLAIN),
+        "ptpc_fp8": ({"quant_method": "ptpc_fp8", "activation_scheme": "dynamic"}, scaled(FP8)),
+    }
