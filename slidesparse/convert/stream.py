@@ -118,7 +118,7 @@ def convert(
     planner, rotation = _planner(checkpoint, options)
     unserved = ask(planner, skeletons) if skeletons else ""
     plan = planner.plan()
-    task = _task(planner, plan) if options.calibration else None
+    task = _task(planner, plan, progress) if options.calibration else None
     distillation = require_memory(task) if task and task.texts else ""
     if task and options.budget:  # what it lacks is refused here, not after the model was rotated
         require_usable(task, options.budget)
@@ -185,12 +185,19 @@ def _sparse(planner: Planner, reader: Reader) -> str | None:
     return None
 
 
-def _task(planner: Planner, plan: ConversionPlan) -> Task:
+def _task(planner: Planner, plan: ConversionPlan, progress: Progress) -> Task:
     """Return the task of a plan with calibration data."""
     options = plan.options
     assert options.calibration
-    hold_back = options.budget is not None
-    return prepare(planner.model, plan.patterns, plan.skipped, plan.quant, options.calibration, hold_back)
+    return prepare(
+        planner.model,
+        plan.patterns,
+        plan.skipped,
+        plan.quant,
+        options.calibration,
+        options.budget is not None,
+        progress,
+    )
 
 
 def _asked(options: ConvertOptions, calibration: Calibration) -> dict[str, Any]:
