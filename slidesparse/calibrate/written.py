@@ -169,28 +169,29 @@ def sampling(prompts: Sequence[Ids], length: int) -> list[dict[str, Any]]:
 def _by_transformers(
     model: Model, prompts: Sequence[Ids], length: int, seed: int, report: Report
 ) -> np.ndarray:
-    """Write in batches of prompts of one length."""
+    """Write in batches, in which the shorter prompts are first continued to the length of the longer ones."""
     whole: Any = assembled(model)
-    ids, done = np.empty((len(prompts), length), np.int32), 0
-    by_length: dict[int, list[int]] = {}
-    for number, prompt in enumerate(prompts):
-        by_length.setdefault(len(prompt), []).append(number)
-    batches = [rows[i : i + BATCH] for rows in by_length.values() for i in range(0, len(rows), BATCH)]
+    lengths = sorted({*map(len, prompts), length})[1:]
+    texts, done = [list(prompt) for prompt in prompts], 0
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
-        for rows in batches:
+        for start in range(0, len(texts), BATCH):
+            batch = texts[start : start + BATCH]
 
-            def count(x: Tensor, _: Any, rows: list[int] = rows, done: int = done) -> Tensor:
-                report(done + len(rows) * x.shape[1])
-                return torch.zeros(len(rows), dtype=torch.bool, device=x.device)
+            def count(x: Tensor, _: Any, done: int = done) -> Tensor:
+                report(done + x.numel())
+                return torch.zeros(len(x), dtype=torch.bool, device=x.device)
 
-            x = torch.tensor([prompts[row] for row in rows], device=model.device)
-            out = whole.generate(
-                x, attention_mask=torch.ones_like(x), max_length=length, stopping_criteria=[count]
-            )
-            ids[rows] = out.cpu().numpy()
-            done += ids[rows].size
-    return ids
+            for until in lengths:
+                rows = [row for row, text in enumerate(batch) if len(text) < until]
+                x = torch.tensor([batch[row] for row in rows], device=model.device)
+                mask = torch.ones_like(x)
+                out = whole.generate(x, attention_mask=mask, max_length=until, stopping_criteria=[count])
+                for row, text in zip(rows, out.tolist(), strict=True):
+                    batch[row] = text
+            texts[start : start + BATCH] = batch
+            done += len(batch) * length
+    return np.asarray(texts, np.int32)
 
 
 def assembled(model: Model) -> nn.Module:
