@@ -39,7 +39,9 @@ from slidesparse.serving import find_errors
 
 MARK = ".slidesparse-demo"  # file that marks a folder as the demo's own, which it may empty
 MODEL = "smollm2"
-CONVERT = "--sparsity 6:8 --calib self --samples 16 --seqlen 256"  # options of `slidesparse convert`
+CONVERT = (
+    "--sparsity 6:8 --calib self --samples 8 --seqlen 256 --rotate off"  # options of `slidesparse convert`
+)
 PROMPTS = (
     "The capital of France is",
     "Water boils at a temperature of",

@@ -77,9 +77,8 @@ def test_engine_process_scores_and_says_what_served(tmp_path: Path, monkeypatch:
     assert scores.served_by.startswith(
         "6:8 (2 of every 8 pruned): 8 layers sparse, 1 dense (1 lm_head); slided layout"
     )
-    assert {name: array.shape for name, array in scores.arrays.items()} == {
-        "logprobs": (4,), "top_ids": (4, 2), "top_logprobs": (4, 2)
-    }  # fmt: skip
+    shapes = {"logprobs": (4,), "top_ids": (4, 2), "top_logprobs": (4, 2), "outputs": (0,), "lengths": (0,)}
+    assert {name: array.shape for name, array in scores.arrays.items()} == shapes
     sampling = [{"max_tokens": 3, "temperature": 0.0, "ignore_eos": True}] * 2
     done: list[int] = []
     outputs = generate(source, [[1, 2], [3]], sampling, {**options, "enforce_eager": True}, done.append)

@@ -17,6 +17,8 @@ from checkpoints import bert, edit_json, snapshot
 from slidesparse.calibrate import written
 from slidesparse.calibrate.model import Model
 from slidesparse.calibrate.task import no_progress
+from slidesparse.checkpoint.skeleton import Skeleton
+from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.errors import CalibrationError
 
 WORDS = ["<s>", "</s>", "user", ":", "says", *(f"w{i}" for i in range(100))]
@@ -31,7 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    whole: Any = save("llama", folder := tmp_path_factory.mktemp("model") / "source")
+    folder = tmp_path_factory.mktemp("model") / "source"
+    whole: Any = save("llama", folder, hidden_size=256)
     whole.generation_config.update(do_sample=True, top_k=2, temperature=0.1, eos_token_id=[5, 6, 7])
     whole.lm_head.weight.data *= 2
     whole.save_pretrained(folder)
@@ -52,9 +55,13 @@ def write(model: Model, samples: int, length: int = 24) -> np.ndarray:
 
 
 @torch.inference_mode()
-def test_text_has_the_distribution_of_the_model(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow])]
+)
+def test_text_has_the_distribution_of_the_model(folder: Path, device: str) -> None:
     """Surprise, and its expectation, which the likeliest tokens alone would undercut, are equal within 4 sigma."""
-    ids = torch.from_numpy(write(open_model(folder), 100)).long()
+    model = Model(Skeleton(Checkpoint.open(folder)), torch.device(device))
+    ids = torch.from_numpy(write(model, 100)).long()
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     logprobs = reference(ids).logits[:, 3:-1].double().log_softmax(-1)
     surprise = -logprobs.gather(2, ids[:, 4:, None])[..., 0]
