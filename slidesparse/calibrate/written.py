@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from slidesparse import files
 from slidesparse.build.compile import cache_folder
+from slidesparse.calibrate.inputs import free_bytes
 from slidesparse.calibrate.model import Model
 from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.checkpoint.tokens import automatic_tokenizer
@@ -53,7 +55,7 @@ def write(model: Model, samples: int, length: int, progress: Progress, option: s
         progress: called with the phase, and the bytes of ids written and in all.
         option: name of the data in error messages.
 
-    Raises CalibrationError for a model that does not predict tokens, or does not fit into memory.
+    Raises CalibrationError for a model that does not predict tokens, or that nothing here can run whole.
     """
     if model.other_use or not (model.skeleton.generates and model.is_causal):
         reason = model.other_use or "this one is an encoder"
@@ -111,17 +113,21 @@ def _write(model: Model, numbers: range, length: int, report: Report) -> tuple[n
         except SlideSparseError as error:
             reason = str(error).splitlines()[-1]
             note = "; ".join(filter(None, [note, f"transformers wrote the text, as vLLM failed: {reason}"]))
+    too_large = CalibrationError(
+        f"the whole model, which has to write its own text, does not fit into the memory of {model.device}; give text "
+        "instead: FILE.jsonl"
+    )
+    values = sum(math.prod(tensor.spec.shape) for tensor in model.checkpoint.tensors.values())
+    if values * _dtype(model).itemsize > free_bytes(model.device):
+        raise too_large
     try:
         return _by_transformers(model, prompts, length, seed, report), note
-    except torch.OutOfMemoryError as error:
-        raise CalibrationError(
-            f"the model does not fit into the memory of {model.device} to write its own text ({error}); give text "
-            "instead: --calib FILE.jsonl"
-        ) from None
+    except torch.OutOfMemoryError:
+        raise too_large from None
 
 
 def _prompts(model: Model, numbers: range, length: int) -> tuple[list[Ids], str]:
-    """Return what each sample begins with, and a hint for the user or "" """
+    """Return what each sample begins with, and a hint for the user or ""."""
     start, turn, special = Ids(), Ids(), set[int]()
     count, note = model.vocabulary, ""
     try:
@@ -154,15 +160,11 @@ def _turn(tokenizer: Any) -> Ids:
 def _by_vllm(model: Model, prompts: Sequence[Ids], length: int, seed: int, report: Report) -> list[Ids]:
     free, total = torch.cuda.mem_get_info(model.device)
     options = {"seed": seed, "gpu_memory_utilization": GPU_SHARE * free / total}
-    written = generate(
-        model.checkpoint.folder, prompts, sampling(prompts, length), options, lambda n: report(n * length)
+    sampling = [{"max_tokens": length - len(ids), "temperature": 1.0, "ignore_eos": True} for ids in prompts]
+    outputs = generate(
+        model.checkpoint.folder, prompts, sampling, options, lambda done: report(done * length)
     )
-    return [prompt + output for prompt, output in zip(prompts, written, strict=True)]
-
-
-def sampling(prompts: Sequence[Ids], length: int) -> list[dict[str, Any]]:
-    """Return vLLM's sampling parameters for samples of ``length`` tokens."""
-    return [{"max_tokens": length - len(ids), "temperature": 1.0, "ignore_eos": True} for ids in prompts]
+    return [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
 
 
 @torch.inference_mode()
@@ -195,10 +197,10 @@ def _by_transformers(
 
 
 def assembled(model: Model) -> nn.Module:
-    """Return the whole model of transformers with weights of our reader: in BF16 on a GPU, elsewhere in float32."""
+    """Return the whole model of transformers with weights of our reader."""
     from transformers import GenerationConfig
 
-    dtype = torch.bfloat16 if model.device.type == "cuda" else torch.float32
+    dtype = _dtype(model)
 
     def rounded(weights: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
         return {prefix + name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
@@ -214,3 +216,8 @@ def assembled(model: Model) -> nn.Module:
     )
     module: nn.Module = whole
     return module
+
+
+def _dtype(model: Model) -> torch.dtype:
+    """Return the dtype in which transformers runs a model: BF16 is slow on CPUs."""
+    return torch.bfloat16 if model.device.type == "cuda" else torch.float32

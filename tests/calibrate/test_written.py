@@ -110,7 +110,9 @@ def test_conversion_and_distillation_by_own_text(folder: Path, tmp_path: Path) -
     assert snapshot(tmp_path / "first") == snapshot(tmp_path / "second")
 
 
-def test_models_that_cannot_write_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_models_that_cannot_write_are_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bert(tmp_path / "bert")
     save("llama", tmp_path / "embedding")
     edit_json(tmp_path / "embedding" / "config.json", architectures=["LlamaModel"])
@@ -120,6 +122,9 @@ def test_models_that_cannot_write_are_refused(folder: Path, tmp_path: Path) -> N
             match="--calib self needs a model that predicts tokens, but .*; give text: --calib",
         ):
             calibrated(tmp_path / name, tmp_path / "out", "", data=("self",), seqlen=16)
+    monkeypatch.setattr(written, "free_bytes", lambda _: 10**5)
+    with pytest.raises(CalibrationError, match="does not fit into the memory of cpu; give text instead"):
+        calibrated(folder, tmp_path / "out", "", data=("self",))
     assert not (tmp_path / "out").exists()
 
 
