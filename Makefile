@@ -1,4 +1,4 @@
-# make demo       a real model, pruned, packed and served by real vLLM
+# make demo       a real language model, pruned to 6:8 and served by real vLLM
 # make test       lint, types and tests
 # make test-cpus  all tests as on a processor with SSE alone, with AVX2 alone, and with one thread
 # make compat     the serving tests by several releases of vLLM, into docs/compatibility.md

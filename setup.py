@@ -21,7 +21,7 @@ setup(
         "slidesparse.csrc": "csrc",
     },
     package_data={
-        "slidesparse": ["py.typed", "demo_sentences.txt", "tuned_tables/*.json", "layer_times.csv"],
+        "slidesparse": ["py.typed", "tuned_tables/*.json", "layer_times.csv"],
         "slidesparse.csrc": SOURCES,
     },
 )

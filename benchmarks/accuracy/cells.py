@@ -7,7 +7,7 @@ in BF16::
     smollm2 --sparsity dense --calib own --samples 256 --seqlen 1024
     smollm2 --sparsity 6:8 --calib own --samples 256 --seqlen 1024
 
-WORK holds the models (WORK/smollm2, by `benchmarks.accuracy.models`), the text that each wrote, WORK/smollm2.own.npy,
+WORK holds the models (WORK/smollm2, by `slidesparse.packaged`), the text that each wrote, WORK/smollm2.own.npy,
 for which the word ``own`` in the options stands, and WORK/smollm2.held_out.npy; and for each finished cell a JSON file
 with its figures and the negative log-likelihood of every window, so that cells can be compared in pairs.
 """
@@ -36,20 +36,20 @@ import numpy as np
 from safetensors import safe_open
 
 from benchmarks.accuracy import humaneval
-from benchmarks.accuracy.models import CODERS, MODELS
 from benchmarks.accuracy.texts import (
     OWN,
     PYTHON,
     WIKITEXT,
     Engine,
     Ids,
-    python_reference,
-    tokenizer_of,
     windows,
 )
 from benchmarks.records import publish
+from slidesparse.calibrate.samples import python_reference
 from slidesparse.checkpoint.metadata import Metadata
+from slidesparse.checkpoint.tokens import automatic_tokenizer
 from slidesparse.errors import SlideSparseError
+from slidesparse.packaged import CODERS, MODELS
 from slidesparse.pattern import parse_pattern
 
 COLUMNS = (
@@ -145,11 +145,11 @@ class Texts:
         held_out = self.work / f"{model}.held_out.npy"
         if not held_out.exists():
             raise CellError(f"{held_out} is missing: python -m benchmarks accuracy prepare {model} WORK")
-        tokenizer = tokenizer_of(self.work / model)
+        tokenizer = automatic_tokenizer(self.work / model)
         found = {OWN: np.load(held_out)[: self.windows].tolist()}
         if self.wikitext:
             found[WIKITEXT] = windows(tokenizer, self.wikitext.read_text(encoding="utf-8"), self.windows)
-        return found | {PYTHON: windows(tokenizer, python_reference(), self.windows)}
+        return found | {PYTHON: windows(tokenizer, "\n\n".join(python_reference()), self.windows)}
 
 
 def measure(cell: Cell, texts: Texts, engine: Engine, folder: Path) -> dict[str, Any]:
@@ -163,10 +163,9 @@ def measure(cell: Cell, texts: Texts, engine: Engine, folder: Path) -> dict[str,
     if cell.options:
         model, began = folder / "checkpoint", time.monotonic()
         own = str(texts.work / f"{cell.model}.own.npy")
-        words = ["convert", str(source), str(model), *(own if word == OWN else word for word in cell.options)]
-        engine.execute("from slidesparse.cli import main; main()", words)
+        engine.convert([str(source), str(model), *(own if word == OWN else word for word in cell.options)])
         minutes, share = (time.monotonic() - began) / 60, zeros(model)
-    found, tokenizer = texts.of(cell.model), tokenizer_of(source)
+    found, tokenizer = texts.of(cell.model), automatic_tokenizer(source)
     problems = humaneval.problems(texts.code) if cell.model in CODERS else []
     prompts = [humaneval.prompt_ids(tokenizer, problem) for problem in problems]
     greedy = {

@@ -22,22 +22,28 @@ def prepare(
     work: Work,
     samples: Annotated[int, typer.Option(help="Samples of own text, for --calib and --distill.")] = 512,
     held_out: Annotated[int, typer.Option(help="Samples of own text, for scoring.")] = 200,
-    seed: Annotated[
-        int, typer.Option(help="Random seed of the text; the held-out text has the next one.")
-    ] = 0,
 ) -> None:
     """Make a model out of Python packages, and let it write text: WORK/MODEL, MODEL.own.npy, MODEL.held_out.npy."""
-    from benchmarks.accuracy.models import MODELS, build
-    from benchmarks.accuracy.texts import Engine, write_own
+    import numpy as np
+
+    from benchmarks.accuracy.texts import WINDOW
+    from slidesparse.calibrate.model import Model
+    from slidesparse.calibrate.task import Calibration
+    from slidesparse.calibrate.written import write
+    from slidesparse.checkpoint.skeleton import Skeleton
+    from slidesparse.checkpoint.storage import Checkpoint
+    from slidesparse.cli.console import byte_progress
+    from slidesparse.packaged import MODELS, build
     from slidesparse.tune.shapes import parse_choice
 
     parse_choice("MODEL", name, tuple(MODELS))
     if not (work / name).exists():
         build(name, work / name)
-    texts = {"own": (samples, seed), "held_out": (held_out, seed + 1)}
-    for text, (count, number) in texts.items():
-        if not (out := work / f"{name}.{text}.npy").exists():
-            write_own(work / name, out, count, number, Engine())
+    model = Model(Skeleton(Checkpoint.open(work / name)), Calibration(()).torch_device)
+    with byte_progress(lines=True) as progress:
+        ids, _ = write(model, samples + held_out, WINDOW, progress, "--calib")
+    np.save(work / f"{name}.own.npy", ids[:samples])
+    np.save(work / f"{name}.held_out.npy", ids[samples:])
 
 
 @app.command()

@@ -3,8 +3,8 @@
 The loss of pruning a single layer is the KL divergence of the next-token distributions from the dense model's, in nats
 per token, or for an encoder 1 - cosine similarity of the embeddings.  Both are zero for the dense model and never
 negative; the change in cross-entropy itself would be lost in the noise of so few tokens.  The loss of the whole model
-is measured on the validation split, against the dense model with the same quantization: the difference in
-cross-entropy, or again 1 - cosine.
+is measured on held-out samples of each kind of text, against the dense model with the same quantization: the difference
+in cross-entropy, or again 1 - cosine.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from slidesparse.calibrate.pipeline import (
     run_blocks,
 )
 from slidesparse.calibrate.resume import WorkFolder
+from slidesparse.calibrate.samples import Samples
 from slidesparse.calibrate.sparsegpt import pruner
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.names import WEIGHT
@@ -225,14 +226,13 @@ def _pooling(checkpoint: Checkpoint) -> Callable[[Tensor], Tensor]:
 
 
 @torch.inference_mode()
-def whole_loss(task: Task, reader: Reader, work: WorkFolder, progress: Progress) -> float:
-    """Return the loss of the pruned model in ``work`` minus the dense model's, on the validation split.
+def whole_loss(task: Task, samples: Samples, reader: Reader, work: WorkFolder, progress: Progress) -> float:
+    """Return the loss of the pruned model in ``work`` minus the dense model's, on ``samples``.
 
     Both models run as they will be served, with weights and activations quantized.  The loss is cross-entropy in nats
     per token, or 1 - cosine.
     """
-    assert task.held_back
-    held = replace(task, samples=task.held_back)
+    held = replace(task, samples=samples)
     dtype, criterion, total, count = NAMES[task.quant], Criterion(task.model, task.model.ends(reader)), 0.0, 0
     report = block_counter(task, "judging", progress)
     for run in run_blocks(held, reader, 2, to_the_end=True):

@@ -1,18 +1,21 @@
-"""Calibration samples: sequences of token ids, from texts, conversations or files of ids."""
+"""Calibration samples: sequences of token ids, from texts, conversations, files of ids, or the model itself."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
+from pydoc_data.topics import topics
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from slidesparse.calibrate.model import Model
+from slidesparse.calibrate.written import DISTILLATION_TOKENS, SELF, write
 from slidesparse.checkpoint.tokens import (
     FORMS,
     Document,
@@ -25,7 +28,13 @@ from slidesparse.checkpoint.tokens import (
 )
 from slidesparse.errors import CalibrationError, SlideSparseError
 
+if TYPE_CHECKING:
+    from slidesparse.calibrate.task import Progress
+
 RANDOM = "random"
+REFERENCE = (
+    "pydoc_data.topics"  # the reference of the Python language: English prose and code that every Python has
+)
 SAMPLES, SEQLEN = 128, 2048
 VALIDATION_INTERVAL = 8  # one in this many samples is in the validation split
 MAX_TOKENS = 2**26  # where all of a text is read; half a GiB
@@ -38,7 +47,7 @@ class Samples:
     """Calibration samples."""
 
     ids: tuple[Tensor, ...]  # int64 [tokens] each
-    origin: str  # the names of files, or "random tokens"
+    origin: str  # the names of files, or what else it is, such as "random tokens"
     note: str = ""  # a hint for the user
 
     @property
@@ -78,20 +87,23 @@ class Samples:
         return sha256.hexdigest()
 
 
-def load_samples(
+def load_sources(
     data: Sequence[str],
     model: Model,
+    progress: Progress,
     samples: int | None = SAMPLES,
     seqlen: int | None = None,
     option: str = "--calib",
-) -> Samples:
-    """Read calibration data.
+) -> list[Samples]:
+    """Read calibration data; return the samples of each source.
 
     Args:
         data: files in the `FORMS` of `slidesparse.checkpoint.tokens`, tokenized by the checkpoint's tokenizer, datasets
-            on the Hub, or "random"; each contributes an equal share of the samples.
-        samples: number of samples; if there are fewer, all are taken and `Samples.note` says so.  None takes all, up
-            to MAX_TOKENS.
+            on the Hub, "self" for text that the model writes (see `slidesparse.calibrate.written`), REFERENCE, or
+            "random"; each contributes an equal share of the samples.
+        progress: called while the model writes.
+        samples: number of samples; if a source has fewer, all are taken and `Samples.note` says so.  None takes all, up
+            to MAX_TOKENS, of the model's own text DISTILLATION_TOKENS.
         seqlen: sequence length in tokens, by default SEQLEN or the model's maximum.  For causal models, texts are
             joined and cut into samples of this length; for others, each text is truncated to it.
         option: name of the data in error messages.
@@ -107,17 +119,28 @@ def load_samples(
     length = seqlen or min(SEQLEN, model.longest)
     total = samples or max(1, MAX_TOKENS // length)
     shares = [total // len(data) + (i < total % len(data)) for i in range(len(data))]
-    parts = [
-        _load(source, model, share, length, option)
-        for source, share in zip(data, shares, strict=True)
-        if share
-    ]
-    ids = tuple(sample for part in parts for sample in part.ids)
-    note = "; ".join(dict.fromkeys(part.note for part in parts if part.note))
-    if len(ids) < total and samples is not None:
-        origin = " and ".join(part.origin for part in parts)
-        note = f"{origin} give {len(ids)} samples of at most {length} tokens, {samples} were requested"
-    return Samples(ids, " and ".join(part.origin for part in parts), note)
+    found = []
+    for source, share in zip(data, shares, strict=True):
+        if source == SELF and share:
+            most = share if samples else max(2, DISTILLATION_TOKENS[model.device.type] // length)
+            ids, note = write(model, min(share, most), length, progress, option)
+            found.append(Samples(_tensors(ids), "its own text", note))
+        elif share:
+            part = _load(source, model, share, length, option)
+            few = f"{part.origin} gives {len(part.ids)} samples of at most {length} tokens, {share} were requested"
+            found.append(replace(part, note=few) if samples and len(part.ids) < share else part)
+    return found
+
+
+def join(sources: Sequence[Samples]) -> Samples:
+    """Return the samples of all sources."""
+    ids = tuple(sample for source in sources for sample in source.ids)
+    notes = dict.fromkeys(source.note for source in sources if source.note)
+    return Samples(ids, " and ".join(source.origin for source in sources), "; ".join(notes))
+
+
+def _tensors(rows: Iterable[np.ndarray]) -> tuple[Tensor, ...]:
+    return tuple(torch.from_numpy(np.ascontiguousarray(row, dtype=np.int64)) for row in rows)
 
 
 def _load(data: str, model: Model, samples: int, length: int, option: str) -> Samples:
@@ -138,11 +161,12 @@ def _load(data: str, model: Model, samples: int, length: int, option: str) -> Sa
     if not chosen:
         raise CalibrationError(
             f"{option} {data} gives no sample of {length} tokens; give more text, or a smaller --seqlen. Data are "
-            f"{FORMS}, or the word random"
+            f"{FORMS}, or the words self or random"
         )
     require_ids(chosen, model.vocabulary, f"{option} {data}", model.checkpoint.folder)
-    ids = tuple(torch.from_numpy(np.ascontiguousarray(row, dtype=np.int64)) for row in chosen)
-    return Samples(ids, path.name)
+    return Samples(
+        _tensors(chosen), "the reference of the Python language" if data == REFERENCE else path.name
+    )
 
 
 def _encoded(data: str, model: Model, generator: np.random.Generator) -> Iterator[list[int]]:
@@ -157,6 +181,9 @@ def _encoded(data: str, model: Model, generator: np.random.Generator) -> Iterato
 
 def _pieces(data: str) -> Iterator[Document]:
     """Yield the documents of a source; a plain text in pieces, so that samples come from all of it."""
+    if data == REFERENCE:
+        yield from python_reference()
+        return
     if Path(data).suffix != ".txt":
         yield from read_documents(data)
         return
@@ -169,13 +196,18 @@ def _pieces(data: str) -> Iterator[Document]:
             start = stop
 
 
+def python_reference() -> list[str]:
+    """Return the topics of the reference of the Python language, by name."""
+    return [topics[name] for name in sorted(topics)]
+
+
 def _random_samples(generator: np.random.Generator, model: Model, samples: int, length: int) -> Samples:
     """Return samples of random tokens, for trials."""
-    drawn = generator.integers(0, model.vocabulary, (samples, length))
+    drawn = _tensors(generator.integers(0, model.vocabulary, (samples, length)))
     note = (
         "random tokens do not represent the text that the model will serve; use them only to try things out"
     )
-    return Samples(tuple(torch.from_numpy(row) for row in drawn), "random tokens", note)
+    return Samples(drawn, "random tokens", note)
 
 
 def _cut_stream(encoded: Iterator[list[int]], samples: int, length: int) -> list[np.ndarray]:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 import slidesparse
 from slidesparse.calibrate.model import Model
-from slidesparse.calibrate.resume import DIGEST
-from slidesparse.calibrate.samples import SAMPLES, Samples, load_samples
+from slidesparse.calibrate.resume import DIGEST, fingerprints
+from slidesparse.calibrate.samples import REFERENCE, SAMPLES, Samples, join, load_sources
 from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.names import WEIGHT
-from slidesparse.checkpoint.storage import CONFIG, Checkpoint
-from slidesparse.errors import CalibrationError, EnvironmentFault
+from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 from slidesparse.pattern import Pattern
 
 Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
@@ -30,6 +28,7 @@ def no_progress(phase: str, done: int, total: int) -> None:
 DEVICES = ("auto", "cpu", "cuda")
 ROTATIONS = ("auto", "on", "off")  # where possible, always (an error where impossible), or never
 MINUTES = 10.0
+HELD_BACK, TEXTS = "the held-back samples", "the text of --distill"  # keys of `Task.state`
 MAX_VALIDATION_SAMPLES = 64  # most validation samples of a distillation
 
 
@@ -37,7 +36,7 @@ MAX_VALIDATION_SAMPLES = 64  # most validation samples of a distillation
 class Calibration:
     """Calibration data and how to use them.  Raises CalibrationError for a value that is not allowed."""
 
-    data: tuple[str, ...]  # this and the next two: see `slidesparse.calibrate.samples.load_samples`
+    data: tuple[str, ...]  # this and the next two: see `slidesparse.calibrate.samples.load_sources`
     samples: int = SAMPLES
     seqlen: int | None = None
     device: str = "auto"  # CUDA if available
@@ -90,7 +89,7 @@ class Task:
     samples: Samples
     quant: str
     calibration: Calibration
-    held_back: Samples | None = None  # validation split, with a budget
+    held_back: tuple[Samples, ...] = ()  # with a budget: samples of each kind of text that it is validated on
     texts: tuple[Samples, Samples] | None = None  # training and validation split of distillation
 
     @property
@@ -132,12 +131,13 @@ class Task:
         """Return the values that must be equal for a run to resume another; the keys are the words for them."""
         return {
             "slidesparse": slidesparse.__version__,
-            **_fingerprints(self.model.checkpoint),
+            **fingerprints(self.model.checkpoint),
             "layers": {name: pattern.ratio for name, pattern in sorted(self.layers.items())},
             "skipped": sorted(self.skipped),
             "the data of --calib": DIGEST + self.samples.digest,
+            HELD_BACK: DIGEST + "".join(samples.digest for samples in self.held_back),
             "smoothing": self.smooths,
-            "the text of --distill": DIGEST + "".join(text.digest for text in self.texts or ()),
+            TEXTS: DIGEST + "".join(text.digest for text in self.texts or ()),
             "quant": self.quant,
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
@@ -152,14 +152,16 @@ def prepare(
     quant: str,
     calibration: Calibration,
     hold_back: bool = False,
+    progress: Progress = no_progress,
 ) -> Task:
-    """Read the data and return the task; nothing is written.
+    """Read the data, or let the model write them, and return the task.
 
     Args:
-        hold_back: whether to split off validation samples.
+        hold_back: whether to hold back samples of each source for validation.  If there is one source, samples of
+            another kind of text join them: a loss on text like that of calibration says little about other text.
 
     Raises CalibrationError for a model that cannot be run or does not run one of the ``layers``, and the errors of
-    `slidesparse.calibrate.samples.load_samples`.
+    `slidesparse.calibrate.samples.load_sources`.
     """
     linears = {name for number in range(model.blocks) for name in model.linears(number)}
     for name in layers:
@@ -176,22 +178,22 @@ def prepare(
         raise CalibrationError(
             f"--distill is for models that predict tokens, but {model.other_use}; leave it out"
         )
-    samples = load_samples(calibration.data, model, calibration.samples, calibration.seqlen)
-    samples, held_back = samples.split() if hold_back else (samples, None)
     texts = None
-    if calibration.distill:
-        text_samples = load_samples(calibration.distill, model, None, calibration.seqlen, "--distill")
-        texts = text_samples.split(MAX_VALIDATION_SAMPLES)
+    if calibration.distill:  # first, as then the model writes text only once
+        found = load_sources(calibration.distill, model, progress, None, calibration.seqlen, "--distill")
+        texts = join(found).split(MAX_VALIDATION_SAMPLES)
+    sources = load_sources(calibration.data, model, progress, calibration.samples, calibration.seqlen)
+    held_back: tuple[Samples, ...] = ()
+    note = ""
+    if hold_back:
+        pairs = [source.split() for source in sources]
+        sources, held_back = [training for training, _ in pairs], tuple(held for _, held in pairs)
+        if len(sources) == 1:
+            count, length = len(held_back[0].ids), max(map(len, held_back[0].ids))
+            try:
+                held_back += tuple(load_sources([REFERENCE], model, progress, count, length))
+            except SlideSparseError as error:
+                note = f"the loss is measured on text like that of {sources[0].origin} alone: {error}"
+    samples = join(sources)
+    samples = replace(samples, note="; ".join(filter(None, [samples.note, note])))
     return Task(model, layers, frozenset(skipped), samples, quant, calibration, held_back, texts)
-
-
-def _fingerprints(checkpoint: Checkpoint) -> dict[str, str]:
-    """Hash the names and shapes of a source's tensors, its config, and file sizes and times, but not the weights."""
-    facts = {"tensors": repr(sorted(checkpoint.tensors.values())).encode()}
-    facts[CONFIG] = (checkpoint.folder / CONFIG).read_bytes()
-    for file in checkpoint.files:
-        status = (checkpoint.folder / file).stat()
-        facts[file] = f"{status.st_size} {status.st_mtime_ns}".encode()
-    return {
-        f"{name} of the source": DIGEST + hashlib.sha256(fact).hexdigest() for name, fact in facts.items()
-    }

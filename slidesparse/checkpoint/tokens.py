@@ -189,7 +189,7 @@ def tokenizer_of(folder: Path) -> Callable[[Document], list[int]]:
             f"{folder} has no tokenizer ({TOKENIZER}), which texts need; fetch it, or give token ids instead of "
             "texts: ids.npy"
         )
-    automatic = cache(_automatic_tokenizer)
+    automatic = cache(automatic_tokenizer)
     if (folder / TOKENIZER).is_file():
         from tokenizers import Tokenizer
 
@@ -223,7 +223,8 @@ def tokenizer_of(folder: Path) -> Callable[[Document], list[int]]:
     return encode_document
 
 
-def _automatic_tokenizer(folder: Path) -> Any:
+def automatic_tokenizer(folder: Path) -> Any:
+    """Return transformers' tokenizer of a checkpoint.  Raises SlideSparseError if it cannot be read."""
     from transformers import AutoTokenizer
 
     try:

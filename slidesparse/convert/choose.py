@@ -16,7 +16,7 @@ from slidesparse.build.compile import cache_folder
 from slidesparse.calibrate.losses import LayerGroup, Losses, layer_groups, layer_losses, whole_loss
 from slidesparse.calibrate.pipeline import calibrate
 from slidesparse.calibrate.resume import CHOICE, LOSSES, WorkFolder
-from slidesparse.calibrate.task import Progress, Task
+from slidesparse.calibrate.task import HELD_BACK, TEXTS, Progress, Task
 from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.checkpoint.storage import Reader
 from slidesparse.convert.budget import (
@@ -31,11 +31,13 @@ from slidesparse.convert.times import Shape
 from slidesparse.errors import CalibrationError
 
 # Initial estimate of the loss of the whole model, relative to the sum of its layers' losses
-FIRST_PART = 0.7
+FIRST_PART = 2.0
 ROUNDS = 3  # most choices that are tried for --max-loss
 CLOSE = 0.75  # a loss of at least this share of the allowed one is close enough
-MARGIN = 0.95  # share of the allowed loss for the next limit after a miss
+AIM = 0.9  # share of the allowed loss for the next limit after a miss
 MAX_STEP = 4  # largest factor between successive limits
+LEAST = 0.01  # share of the allowed loss that a smaller one counts as; noise may make it negative
+POWERS = 0.5, 4.0  # the loss of the whole model grows as the sum of its layers' losses to a power in between
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,9 @@ class Outcome:
     problem: AllocationProblem
     part: float  # loss of the whole model relative to the sum of its layers' losses
     in_nats: bool  # whether losses are differences in cross-entropy, not 1 - cosine
+    kinds: tuple[str, ...]  # the kinds of text that the loss of the whole model is measured on
     choice: Choice | None = None
-    measured_loss: float | None = None  # loss of the whole model on the validation split
+    measured: tuple[float, ...] | None = None  # loss of the whole model on each kind of text
 
     @property
     def allowed(self) -> float:
@@ -66,6 +69,11 @@ class Outcome:
         return math.expm1(loss) if self.in_nats else loss
 
     @property
+    def measured_loss(self) -> float | None:
+        """The loss that counts, on the kind of text on which it is largest."""
+        return max(self.measured) if self.measured else None
+
+    @property
     def within_budget(self) -> bool:
         """Whether the loss of the whole model is within the budget."""
         most = self.budget.max_loss
@@ -73,15 +81,15 @@ class Outcome:
 
     @property
     def summary(self) -> str:
-        """The measured loss as text; empty in a dry run."""
-        if self.measured_loss is None:
+        """The measured losses as text; empty in a dry run."""
+        metric, sign = ("perplexity", "+") if self.in_nats else ("1 - cosine", "")
+        parts = [
+            f"{sign}{percent(self.shown(loss))} on {kind}"
+            for kind, loss in zip(self.kinds, self.measured or (), strict=False)
+        ]
+        if not parts:
             return ""
-        metric = "perplexity" if self.in_nats else "1 - cosine"
-        sign = "+" if self.in_nats else ""
-        return (
-            f"{metric} {sign}{percent(self.shown(self.measured_loss))} relative to the unpruned model with the same "
-            "quantization"
-        )
+        return f"{metric} {', '.join(parts)}, relative to the unpruned model with the same quantization"
 
 
 def loss_cache() -> Path:
@@ -121,7 +129,9 @@ def estimate(
     Raises CalibrationError when the budget allows no pruning or cannot be reached.
     """
     losses = _losses(task, reader, work, rotate, progress)
-    outcome = Outcome(budget, _problem(task, losses, budget), FIRST_PART, task.model.skeleton.generates)
+    kinds = tuple(samples.origin for samples in task.held_back)
+    problem = _problem(task, losses, budget)
+    outcome = Outcome(budget, problem, FIRST_PART, task.model.skeleton.generates, kinds)
     return replace(outcome, choice=_choose(outcome, outcome.allowed / FIRST_PART))
 
 
@@ -130,7 +140,7 @@ def _losses(task: Task, reader: Reader, work: WorkFolder, rotate: bool, progress
 
     They are kept in ``work``, so that a resumed run decides as before, and in the user's cache for other budgets.
     """
-    state = {key: value for key, value in task.state().items() if key not in ("layers", "distill")}
+    state = {key: value for key, value in task.state().items() if key not in ("layers", HELD_BACK, TEXTS)}
     state |= {"layers": sorted(task.layers), "rotate": rotate, "patterns": [p.ratio for p in PATTERNS]}
     cached = loss_cache() / f"{hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]}.json"
     entries = work.read_json(LOSSES)
@@ -188,67 +198,79 @@ def prune_within(
     An interrupted run can be resumed.  Afterwards, ``work`` holds the blocks of the returned choice.
 
     Args:
-        fitted: a function that returns the task for a choice, with a validation split.
+        fitted: a function that returns the task for a choice, with samples to validate it.
     """
-    attempts = _attempts(work.read_json(CHOICE)) or [Attempt(outcome.allowed / FIRST_PART, None)]
+    attempts = _attempts(work.read_json(CHOICE)) or [Attempt(outcome.allowed / FIRST_PART, ())]
     while True:
         choice = _choose(outcome, attempts[-1].limit)
-        if attempts[-1].loss is None:
+        if not attempts[-1].losses:
             chosen = fitted(choice)
             calibrate(chosen, reader, work, progress)
-            attempts[-1] = Attempt(attempts[-1].limit, whole_loss(chosen, reader, work, progress))
+            measured = tuple(whole_loss(chosen, held, reader, work, progress) for held in chosen.held_back)
+            attempts[-1] = Attempt(attempts[-1].limit, measured)
             work.write_json(CHOICE, _saved(attempts))
-        loss = attempts[-1].loss
-        assert loss is not None
-        most = choice.patterns == outcome.problem.frontier()[-1].patterns
-        limit = (
-            None
-            if outcome.budget.max_loss is None
-            else next_limit(attempts, outcome.allowed, choice.loss, most)
-        )
+        limit, measured = None, attempts[-1].losses
+        if outcome.budget.max_loss is not None:
+            tried = [Tried(limit, _choose(outcome, limit).loss, max(losses)) for limit, losses in attempts]
+            most = choice.patterns == outcome.problem.frontier()[-1].patterns
+            limit = next_limit(tried, outcome.allowed, most)
         if limit is None:
             calibrate(fitted(choice), reader, work, progress)  # of a resumed run: check that all is there
-            return replace(outcome, choice=choice, measured_loss=loss, part=max(loss, 0.0) / choice.loss)
-        attempts.append(Attempt(limit, None))
+            part = max(*measured, 0.0) / choice.loss
+            return replace(outcome, choice=choice, measured=measured, part=part)
+        attempts.append(Attempt(limit, ()))
         work.clear()
         work.write_json(CHOICE, _saved(attempts))
 
 
 class Attempt(NamedTuple):
-    """A limit ``limit`` on the sum of layers' losses, and the resulting loss of the whole model."""
+    """A limit on the sum of layers' losses, and the resulting losses of the whole model on each kind of text."""
 
     limit: float
-    loss: float | None
+    losses: tuple[float, ...]  # none before they are measured
 
 
-def _attempts(saved: Sequence[Sequence[float | None]] | None) -> list[Attempt]:
+def _attempts(saved: Sequence[tuple[float | None, Sequence[float]]] | None) -> list[Attempt]:
     """Return the attempts that `_saved` wrote, none without a file."""
-    return [Attempt(math.inf if limit is None else limit, loss) for limit, loss in saved or ()]
+    return [Attempt(math.inf if limit is None else limit, tuple(losses)) for limit, losses in saved or ()]
 
 
-def _saved(attempts: Sequence[Attempt]) -> list[list[float | None]]:
-    """Return attempts as JSON, the limit of a goal without one as null."""
-    return [[limit if math.isfinite(limit) else None, loss] for limit, loss in attempts]
+def _saved(attempts: Sequence[Attempt]) -> list[tuple[float | None, tuple[float, ...]]]:
+    """Return attempts as a value for a JSON file, the limit of a goal without one as null."""
+    return [(limit if math.isfinite(limit) else None, losses) for limit, losses in attempts]
 
 
-def next_limit(attempts: Sequence[Attempt], allowed: float, predicted: float, most: bool) -> float | None:
-    """Return the next limit on the sum of layers' losses, or None to keep the last attempt.
+class Tried(NamedTuple):
+    """A choice that was tried."""
+
+    limit: float  # on the sum of layers' losses
+    predicted: float  # the sum of layers' losses
+    loss: float  # of the whole model, on the kind of text where it is largest
+
+
+def next_limit(tried: Sequence[Tried], allowed: float, most: bool) -> float | None:
+    """Return the next limit on the sum of layers' losses, or None to keep the last choice.
+
+    The loss of the whole model is taken to grow as a power of the sum: through the two choices nearest to the aim, or,
+    after the first, in proportion.
 
     Args:
-        attempts: at least one, all with a measured loss.
-        predicted: the sum of layers' losses in the last attempt.
-        most: whether the last attempt pruned as much as possible.
+        most: whether the last choice prunes as much as possible.
     """
-    last = attempts[-1].loss
-    assert last is not None
-    good = [attempt.limit for attempt in attempts if attempt.loss is not None and attempt.loss <= allowed]
-    bad = [attempt.limit for attempt in attempts if attempt.loss is not None and attempt.loss > allowed]
-    if last <= allowed and (last >= CLOSE * allowed or most):
+    last = tried[-1]
+    good, bad = ([x for x in tried if (x.loss <= allowed) == within] for within in (True, False))
+    if last.loss <= allowed and (last.loss >= CLOSE * allowed or most):
         return None
-    if len(attempts) >= ROUNDS:
-        # Repeat the best attempt within the allowed loss, unless it was the last
-        return max(good) if good and last > allowed and len(attempts) == ROUNDS else None
-    limit = MARGIN * allowed * predicted / max(last, allowed / MAX_STEP)
-    if good and bad and not max(good) < limit < min(bad):
-        return (max(good) + min(bad)) / 2
+    if len(tried) >= ROUNDS:
+        # Repeat the best choice within the allowed loss, unless it was the last
+        return max(x.limit for x in good) if good and last in bad and len(tried) == ROUNDS else None
+    points = [(math.log(x.predicted), math.log(max(x.loss / allowed, LEAST) / AIM)) for x in tried]
+    (x, y), *others = sorted(points, key=lambda point: abs(point[1]))
+    power = 1.0
+    if others and others[0][0] != x:
+        power = min(max((others[0][1] - y) / (others[0][0] - x), POWERS[0]), POWERS[1])
+    limit = math.exp(x) * min(max(math.exp(-y / power), 1 / MAX_STEP), MAX_STEP)
+    if good and bad:
+        low, high = max(x.limit for x in good), min(x.predicted for x in bad)
+        return limit if low < limit < high else (low + high) / 2
     return limit

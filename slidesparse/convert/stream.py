@@ -118,7 +118,7 @@ def convert(
     planner, rotation = _planner(checkpoint, options)
     unserved = ask(planner, skeletons) if skeletons else ""
     plan = planner.plan()
-    task = _task(planner, plan) if options.calibration else None
+    task = _task(planner, plan, progress) if options.calibration else None
     distillation = require_memory(task) if task and task.texts else ""
     if task and options.budget:  # what it lacks is refused here, not after the model was rotated
         require_usable(task, options.budget)
@@ -156,10 +156,11 @@ def _planner(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Planner, 
     planner, calibration = Planner(checkpoint, options), options.calibration
     if calibration is None or calibration.rotate == "off":
         return planner, ""
-    if calibration.rotate == "auto" and options.pattern.density == 1 and not options.budget:
-        # Nothing is pruned.  INT8 alone costs real models half as much if they are rotated (docs/accuracy)
-        if options.quant == "fp8" or not isinstance(planner.source, Floats):
-            return planner, ""
+    # INT8 alone costs real models half as much if they are rotated (docs/accuracy)
+    gains = options.quant != "fp8" and isinstance(planner.source, Floats)
+    nothing = options.pattern.density == 1 and not options.budget
+    if nothing and not gains and calibration.rotate == "auto":
+        return planner, ""
     if planner.source.quantization.kv_cache:
         why_not = "the scales of its quantized KV cache hold for its own values"
     elif not isinstance(planner.source, Quantized):
@@ -188,12 +189,19 @@ def _sparse(planner: Planner, reader: Reader) -> str | None:
     return None
 
 
-def _task(planner: Planner, plan: ConversionPlan) -> Task:
+def _task(planner: Planner, plan: ConversionPlan, progress: Progress) -> Task:
     """Return the task of a plan with calibration data."""
     options = plan.options
     assert options.calibration
-    hold_back = options.budget is not None
-    return prepare(planner.model, plan.patterns, plan.skipped, plan.quant, options.calibration, hold_back)
+    return prepare(
+        planner.model,
+        plan.patterns,
+        plan.skipped,
+        plan.quant,
+        options.calibration,
+        options.budget is not None,
+        progress,
+    )
 
 
 def _asked(options: ConvertOptions, calibration: Calibration) -> dict[str, Any]:

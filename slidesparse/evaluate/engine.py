@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ import numpy as np
 
 from slidesparse.errors import INSTALL, EnvironmentFault, SlideSparseError
 from slidesparse.resolve import SUMMARY
-from slidesparse.serving import find_errors
+from slidesparse.serving import find_errors, is_available
 
 WORKER = "slidesparse.evaluate.worker"
+DONE = b"prompts done: "  # what the worker prints before their number
 # The log must contain the plugin's line, whatever the user configured
 LOGGING = {"VLLM_CONFIGURE_LOGGING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
 LOGGING_CONFIG = "VLLM_LOGGING_CONFIG_PATH"
@@ -37,6 +38,12 @@ class Scored:
 
     arrays: Mapping[str, np.ndarray]
     served_by: str
+
+    @property
+    def outputs(self) -> list[list[int]]:
+        """The ids that continue each prompt."""
+        ends = np.cumsum(self.arrays["lengths"])
+        return [part.tolist() for part in np.split(self.arrays["outputs"], ends)[:-1]]
 
 
 def score(
@@ -55,32 +62,79 @@ def score(
 
     Raises SlideSparseError with the cause from the engine's log, EnvironmentFault without vLLM.
     """
-    if importlib.util.find_spec("vllm") is None:
-        raise EnvironmentFault(f"evaluation serves the model, but vLLM is not installed: {INSTALL}")
     longest = max(len(sample) for sample in ids) + 1  # vLLM generates one token
     options = {"enforce_eager": True, "max_model_len": longest, **(options or {})}
-    request = {"model": str(model), "ids": ids, "top": top, "options": options}
+    return run(model, {"ids": ids, "top": top}, options, log)
+
+
+def run(
+    model: Path,
+    request: Mapping[str, Any],
+    options: Mapping[str, Any],
+    log: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    report: Callable[[int], None] | None = None,
+) -> Scored:
+    """Serve a checkpoint, and compute the arrays of a ``request`` to `slidesparse.evaluate.worker`.
+
+    Args:
+        environment: variables of the worker, besides those of this process.
+        report: called with the number of prompts that are done.
+
+    Raises as `score` does.
+    """
+    if not is_available():
+        raise EnvironmentFault(f"this serves the model, but vLLM is not installed: {INSTALL}")
+    request = {**request, "model": str(model), "options": dict(options)}
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder) / "out.npz", log or Path(folder) / "log"
         with log.open("ab") as sink:
             sink.write(f"# {model}\n".encode())
             sink.flush()
             start = sink.tell()
-            process = subprocess.run(
+            with subprocess.Popen(
                 [sys.executable, "-m", WORKER, str(out)],
-                input=json.dumps(request).encode(),
-                env=_environment(),
-                stdout=sink,
+                env={**_environment(), **(environment or {})},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
                 stderr=sink,
-                check=False,
-            )
+            ) as process:
+                assert process.stdin
+                assert process.stdout
+                with contextlib.suppress(BrokenPipeError):  # it has ended already
+                    process.stdin.write(json.dumps(request).encode())
+                    process.stdin.close()
+                for line in process.stdout:
+                    sink.write(line)
+                    sink.flush()
+                    if report and line.startswith(DONE):
+                        report(int(line.removeprefix(DONE)))
         text = log.read_bytes()[start:].decode(errors="replace")
         if process.returncode or not out.exists():
-            raise SlideSparseError(f"vLLM could not evaluate {model}:\n{find_errors(text)}")
+            raise SlideSparseError(f"vLLM could not run {model}:\n{find_errors(text)}")
         with np.load(out) as archive:
             arrays = {name: archive[name] for name in archive.files}
     served = summaries(text)
     return Scored(arrays, served[-1]["words"] if served else "")
+
+
+def generate(
+    model: Path,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any] | None = None,
+    report: Callable[[int], None] | None = None,
+) -> list[list[int]]:
+    """Return the ids with which a served model continues ``prompts``; ``sampling`` are parameters of each.
+
+    Args:
+        report: called with the number of prompts that are done.
+
+    Raises as `score` does.
+    """
+    longest = max(len(ids) + each["max_tokens"] for ids, each in zip(prompts, sampling, strict=True))
+    options = {"enable_prefix_caching": False, "max_model_len": longest, **(options or {})}
+    return run(model, {"prompts": prompts, "sampling": sampling}, options, report=report).outputs
 
 
 def vllm_command() -> str:

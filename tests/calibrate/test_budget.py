@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 import transformers
 from calibration import DEVICES, calibrated, open_model, save, task_of, write_ids
-from checkpoints import bert, edit_json, snapshot, tensors_of
+from checkpoints import bert, edit_json, snapshot, tensors_of, write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +29,7 @@ from slidesparse.calibrate.task import no_progress
 from slidesparse.checkpoint.inspection import inspect
 from slidesparse.convert import choose, stream
 from slidesparse.convert.budget import PATTERNS, AllocationProblem, Budget, Candidate, Choice
-from slidesparse.convert.choose import Attempt, next_limit
+from slidesparse.convert.choose import AIM, Tried, next_limit
 from slidesparse.convert.report import Report
 from slidesparse.convert.times import DEFAULT_GPU, default_gpu, layer_fits
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
@@ -106,27 +106,42 @@ def test_least_loss_reaches_the_saving(problem: AllocationProblem, saving: float
         assert choice.loss <= point.loss + 1e-9
 
 
+def tried(*pairs: tuple[float, float]) -> list[Tried]:
+    """Choices whose layers' losses sum up to their limits, and the losses of the whole model."""
+    return [Tried(limit, limit, loss) for limit, loss in pairs]
+
+
 @pytest.mark.parametrize(
-    ("attempts", "is_sparsest", "expected"),
+    ("before", "is_sparsest", "expected"),
     [
-        ([Attempt(2.0, 0.9)], False, None),  # near enough to the limit
-        ([Attempt(2.0, 0.3)], True, None),  # nothing more to prune
-        ([Attempt(2.0, 0.5)], False, 0.95 * 2.0 / 0.5),
-        ([Attempt(2.0, 0.0)], False, 0.95 * 2.0 * choose.MAX_STEP),
-        ([Attempt(2.0, 1.5)], False, 0.95 * 2.0 / 1.5),
-        ([Attempt(1.0, 0.6), Attempt(2.0, 4.0)], False, 1.5),  # between the two attempts
-        ([Attempt(2.0, 1.5), Attempt(1.3, 0.7), Attempt(1.7, 1.1)], False, 1.3),  # the best attempt again
-        (
-            [Attempt(2.0, 1.5), Attempt(1.7, 1.2), Attempt(1.5, 1.1)],
-            False,
-            None,
-        ),  # no attempt within the limit
-        ([Attempt(2.0, 1.5), Attempt(1.3, 0.7), Attempt(1.7, 1.1), Attempt(1.3, 0.7)], False, None),
+        (tried((2.0, 0.9)), False, None),  # near enough to the limit
+        (tried((2.0, 0.3)), True, None),  # nothing more to prune
+        (tried((2.0, 0.5)), False, 2.0 * AIM / 0.5),  # in proportion
+        (tried((2.0, -0.1)), False, 2.0 * choose.MAX_STEP),
+        (tried((2.0, 1.8)), False, 2.0 * AIM / 1.8),
+        (tried((2.0, 8.0), (0.5, 0.5)), False, 0.5 * (AIM / 0.5) ** 0.5),  # through both: the square
+        (tried((1.0, 0.7), (2.0, 0.71)), False, 2.0 * (AIM / 0.71) ** 2),  # hardly grows: its root at least
+        ([Tried(2.0, 1.2, 1.5), Tried(1.15, 0.6, 0.7)], False, (1.15 + 1.2) / 2),  # steps are coarse
+        (tried((2.0, 1.5), (1.3, 0.7), (1.7, 1.1)), False, 1.3),  # the best choice again
+        (tried((2.0, 1.5), (1.7, 1.2), (1.5, 1.1)), False, None),  # none within the limit
+        (tried((2.0, 1.5), (1.3, 0.7), (1.7, 1.1), (1.3, 0.7)), False, None),
     ],
 )
-def test_next_limit(attempts: list[Attempt], is_sparsest: bool, expected: float | None) -> None:
-    actual = next_limit(attempts, 1.0, attempts[-1].limit, is_sparsest)
-    assert actual == (None if expected is None else pytest.approx(expected))
+def test_next_limit(before: list[Tried], is_sparsest: bool, expected: float | None) -> None:
+    assert next_limit(before, 1.0, is_sparsest) == (None if expected is None else pytest.approx(expected))
+
+
+@pytest.mark.parametrize("power", [0.7, 1.0, 2.0, 3.0])
+@pytest.mark.parametrize("factor", [0.3, 1.0, 5.0])
+def test_limits_converge(power: float, factor: float) -> None:
+    """Within three choices, where layers' losses do not add up; the last one is the best that stays within."""
+    found: list[Tried] = []
+    limit: float | None = 0.5
+    while limit is not None:
+        found.append(Tried(limit, limit, factor * limit**power))
+        limit = next_limit(found, 1.0, False)
+    assert len(found) <= 3
+    assert choose.CLOSE <= found[-1].loss <= 1.0
 
 
 @pytest.mark.parametrize(
@@ -217,7 +232,7 @@ def test_unpruned_model_has_no_loss(model: Path, tmp_path: Path, ids: str) -> No
     work.folder.mkdir()
     with task.model.checkpoint.reader() as reader:
         calibrate(task, reader, work, no_progress)
-        assert whole_loss(task, reader, work, no_progress) == 0.0
+        assert whole_loss(task, task.held_back[0], reader, work, no_progress) == 0.0
 
 
 @torch.inference_mode()
@@ -234,8 +249,7 @@ def test_whole_loss_equals_that_of_the_written_model(model: Path, tmp_path: Path
     np.save(tmp_path / "ids.npy", sampled.numpy())
     ids = str(tmp_path / "ids.npy")
     report = calibrated(model, tmp_path / "out", ids, budget=Budget(zeros=0.4), epochs=0)
-    held_back = task_of(open_model(model), ids, SlidePattern(6), hold_back=True).held_back
-    assert held_back
+    (held_back,) = task_of(open_model(model), ids, SlidePattern(6), hold_back=True).held_back
     held_out = torch.stack(held_back.ids)
 
     def entropy() -> float:
@@ -300,6 +314,28 @@ def test_exceeded_budget_is_reported(
     monkeypatch.setattr(choose, "whole_loss", lambda *_: 1.0)
     budget = Budget(max_loss=0.5, tokens=(16,))
     assert not outcome(calibrated(model, tmp_path / "out", ids, budget=budget, epochs=0)).within_budget
+
+
+def test_loss_of_the_worst_kind_of_text_counts(
+    model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each source, or of one and the reference of Python, if the folder has a tokenizer."""
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    write_tokenizer(folder, ["?", "the", "a", "of", "is", "and"])
+    other = write_ids(tmp_path / "other.npy", 24)
+    options: dict[str, Any] = {"budget": Budget(zeros=0.2), "epochs": 0}
+    one = calibrated(folder, tmp_path / "one", ids, **options)
+    assert outcome(one).kinds == ("ids.npy", "the reference of the Python language")
+    assert len({*(outcome(one).measured or ())}) == 2
+    assert outcome(one).measured_loss == max(outcome(one).measured or ())
+    assert "on ids.npy, +" in outcome(one).summary
+    two = calibrated(folder, tmp_path / "two", ids, data=(ids, other), **options)
+    assert outcome(two).kinds == ("ids.npy", "other.npy")
+    alone = calibrated(model, tmp_path / "alone", ids, **options)
+    assert outcome(alone).kinds == ("ids.npy",)
+    assert "on text like that of ids.npy alone: " in alone.note
+    assert "has no tokenizer" in alone.note
 
 
 def test_losses_are_measured_once_for_all_budgets(

@@ -215,7 +215,7 @@ def test_top_beyond_vocabulary_or_memory_is_refused(
 
 
 def test_missing_vllm_is_reported(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(engine, "is_available", lambda: False)
     (folder / "a.txt").write_text("a b c d")
     process = Done("eval", "perplexity", folder, "--data", folder / "a.txt", "--seqlen", 4)
     assert process.code == 3

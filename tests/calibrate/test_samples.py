@@ -19,7 +19,8 @@ from checkpoints import llama
 
 from slidesparse.calibrate import samples as module
 from slidesparse.calibrate.model import Model
-from slidesparse.calibrate.samples import Samples, _sample_each_text, load_samples
+from slidesparse.calibrate.samples import Samples, _sample_each_text, join, load_sources
+from slidesparse.calibrate.task import no_progress
 from slidesparse.checkpoint.tokens import is_dataset, tokenizer_of
 from slidesparse.errors import SlideSparseError
 
@@ -52,7 +53,7 @@ def texts(folder: Path, *lines: object) -> str:
 
 
 def load(data: str | Iterable[str], model: Model, *options: Any) -> Samples:
-    return load_samples([data] if isinstance(data, str) else [*data], model, *options)
+    return join(load_sources([data] if isinstance(data, str) else [*data], model, no_progress, *options))
 
 
 def rows(samples: Samples) -> list[list[int]]:
@@ -67,7 +68,7 @@ def test_decoder_samples_are_cut_from_one_token_stream(decoder: Model, tmp_path:
     found = [token for row in rows(samples) for token in row]
     documents = [1, 2, 3, 1, 2, 3, 1, END], [2, END], [3, 3, END]
     assert found in [[*a, *b, *c][:12] for a, b, c in permutations(documents)]
-    assert samples.note == "calib.jsonl give 3 samples of at most 4 tokens, 10 were requested"
+    assert samples.note == "calib.jsonl gives 3 samples of at most 4 tokens, 10 were requested"
     fewer = load(path, decoder, 2, 4)
     assert rows(fewer) == rows(samples)[:2]
     assert fewer.note == ""
@@ -175,7 +176,7 @@ def test_several_sources_contribute_equal_shares(decoder: Model, tmp_path: Path)
     assert rows(samples)[:5] == [[1] * 4] * 3 + [[2] * 4] * 2
     assert samples.origin == "a.npy and b.npy and random tokens"
     short = load((str(tmp_path / "a.npy"), str(tmp_path / "b.npy")), decoder, 10, 4)
-    assert short.note == "a.npy and b.npy give 7 samples of at most 4 tokens, 10 were requested"
+    assert short.note == "b.npy gives 2 samples of at most 4 tokens, 5 were requested"
     with pytest.raises(SlideSparseError, match="--calib: .*missing.jsonl' is not a file"):
         load((str(tmp_path / "a.npy"), str(tmp_path / "missing.jsonl")), decoder, 7, 4)
 

@@ -29,7 +29,7 @@ LAYERS = [
     {"tune"},
     {"doctor"},
     {"cli"},
-    {"demo"},
+    {"demo", "packaged"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FOR_PLUGIN = {name for names in LAYERS[:6] for name in names}  # all that the plugin may import

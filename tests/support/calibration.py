@@ -45,7 +45,8 @@ def write_ids(path: Path, samples: int = TOKENS[0]) -> str:
 def calibrated(source: Path, out: Path, ids: str, **options: Any) -> Report:
     """Convert with calibration, by default without rotation and on the CPU, where results are deterministic."""
     settings = {field.name: options.pop(field.name) for field in fields(Calibration) if field.name in options}
-    calibration = Calibration((ids,), **{"device": "cpu", "seqlen": TOKENS[1], "rotate": "off", **settings})
+    usual = {"data": (ids,), "device": "cpu", "seqlen": TOKENS[1], "rotate": "off"}
+    calibration = Calibration(**{**usual, **settings})
     return convert(source, out, calibration=calibration, **options)
 
 

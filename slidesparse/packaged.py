@@ -16,6 +16,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from slidesparse.checkpoint.output import partial_folder, publish
 from slidesparse.errors import EnvironmentFault, SlideSparseError
 
 DATA = (".gguf", ".bin")  # of a package's file with the model, or a part of it
@@ -36,7 +37,7 @@ CODERS = ("qwen-coder",)  # those that are scored on HumanEval, too
 
 
 def build(name: str, out: Path) -> None:
-    """Write the Hugging Face folder OUT of a model, in bfloat16.
+    """Write the Hugging Face folder OUT of a model, in bfloat16, whole or not at all.
 
     Raises EnvironmentFault if pip cannot download the packages or libraries are missing, SlideSparseError for a file
     that is not the expected one.
@@ -49,7 +50,9 @@ def build(name: str, out: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.gguf"
         file.write_bytes(data)
-        _convert(file, out)
+        with partial_folder(out) as partial:
+            _convert(file, partial)
+            publish(partial, out)
 
 
 def _download(package: str) -> bytes:
@@ -72,7 +75,7 @@ def _convert(file: Path, out: Path) -> None:
         from safetensors.torch import save_file
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
-        raise EnvironmentFault(f"{error}; install what this needs: pip install '.[accuracy]'") from error
+        raise EnvironmentFault(f"{error}; install what this needs: pip install '.[demo]'") from error
 
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
@@ -84,7 +87,6 @@ def _convert(file: Path, out: Path) -> None:
     config |= {"tie_word_embeddings": True, "torch_dtype": "bfloat16"}
     for key in ("quantization_config", "_name_or_path", "dtype"):
         config.pop(key, None)
-    out.mkdir(parents=True)
     tokenizer.save_pretrained(out)
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n", encoding="utf-8")
