@@ -10,7 +10,7 @@
       choice.json                    with a budget: the limits tried, and the losses measured
       layer-00000.json               the report's rows of a transformer block, with the patterns of its layers
       layer-00000.safetensors        its codes and scales; renamed last, which marks the block as finished
-      distilled.safetensors          with --distill: the best codes and scales so far, of all blocks
+      distilled.safetensors          with --distill: the best codes, scales and vectors so far, of all blocks
       distilling.safetensors         weights and optimizer state to continue from; written last
 
 It must be this user's own.  Damaged files are refused by name.
@@ -22,7 +22,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,10 +73,16 @@ class WorkFolder:
     def write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Write a safetensors file atomically."""
         specs = [TensorSpec(name, NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()]
+        self.write_each(name, specs, tensors.items())
+
+    def write_each(
+        self, name: str, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]
+    ) -> None:
+        """Write a safetensors file of the tensors ``specs`` atomically, one after the other."""
         partial = self.folder / f".{name}"
         partial.unlink(missing_ok=True)
         with Writer(partial, specs) as writer:
-            for tensor_name, tensor in tensors.items():
+            for tensor_name, tensor in tensors:
                 writer.write(tensor_name, 0, tensor.cpu())
         os.rename(partial, self.folder / name)
         files.sync(self.folder)
