@@ -1,15 +1,22 @@
 """Distillation: train the remaining weights of all blocks together to match the dense model's predictions.
 
 The loss is the Kullback-Leibler divergence of the pruned model's next tokens from the dense model's, in nats per token.
-Weights and inputs of quantized layers are rounded as they will be served, with a straight-through gradient, and pruned
-weights stay zero.  Norms, embeddings, lm_head and layers that are not pruned do not change.
+Trained are the quantized linear layers, whose pruned weights stay zero, and the vectors of blocks: norms and biases.
+The rest, such as embeddings and lm_head, does not change::
 
-A step runs all blocks forward and keeps the input of each.  The backward pass recomputes one block at a time with
-gradients and updates its weights immediately, so that the gradients of only one block exist at a time::
+    ids --+--> dense blocks --> h --+
+          |                         +--> head, in chunks --> KL divergence, and its gradient to x
+          +--> pruned blocks -> x --+
 
-    dense     x -> block 0 -> ... -> block n-1 -> logits --+
-    pruned    x -> block 0 -> ... -> block n-1 -> logits --+--> softmax(pruned) - softmax(dense)
-    back           update 0 <- ... <- update n-1 <---------+
+The pruned blocks hold weights as they will be served, quantized and dequantized, and round the inputs of layers as they
+will be, too.  Their gradients are applied to a float32 copy (straight-through), from which they are computed again once
+a step::
+
+    gradient --> Adam --> value (float32) --> quantize --> weight of the next step (BF16 on a GPU)
+
+On a GPU, blocks are compiled.  With several, there is a process for each, which takes its share of the samples of a
+step and holds its share of the rows of all blocks' tensors (PyTorch's FSDP2).  Their number changes the order of sums,
+but nothing else.
 
 The learning rate decays with elapsed time, so unlike the rest of calibration, distillation is not deterministic.  Every
 few minutes the model is evaluated on held-out text, and the best weights are kept.
@@ -19,35 +26,44 @@ from __future__ import annotations
 
 import copy
 import math
+import multiprocessing
+import os
+import pickle
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn.attention import sdpa_kernel
 
-from slidesparse.calibrate.finetune import ATTENTION, BETAS, PIECE_TOKENS, fake_quantize, learning_rate_factor
+from slidesparse.calibrate.finetune import BETAS, fake_quantize, learning_rate_factor
 from slidesparse.calibrate.inputs import free_bytes
-from slidesparse.calibrate.losses import Criterion
-from slidesparse.calibrate.model import Block, fast_products
+from slidesparse.calibrate.model import Model, fast_products
 from slidesparse.calibrate.resume import DISTILLED, DISTILLING, WorkFolder
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.names import SCALE, WEIGHT
-from slidesparse.checkpoint.storage import Reader
-from slidesparse.errors import CalibrationError, EnvironmentFault
+from slidesparse.checkpoint.storage import NAMES as DTYPE_NAMES
+from slidesparse.checkpoint.storage import Reader, TensorSpec
+from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
 
-RATE = 0.004  # Adam's peak learning rate, relative to the root mean square of a layer's weights
+RATE = 0.004  # Adam's peak learning rate, relative to the root mean square of a tensor
 EPSILON = 1e-10  # Adam's epsilon
-STEP_TOKENS = {"cpu": 2048, "cuda": 16384}
-LOGITS_PER_CHUNK = 2**27  # logits computed at a time
+PRODUCTS = {"cpu": torch.float32, "cuda": torch.bfloat16}  # dtype of weights and activations
+STEP_TOKENS = {"cpu": 2048, "cuda": 65536}  # of all processes together
 SAVE_SECONDS = 180.0  # least time between two evaluations, each of which saves the state
 SAVE_PART = 10  # evaluations take at most 1 / SAVE_PART of the time
 FACTS = "facts"  # tensor saved with the weights: seconds, steps, initial and best losses, float64
+LOGITS_PER_CHUNK = 2**27  # logits computed at a time
+GRAPHS = 64  # compiled graphs of one function: for blocks of other structures, with and without gradients
+
+Opened = Callable[[Task, Reader, WorkFolder], Reader]  # the dense model's reader, from that of its checkpoint
+Shard = tuple[int, Tensor]  # the rows of a tensor in all processes, and those of this one
 
 
 @dataclass(frozen=True)
@@ -79,23 +95,28 @@ class Distilled:
 
 
 @torch.inference_mode(False)
-@torch.no_grad()
-def distill(task: Task, reader: Reader, work: WorkFolder, progress: Progress) -> Distilled:
-    """Train the finished blocks in ``work``, and save the best codes and scales there, in the file DISTILLED.
+def distill(task: Task, reader: Reader, work: WorkFolder, opened: Opened, progress: Progress) -> Distilled:
+    """Train the finished blocks in ``work``, and save the best tensors there, in the file DISTILLED.
 
-    An interrupted run continues from its last save.
+    An interrupted run continues from its last save, on any number of GPUs.
 
     Args:
         task: with text to distill with.
         reader: of the dense model that the blocks were pruned from.
+        opened: a function that other processes can import, which returns such a reader.
 
     Raises CalibrationError when losses are not finite.
     """
-    device = task.device
-    if device.type == "cuda":
+    assert task.texts
+    if task.device.type == "cuda":
         torch.cuda.empty_cache()  # pieces of other sizes, of pruning
-    with sdpa_kernel(ATTENTION[device.type]), fast_products(device):
-        return _Training(task, reader, work).run(progress)
+    if (processes := _processes(task.device)) == 1:
+        _train(task, reader, work, progress)
+    else:
+        _run_processes(processes, task, work, opened, progress)
+    facts = _read_facts(work)
+    assert facts
+    return Distilled(task.texts[0].summary, facts[0], int(facts[1]), Loss(*facts[2:4]), Loss(*facts[4:]))
 
 
 # Room
@@ -103,34 +124,31 @@ def distill(task: Task, reader: Reader, work: WorkFolder, progress: Progress) ->
 
 def disk_bytes(task: Task) -> int:
     """Return the peak bytes of saved state: weights and moments, and codes, each next to the file that it replaces."""
-    return 2 * (4 + 2 + 1) * _count_trained_weights(task) if task.texts else 0
+    return 2 * (4 + 2 + 2 + 1) * _trained_weights(task) if task.texts else 0
 
 
-def memory_bytes(task: Task) -> int:
-    """Estimate the bytes of memory that distillation takes on its device."""
+def memory_bytes(task: Task, keeps: bool = False) -> int:
+    """Estimate the bytes of memory that distillation takes on each of its devices.
+
+    Args:
+        keeps: whether all values that gradients depend on are kept, or only the inputs of blocks.
+    """
     assert task.texts
-    model, gpu = task.model, task.device.type == "cuda"
-    tensors, half = model.checkpoint.tensors, 2 if gpu else 4
-    blocks = [
-        [tensors[name].spec for name in model.skeleton.tensors(model.skeleton.prefix(number))]
-        for number in range(model.blocks)
+    model, gpu, processes = task.model, task.device.type == "cuda", _processes(task.device)
+    half = 2 if gpu else 4
+    sizes = [
+        sum(spec.rows * spec.columns for spec in _specs(model, number)) for number in range(model.blocks)
     ]
-    weights = [sum(spec.rows * spec.columns for spec in block) for block in blocks]
-    length = len(task.texts[0].ids[0])
-    step = max(STEP_TOKENS[task.device.type], length)
-    piece = max(min(PIECE_TOKENS[task.device.type], step), length)
-    ends = model.hidden * model.vocabulary * (4 + 2)
-    # Inputs, outputs and their roundings of the linear layers of a block, in float32, with gradients
-    inside = max(sum(spec.rows + spec.columns for spec in block if len(spec.shape) == 2) for block in blocks)
+    trained = _trained_weights(task)
+    # Weight, gradient, value and moments; the dense model's weights, and those of the pruned one that are fixed
+    shared = (half + half + 4 + 2 + 2) * trained + half * sum(sizes) + half * (sum(sizes) - trained)
+    tokens = -(-max(STEP_TOKENS[task.device.type], len(task.texts[0].ids[0])) // processes)
     return (
-        (4 + 2) * _count_trained_weights(task)  # weights and moments
-        + half * sum(weights)  # of the dense model
-        + half * (sum(weights) - _count_trained_weights(task))  # layers that are quantized and not trained
-        + (4 + half + 4) * max(weights)  # gradients and rounded weights of a block, and what an update takes
-        + ends
-        + 4 * model.hidden * step * (model.blocks + 4)
-        + 3 * 4 * piece * inside
-        + 6 * 4 * LOGITS_PER_CHUNK
+        shared // processes
+        + 2 * model.hidden * model.vocabulary * (4 + half)
+        + (8 + 2 * half) * max(sizes)  # a block as it is read, or gathered from all processes
+        + half * tokens * (model.hidden * (model.blocks + 8) + (model.blocks if keeps else 3) * _width(model))
+        + 4 * half * LOGITS_PER_CHUNK
     )
 
 
@@ -138,54 +156,231 @@ def require_memory(task: Task) -> str:
     """Describe the time and memory that distillation takes.  Raises EnvironmentFault if memory is short."""
     assert task.texts
     needed, available = (count / 1e9 for count in (memory_bytes(task), free_bytes(task.device)))
+    count = _processes(task.device)
+    place = f"the device {task.device}" if count == 1 else f"each of {count} GPUs"
     if needed > available:
         raise EnvironmentFault(
-            f"--distill trains all layers at once, which takes about {needed:.0f} GB of memory, but the device "
-            f"{task.device} has {available:.0f} GB; leave --distill out, or use a GPU with more memory"
+            f"--distill trains all layers at once, which takes about {needed:.0f} GB of memory, but {place} has "
+            f"{available:.0f} GB; leave --distill out, or use GPUs with more memory, or more of them"
         )
-    return f"{task.calibration.training_minutes:g} minutes on {task.texts[0].summary}; about {needed:.1f} GB of memory"
+    return (
+        f"{task.calibration.training_minutes:g} minutes on {task.texts[0].summary}; about {needed:.1f} GB of memory"
+        + (f" on {place}" if count > 1 else "")
+    )
 
 
-def _count_trained_weights(task: Task) -> int:
-    """Return how many weights are trained, zeros included."""
-    specs = (task.model.checkpoint.require(name + WEIGHT) for name in task.layers)
+def _trained_weights(task: Task) -> int:
+    """Return how many weights of matrices are trained, zeros included."""
+    specs = (task.model.checkpoint.require(name + WEIGHT) for name in {*task.layers, *task.skipped})
     return sum(spec.rows * spec.columns for spec in specs)
 
 
-# Training
+def _specs(model: Model, number: int) -> list[TensorSpec]:
+    """Return the stored tensors of a block."""
+    names = model.skeleton.tensors(model.skeleton.prefix(number))
+    return [model.checkpoint.tensors[name].spec for name in names]
+
+
+def _width(model: Model) -> int:
+    """Return how many values of a token the linear layers of a block read and write, in the widest block."""
+    blocks = ([spec for spec in _specs(model, i) if len(spec.shape) == 2] for i in range(model.blocks))
+    return max(sum(spec.rows + spec.columns for spec in block) for block in blocks)
+
+
+# Processes
+
+
+def _processes(device: torch.device) -> int:
+    """Return how many processes train: one for each visible GPU."""
+    return max(1, torch.cuda.device_count()) if device.type == "cuda" else 1
+
+
+def _run_processes(count: int, task: Task, work: WorkFolder, opened: Opened, progress: Progress) -> None:
+    """Train in ``count`` processes.  Raises what one of them raises."""
+    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
+
+    queue = multiprocessing.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = count, f"file://{folder}/store", pickle.dumps((task, work, opened)), queue
+        context = start_processes(_worker, arguments, count, join=False, start_method="spawn")
+        try:
+            is_over = False
+            while not is_over:
+                is_over = context.join(timeout=0.2)
+                _report(queue, progress)
+        except ProcessExitedException as error:
+            raise EnvironmentFault(
+                f"a process of --distill ended early ({error}), possibly as host memory is short; free some, and run "
+                "the same command again with --resume"
+            ) from error
+        except ProcessRaisedException:
+            _report(queue, progress)
+            raise
+        finally:
+            for process in context.processes:
+                process.kill()
+
+
+def _report(queue: Any, progress: Progress) -> None:
+    """Pass on progress, and raise an error, that processes have sent."""
+    while not queue.empty():
+        message = queue.get()
+        if isinstance(message, Exception):
+            raise message
+        progress(*message)
+
+
+def _worker(rank: int, count: int, store: str, pickled: bytes, queue: Any) -> None:
+    """Train as process ``rank`` of ``count``; the first sends its progress."""
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")  # they are on one machine
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+    try:
+        task, work, opened = pickle.loads(pickled)
+        backend = "cpu:gloo,cuda:nccl" if task.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store, rank=rank, world_size=count)
+        with task.model.checkpoint.reader() as reader:
+            dense = opened(task, reader, work)
+            _train(task, dense, work, lambda *message: queue.put(message) if rank == 0 else None)
+        dist.destroy_process_group()
+    except (SlideSparseError, torch.OutOfMemoryError) as error:
+        queue.put(error)
+        raise
+
+
+def _train(task: Task, reader: Reader, work: WorkFolder, progress: Progress) -> None:
+    """Train as the only process, or one of several."""
+    import torch._functorch.config as functorch
+
+    recomputes = memory_bytes(task, keeps=True) > free_bytes(task.device)
+    with (
+        torch.no_grad(),
+        fast_products(task.device),
+        torch._dynamo.config.patch(recompile_limit=GRAPHS),
+        functorch.patch(activation_memory_budget=0.0 if recomputes else 1.0),
+    ):
+        _Training(task, reader, work).run(progress)
+
+
+# Networks
+
+
+class _Network(nn.Module):
+    """A model of transformers without its head: returns the head's input [samples, tokens, hidden] for ids.
+
+    Args:
+        ends: the parameters outside of blocks.
+    """
+
+    x: Tensor
+
+    def __init__(self, model: Model, ends: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self.model = copy.deepcopy(model.skeleton.model)
+        for name, parameter in ends.items():
+            self.put(name, parameter)
+        self.blocks = list(self.model.get_submodule(model.skeleton.list_path))
+        self.head = self.model.get_output_embeddings()
+        self.head.forward = self._keep
+
+    def put(self, name: str, x: Tensor, is_trained: bool = False) -> None:
+        """Set a parameter or a buffer."""
+        path, _, leaf = name.rpartition(".")
+        module = self.model.get_submodule(path)
+        if leaf in module._buffers:
+            module._buffers[leaf] = x
+        else:
+            module._parameters[leaf] = nn.Parameter(x, requires_grad=is_trained)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.model(input_ids=ids, use_cache=False)
+        return self.x.clone()  # FSDP2 warns of a view
+
+    def _keep(self, x: Tensor) -> Tensor:
+        self.x = x
+        return x[..., :1]
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the head's output [..., vocabulary] for its input."""
+        return F.linear(x, self.head.weight, self.head.bias)
 
 
 class _Weight:
-    """A weight [N, K] that is trained, in float32, and the optimizer's state.
+    """A trained tensor, of which this process has the rows from ``start`` on, in float32, and Adam's moments.
 
-    The optimizer is Adam with its first moment [N, K] in BF16, and its second as the product of means over rows and
-    over columns (Adafactor, arXiv 1804.04235).
+    Args:
+        name: of the checkpoint's tensor.
+        parameter: of the pruned model.
+        value: all rows.
+        dtype: of the quantization; None for a vector.
     """
 
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-        self.moment = torch.zeros_like(value, dtype=torch.bfloat16)
-        self.rows, self.columns = value.new_zeros(len(value), 1), value.new_zeros(1, value.shape[1])
-        nonzero = value != 0
-        self._size = float((value.square().sum() / nonzero.sum().clamp(min=1)).sqrt())
+    def __init__(
+        self, name: str, parameter: Tensor, value: Tensor, dtype: torch.dtype | None, rank: int
+    ) -> None:
+        self.name, self.parameter, self.dtype, self.count = name, parameter, dtype, len(value)
+        self.size = (value.square().sum() / (value != 0).sum().clamp(min=1)).sqrt()
+        local, self.start = _local(parameter), 0
+        if len(local) != len(value):
+            world = dist.get_world_size()
+            self.start = min(rank * -(-len(value) // world), len(value))
+        self.value = value[self.start : self.start + len(local)].clone()
+        self.moment, self.square = (torch.zeros_like(self.value, dtype=torch.bfloat16) for _ in range(2))
 
-    def state(self, name: str) -> dict[str, Tensor]:
-        """Return the tensors of the state, by names that begin with the layer's."""
-        parts = {"value": self.value, "moment": self.moment, "rows": self.rows, "columns": self.columns}
-        return {f"{name}.{part}": tensor for part, tensor in parts.items()}
+    def state(self) -> dict[str, Shard]:
+        """Return what training continues from."""
+        parts = {"value": self.value, "moment": self.moment, "square": self.square}
+        return {f"{self.name}.{part}": (self.count, x) for part, x in parts.items()}
 
-    def update(self, gradient: Tensor, rate: float, step: int) -> None:
-        """Update the weight by step number ``step``, from 1 on, for ``gradient`` [N, K] float32; zeros stay zero."""
-        first, second = BETAS
-        mean = self.moment.float().lerp_(gradient, 1 - first)
-        self.moment.copy_(mean)
-        squares = gradient.square_()
-        self.rows.lerp_(squares.mean(1, keepdim=True), 1 - second)
-        self.columns.lerp_(squares.mean(0, keepdim=True), 1 - second)
-        share = self.rows / self.rows.mean().clamp(min=torch.finfo(self.rows.dtype).tiny)
-        deviation = torch.mul(share, self.columns, out=squares).div_(1 - second**step).sqrt_()
-        change = mean.div_(1 - first**step).div_(deviation.add_(EPSILON)).mul_(self.value != 0)
-        self.value.sub_(change, alpha=rate * self._size)
+    def output(self) -> dict[str, Shard]:
+        """Return the tensors of the checkpoint: codes and scales, or the vector."""
+        if self.dtype is None:
+            return {self.name: (self.count, self.value)}
+        names = self.name, self.name.removesuffix(WEIGHT) + SCALE
+        parts = quantize_rows(self.value, self.dtype)
+        return {name: (self.count, x) for name, x in zip(names, parts, strict=True)}
+
+
+def _local(x: Any) -> Tensor:
+    """Return this process's rows of a tensor that may be distributed."""
+    local: Tensor = x.to_local() if hasattr(x, "to_local") else x
+    return local
+
+
+def _served(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return a trained tensor as it will be served."""
+    return value if dtype is None else fake_quantize(value, dtype)
+
+
+def _update(
+    weights: Sequence[tuple[Tensor, ...]], dtypes: Sequence[torch.dtype | None], rates: Tensor
+) -> None:
+    """Update the tensors of a block by Adam (arXiv 1412.6980); zeros stay zero.
+
+    Args:
+        weights: for each tensor its value, moments, gradient, place for the served one, and root mean square.
+        rates: [5] learning rate, one minus each of BETAS, and one minus their powers, of the number of the step.
+    """
+    rate, first, second, first_sum, second_sum = rates.unbind()
+    for (value, moment, square, gradient, served, size), dtype in zip(weights, dtypes, strict=True):
+        g = gradient.float()
+        mean, squares = moment.float().lerp(g, first), square.float().lerp(g * g, second)
+        moment.copy_(mean)
+        square.copy_(squares)
+        change = mean / first_sum / ((squares / second_sum).sqrt() + EPSILON)
+        value.sub_(torch.where(value != 0, change, 0.0) * (rate * size))
+        served.copy_(_served(value, dtype))
+
+
+def _compare(logits: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the divergence [rows] from the ``dense`` logits [rows, vocabulary], and its gradient to ``logits``."""
+    predicted, expected = logits.float().log_softmax(-1), dense.float().log_softmax(-1)
+    shares = expected.exp()
+    return (shares * (expected - predicted)).sum(-1), (predicted.exp() - shares).to(logits.dtype)
+
+
+# Training
 
 
 class _Training:
@@ -193,49 +388,84 @@ class _Training:
         assert task.texts
         model, self._device = task.model, task.device
         self._task, self._work, self._dtype = task, work, NAMES[task.quant]
+        self._rank, self._world = 0, 1
+        if dist.is_initialized():
+            self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._is_gpu = self._device.type == "cuda"
+        self._product_dtype = PRODUCTS[self._device.type]
         self._training_ids, self._validation_ids = (torch.stack(samples.ids) for samples in task.texts)
         length = self._training_ids.shape[1]
-        kind = self._device.type
-        self._per_step = min(len(self._training_ids), max(1, STEP_TOKENS[kind] // length))
-        self._per_piece = max(1, PIECE_TOKENS[kind] // length)
-        ends = model.ends(reader)
-        self._embed, self._logits, self._criterion = ends.embed, ends.logits, Criterion(model, ends)
-        self._runs: dict[tuple[str, frozenset[str]], Callable[..., Tensor]] = {}
-        self._dense: list[Block] = []
-        self._pruned: list[Block] = []  # without the weights that are trained
-        self._weights: list[dict[str, _Weight]] = []
+        samples = min(len(self._training_ids), max(1, STEP_TOKENS[self._device.type] // length))
+        self._per_process = -(-samples // self._world)
+        weights = model.ends(reader).weights
+        # Tensors that are not contiguous stand for parameters that are not used
+        ends = {id(w): w.to(self._product_dtype) if w.is_contiguous() else w for w in weights.values()}
+        parameters = {name: nn.Parameter(ends[id(w)], requires_grad=False) for name, w in weights.items()}
+        del weights, ends
+        self._dense, self._pruned = _Network(model, parameters), _Network(model, parameters)
+        # So that the first block has the graph of the others
+        self._pruned.model.get_input_embeddings().register_forward_hook(_require_gradient)
+        self._round_input = partial(_round_input, dtype=self._dtype)
+        self._weights: list[list[_Weight]] = []  # by block
         with work.tensors().reader() as codes:
             for number in range(model.blocks):
                 self._load(reader, codes, number)
+        for network in (self._dense, self._pruned):
+            self._shard(network, ignored={*parameters.values()})
+        probe = torch.randn(2, len(self._dense.head.weight), device=self._device)
+        self._finishes = not torch.equal(model.finish(probe), probe)
+        self._update, self._compare = self._compiled(_update), self._compiled(_compare)
         self._seconds, self._steps = 0.0, 0
         self._before = self._best = Loss(math.inf, math.inf)
 
     def _load(self, reader: Reader, codes: Reader, number: int) -> None:
-        task = self._task
-        dense = task.model.load(reader, number)
-        pruned, weights = dense.copy(), {}
-        for name in (name for group in dense.groups for name in group):
-            full, w = task.model.full_name(number, name), dense.weights[name + WEIGHT]
-            dense.weights[name + WEIGHT] = pruned.weights[name + WEIGHT] = self._to_product_dtype(w)
-            if full in task.skipped:
-                pruned.weights[name + WEIGHT] = self._fake_quantize(w)
+        """Load a block of both networks."""
+        task, model, prefix = self._task, self._task.model, self._task.model.skeleton.prefix(number)
+        block, trained = model.load(reader, number), dict[str, tuple[Tensor, torch.dtype | None]]()
+        names = {name: model.full_name(number, name) for group in block.groups for name in group}
+        quantized = {
+            name: full for name, full in names.items() if full in task.layers or full in task.skipped
+        }
+        parameters = {name for name, _ in block.module.named_parameters()}
+        for name, w in block.weights.items():
+            self._dense.put(prefix + name, w.to(self._product_dtype))
+            full = quantized.get(name.removesuffix(WEIGHT), "") if name.endswith(WEIGHT) else ""
             if full in task.layers:
                 stored, scale = (codes.whole(full + suffix).to(self._device) for suffix in (WEIGHT, SCALE))
-                weights[name] = _Weight(dequantize_rows(stored, scale))
-                del pruned.weights[name + WEIGHT]
-        self._dense.append(dense)
-        self._pruned.append(pruned)
-        self._weights.append(weights)
-
-    def run(self, progress: Progress) -> Distilled:
-        """Train until the time is up."""
-        task, saved = self._task, time.monotonic()
-        assert task.texts
-        limit, total, pause = (
-            60 * task.calibration.training_minutes,
-            4 * _count_trained_weights(task),
-            SAVE_SECONDS,
+                w = dequantize_rows(stored, scale)
+            if full or (w.dim() == 1 and name in parameters and prefix + name in model.skeleton.stored):
+                trained[name] = w, self._dtype if full else None
+                w = _served(*trained[name])
+            self._pruned.put(prefix + name, w.to(self._product_dtype, copy=name in trained), name in trained)
+        pruned = self._pruned.blocks[number]
+        for name in quantized:
+            pruned.get_submodule(name).register_forward_pre_hook(self._round_input)
+        for module in (self._dense.blocks[number], pruned):
+            module.forward = self._compiled(module.forward)
+            self._shard(module)
+        self._weights.append(
+            [
+                _Weight(model.skeleton.stored[prefix + name], pruned.get_parameter(name), *values, self._rank)
+                for name, values in trained.items()
+            ]
         )
+
+    def _compiled(self, function: Any) -> Any:
+        return torch.compile(function, dynamic=False) if self._is_gpu else function
+
+    def _shard(self, module: nn.Module, ignored: set[nn.Parameter] | None = None) -> None:
+        """Spread the rows of the parameters of a module over all processes."""
+        if self._world > 1:
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+            mesh = init_device_mesh(self._device.type, (self._world,))
+            policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+            fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=ignored)
+
+    def run(self, progress: Progress) -> None:
+        """Train until the time is up."""
+        limit, total = 60 * self._task.calibration.training_minutes, 4 * _trained_weights(self._task)
         if not self._restore():
             self._before = self._best = self._validation_loss()
             if not math.isfinite(self._best.divergence):
@@ -243,173 +473,183 @@ class _Training:
                     "the pruned model's predictions on the text of --distill are not finite (NaN or Inf); leave "
                     "--distill out, or prune to a milder pattern"
                 )
+        if self._is_gpu and self._seconds < limit:
+            float(self._step(torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0])))  # compiles, and changes nothing
+        started = saved = time.monotonic()
+        pause, previous = SAVE_SECONDS, None
         while self._seconds < limit:
-            started = time.monotonic()
-            self._step(RATE * learning_rate_factor(self._seconds / limit))
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-            self._seconds += time.monotonic() - started
-            progress("distilling", int(total * min(1.0, self._seconds / limit)), total)
-            if self._seconds >= limit or time.monotonic() - saved > pause:
+            rate = RATE * learning_rate_factor(self._seconds / limit)
+            powers = (1 - beta ** (self._steps + 1) for beta in BETAS)
+            loss = self._step(torch.tensor([rate, *(1 - beta for beta in BETAS), *powers]))
+            self._steps += 1
+            shown = float(loss if previous is None else previous)  # the GPU always has a step to do
+            now, previous = time.monotonic(), loss
+            tokens = self._world * self._per_process * self._training_ids.shape[1]
+            detail = f"{tokens / max(now - started, 1e-9):.3g} tokens/s, divergence {shown:.4f}"
+            self._seconds, since = self._agreed(self._seconds + now - started, now - saved)
+            started = now
+            progress("distilling", int(total * min(1.0, self._seconds / limit)), total, detail)
+            if self._seconds >= limit or since > pause:
                 started = time.monotonic()
                 self._save(self._seconds >= limit)
-                saved = time.monotonic()
-                pause = max(SAVE_SECONDS, SAVE_PART * (saved - started))
-        return Distilled(task.texts[0].summary, self._seconds, self._steps, self._before, self._best)
+                saved, previous = time.monotonic(), None
+                pause, started = max(SAVE_SECONDS, SAVE_PART * (saved - started)), saved
 
-    def _step(self, rate: float) -> None:
-        self._steps += 1
-        ids = self._training_ids[_step_samples(len(self._training_ids), self._per_step, self._steps - 1)]
-        states = [self._embed(piece) for piece in ids.split(self._per_piece)]
-        targets, block_inputs = states, []
-        for number in range(len(self._dense)):
-            targets = [self._dense_output(number, x) for x in targets]
-            block_inputs.append(states)
-            weights = self._served_weights(number)
-            states = [self._pruned_output(number, weights, x) for x in states]
-        gradients = [
-            self._divergence_gradient(*pair, ids.numel()) for pair in zip(states, targets, strict=True)
-        ]
-        del states, targets
-        for number in reversed(range(len(self._pruned))):
-            weights = self._served_weights(number)
-            sums = [torch.zeros(w.shape, device=self._device) for w in weights.values()]
-            for i, x in enumerate(block_inputs.pop()):
-                with torch.enable_grad():
-                    x = x.detach().requires_grad_()
-                    y = self._pruned_output(number, weights, x)
-                gradients[i], *parts = torch.autograd.grad(y, [x, *weights.values()], gradients[i])
-                for total, part in zip(sums, parts, strict=True):
-                    total += part
-            for weight, gradient in zip(self._weights[number].values(), sums, strict=True):
-                weight.update(gradient, rate, self._steps)
+    def _agreed(self, *seconds: float) -> list[float]:
+        """Return the values of the first process."""
+        values = torch.tensor(seconds, dtype=torch.float64)
+        if self._world > 1:
+            dist.broadcast(values, 0)
+        return values.tolist()
 
-    def _dense_output(self, number: int, x: Tensor) -> Tensor:
-        return self._output(self._dense[number], self._dense[number].weights, frozenset(), x)
+    def _step(self, rates: Tensor) -> Tensor:
+        """Train on the samples of the next step, and return their mean divergence; for ``rates`` see `_update`."""
+        first = (self._steps * self._world + self._rank) * self._per_process
+        ids = self._training_ids[_samples(len(self._training_ids), first, self._per_process)].to(self._device)
+        target = self._dense(ids)
+        with torch.enable_grad():
+            x = self._pruned(ids)
+        losses, slopes = [], []
+        for rows, dense_rows in self._chunks(x.detach(), target):
+            logits, dense = self._pruned.logits(rows), self._finish(self._dense.logits(dense_rows))
+            with torch.set_grad_enabled(self._finishes):
+                finished = self._finish(logits.requires_grad_(self._finishes))
+            loss, slope = self._compare(finished.detach(), dense)
+            if self._finishes:
+                (slope,) = torch.autograd.grad(finished, logits, slope)
+            losses.append(loss.sum())
+            slopes.append(slope @ self._pruned.head.weight)
+        x.backward(torch.cat(slopes).view_as(x) / ids.numel())
+        rates = rates.to(self._device, non_blocking=True)
+        for weights in self._weights:
+            used = [w for w in weights if w.parameter.grad is not None]
+            tensors = [
+                (w.value, w.moment, w.square, _local(w.parameter.grad), _local(w.parameter.detach()), w.size)
+                for w in used
+            ]
+            self._update(tensors, [w.dtype for w in used], rates)
+        self._pruned.zero_grad()
+        return self._summed(torch.stack(losses).sum() / (ids.numel() * self._world))
 
-    def _pruned_output(self, number: int, weights: dict[str, Tensor], x: Tensor) -> Tensor:
-        block, task = self._pruned[number], self._task
-        full = {name: task.model.full_name(number, name) for group in block.groups for name in group}
-        served = frozenset(name for name in full if full[name] in task.layers or full[name] in task.skipped)
-        tensors = block.weights | {name + WEIGHT: w for name, w in weights.items()}
-        return self._output(block, tensors, served, x)
+    def _summed(self, x: Tensor) -> Tensor:
+        """Return the sum of all processes' values."""
+        if self._world > 1:
+            dist.all_reduce(x)
+        return x
 
-    def _output(self, block: Block, weights: dict[str, Tensor], rounded: frozenset[str], x: Tensor) -> Tensor:
-        """Run a block; the inputs of the linear layers ``rounded`` are rounded as they will be served.
+    def _chunks(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Split tensors [samples, tokens, ...] into rows whose logits fit into memory."""
+        rows = max(1, LOGITS_PER_CHUNK // len(self._dense.head.weight))
+        size = 1 << (rows.bit_length() - 1)  # chunks of one size, if the tokens of a step are a power of two
+        return zip(*(x.flatten(0, 1).split(size) for x in tensors), strict=True)
 
-        Blocks of one structure share a copy of the module, and its compiled code.
-        """
-        key = self._task.model.structure(block.number), rounded
-        if key not in self._runs:
-            self._runs[key] = _runner(block.module, rounded, self._dtype, self._device.type)
-        args, kwargs = self._task.model.call(block.number, x.shape[0], x.shape[1])
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
-            return self._runs[key](weights, x, args, kwargs)
-
-    def _served_weights(self, number: int) -> dict[str, Tensor]:
-        """Return the weights of a block that are trained, by layer name, rounded as they will be served."""
-        return {
-            name: self._fake_quantize(w.value).requires_grad_() for name, w in self._weights[number].items()
-        }
-
-    def _fake_quantize(self, w: Tensor) -> Tensor:
-        return self._to_product_dtype(dequantize_rows(*quantize_rows(w, self._dtype)))
-
-    def _to_product_dtype(self, w: Tensor) -> Tensor:
-        """Return a weight in the dtype of the matrix products."""
-        return w.bfloat16() if self._device.type == "cuda" else w
-
-    # The loss, from x and ``targets`` [samples, tokens, hidden], the outputs of the last blocks
-
-    def _divergence_gradient(self, x: Tensor, targets: Tensor, tokens: int) -> Tensor:
-        """Return the gradient to x of the divergence, summed and divided by ``tokens``."""
-        pieces: list[Tensor] = []
-        size = max(1, LOGITS_PER_CHUNK // self._task.model.vocabulary)
-        for rows, target_rows in zip(*(y.flatten(0, 1).split(size) for y in (x, targets)), strict=True):
-            with torch.enable_grad():
-                rows = rows.detach().requires_grad_()
-                logits = self._logits(rows)
-            slope = logits.detach().softmax(-1).sub_(self._logits(target_rows).softmax(-1)).div_(tokens)
-            pieces += torch.autograd.grad(logits, rows, slope)
-        return torch.cat(pieces).view_as(x)
+    def _finish(self, logits: Tensor) -> Tensor:
+        """Return the model's logits for its head's output [rows, vocabulary]."""
+        return self._task.model.finish(logits) if self._finishes else logits
 
     def _validation_loss(self) -> Loss:
         """Return the loss on the held-out samples."""
-        divergence = entropy = 0.0
-        for ids in self._validation_ids.split(self._per_piece):
-            x = target = self._embed(ids)
-            for number in range(len(self._dense)):
-                target = self._dense_output(number, target)
-                x = self._pruned_output(number, self._served_weights(number), x)
-            divergence += self._criterion.distances(target, [x])[0]
-            entropy += self._criterion.loss(target, x, ids)
-        tokens = self._validation_ids.numel()
-        return Loss(divergence / tokens, entropy / tokens)
+        count, length = self._validation_ids.shape
+        totals = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for first in range(0, count, self._world * self._per_process):
+            # Each process has as many samples; those past the last one do not count
+            places = torch.arange(self._per_process) + first + self._rank * self._per_process
+            ids = self._validation_ids[places.clamp(max=count - 1)].to(self._device)
+            counts = (places < count).to(self._device)[:, None].expand_as(ids)
+            has_next = counts.clone()
+            has_next[:, -1] = False
+            x, target = self._pruned(ids), self._dense(ids)
+            for rows, dense_rows, following, *used in self._chunks(
+                x, target, ids.roll(-1, 1), counts, has_next
+            ):
+                logits = self._finish(self._pruned.logits(rows))
+                dense = self._finish(self._dense.logits(dense_rows))
+                lost = [F.cross_entropy(y.float(), following, reduction="none") for y in (logits, dense)]
+                parts = self._compare(logits, dense)[0], lost[0] - lost[1]
+                totals += torch.stack([(part * use).sum() for part, use in zip(parts, used, strict=True)])
+        divergence, entropy = self._summed(totals).tolist()
+        return Loss(divergence / (count * length), entropy / (count * (length - 1)))
 
     # Saving
 
     def _save(self, end: bool) -> None:
-        """Evaluate, keep the best codes, and save the training state; at the ``end`` without weights and moments."""
+        """Evaluate, keep the best tensors, and save the training state; at the ``end`` without weights and moments."""
         loss = self._validation_loss()
         if loss.divergence < self._best.divergence:
             self._best = loss
-            self._work.write_tensors(DISTILLED, dict(self._quantized_tensors()))
-        facts = [self._seconds, self._steps, *asdict(self._before).values(), *asdict(self._best).values()]
-        tensors = {FACTS: torch.tensor(facts, dtype=torch.float64)}
-        for name, weight in () if end else self._named_weights():
-            tensors |= weight.state(name)
-        self._work.write_tensors(DISTILLING, tensors)
+            self._write(DISTILLED, [weight.output() for weights in self._weights for weight in weights])
+        facts = [self._seconds, self._steps, *astuple(self._before), *astuple(self._best)]
+        state = {FACTS: (len(facts), torch.tensor(facts, dtype=torch.float64))}
+        self._write(DISTILLING, [state, *([] if end else self._states())])
 
-    def _quantized_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, weight in self._named_weights():
-            codes, scale = quantize_rows(weight.value, self._dtype)
-            yield name + WEIGHT, codes.cpu()
-            yield name + SCALE, scale.cpu()
+    def _states(self) -> list[dict[str, Shard]]:
+        return [weight.state() for weights in self._weights for weight in weights]
+
+    def _write(self, file: str, shards: Iterable[Mapping[str, Shard]]) -> None:
+        """Write tensors, of which each process has some rows; the first process writes."""
+        parts = {name: shard for some in shards for name, shard in some.items()}
+        specs = [
+            TensorSpec(name, DTYPE_NAMES[x.dtype], (count, *x.shape[1:]))
+            for name, (count, x) in parts.items()
+        ]
+        whole = ((name, self._gathered(*shard)) for name, shard in parts.items())
+        if self._rank == 0:
+            self._work.write_each(file, specs, whole)
+        else:
+            for _ in whole:
+                pass
+
+    def _gathered(self, count: int, rows: Tensor) -> Tensor:
+        """Return all ``count`` rows of a tensor."""
+        if len(rows) == count:
+            return rows
+        each = -(-count // self._world)
+        padded = rows.new_zeros(each, *rows.shape[1:])
+        padded[: len(rows)] = rows
+        parts = [torch.empty_like(padded) for _ in range(self._world)]
+        dist.all_gather([part.view(torch.uint8) for part in parts], padded.view(torch.uint8))
+        return torch.cat(parts)[:count]
 
     def _restore(self) -> bool:
         """Load the saved state; return whether there was any."""
-        saved = self._work.open_files(DISTILLING)
-        if not saved.files:
+        if (facts := _read_facts(self._work)) is None:
             return False
-        ended = len(saved.tensors) == 1
-        with saved.reader() as reader:
-            self._seconds, steps, *losses = reader.whole(FACTS).tolist()
-            self._steps, self._before, self._best = int(steps), Loss(*losses[:2]), Loss(*losses[2:])
-            if self._best != self._before and not self._work.open_files(DISTILLED).files:
-                raise self._work.damaged(f"{DISTILLED} is missing")
-            for name, weight in () if ended else self._named_weights():
-                for part, tensor in weight.state(name).items():
-                    tensor.copy_(reader.whole(part))
+        self._seconds, steps, *losses = facts
+        self._steps, self._before, self._best = int(steps), Loss(*losses[:2]), Loss(*losses[2:])
+        if self._best != self._before and not self._work.open_files(DISTILLED).files:
+            raise self._work.damaged(f"{DISTILLED} is missing")
+        saved = self._work.open_files(DISTILLING)
+        if len(saved.tensors) > 1:  # it has not ended
+            with saved.reader() as reader:
+                for weight in (weight for weights in self._weights for weight in weights):
+                    for name, (_, x) in weight.state().items():
+                        rows = reader.rows(name, slice(weight.start, weight.start + len(x)))
+                        x.copy_(rows.view(x.shape))
+                    _local(weight.parameter.detach()).copy_(_served(weight.value, weight.dtype))
         return True
 
-    def _named_weights(self) -> Iterator[tuple[str, _Weight]]:
-        for number, weights in enumerate(self._weights):
-            for name, weight in weights.items():
-                yield self._task.model.full_name(number, name), weight
+
+def _read_facts(work: WorkFolder) -> list[float] | None:
+    """Return seconds, steps, and the initial and best losses that were saved, or None."""
+    saved = work.open_files(DISTILLING)
+    if not saved.files:
+        return None
+    with saved.reader() as reader:
+        facts: list[float] = reader.whole(FACTS).tolist()
+    return facts
 
 
-def _runner(
-    module: nn.Module, rounded: frozenset[str], dtype: torch.dtype, kind: str
-) -> Callable[..., Tensor]:
-    """Return a function that runs a copy of a block's module with given weights, on a GPU compiled.
-
-    Compiled, a step of a small model takes a fraction of the time: most of it is thousands of short kernels.
-    """
-    own = copy.deepcopy(module)
-    for name in rounded:
-        own.get_submodule(name).register_forward_pre_hook(lambda _, args: (fake_quantize(args[0], dtype),))
-
-    def run(weights: dict[str, Tensor], x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        out = functional_call(own, weights, (x, *args), kwargs)
-        y: Tensor = out[0] if isinstance(out, tuple) else out
-        return y
-
-    return torch.compile(run, dynamic=False) if kind == "cuda" else run
+def _require_gradient(_: nn.Module, inputs: Any, x: Tensor) -> None:
+    x.requires_grad_(torch.is_grad_enabled())
 
 
-def _step_samples(count: int, per_step: int, step: int) -> list[int]:
-    """Return the ``per_step`` of ``count`` samples for a step, numbered from 0; each epoch uses all of them once."""
-    places = range(step * per_step, (step + 1) * per_step)
+def _round_input(_: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return fake_quantize(inputs[0], dtype), *inputs[1:]
+
+
+def _samples(count: int, first: int, wanted: int) -> list[int]:
+    """Return the next ``wanted`` of ``count`` samples after ``first`` ones; each epoch uses all of them once."""
+    places = range(first, first + wanted)
     return [_epoch_order(count, place // count)[place % count] for place in places]
 
 

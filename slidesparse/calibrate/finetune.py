@@ -221,7 +221,7 @@ class _FakeQuantize(torch.autograd.Function):
     @staticmethod
     def forward(_: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        return dequantize_rows(*quantize_rows(rows, dtype)).view(x.shape)
+        return dequantize_rows(*quantize_rows(rows, dtype)).to(x.dtype).view(x.shape)
 
     @staticmethod
     def backward(_: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -229,7 +229,7 @@ class _FakeQuantize(torch.autograd.Function):
 
 
 def fake_quantize(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Quantize and dequantize each row of x [..., K]."""
+    """Quantize and dequantize each row of x [..., K], in the dtype of x; the gradient is passed on."""
     rounded: Tensor = _FakeQuantize.apply(x, dtype)
     return rounded
 

@@ -101,6 +101,9 @@ class Model:
         self._groups: dict[str, Groups] = {}
         self._require_equal_calls()
 
+    def __reduce__(self) -> tuple[Any, ...]:  # for other processes, which make it anew
+        return Model, (self.skeleton, self.device)
+
     @property
     def longest(self) -> int:
         """The longest sequence in tokens; for LongRoPE, of those that its short factors are for."""
@@ -244,6 +247,22 @@ class Model:
                 f"transformers cannot run {type(self.skeleton.model).__name__} on text ({type(error).__name__}: "
                 f"{error}); prune the model without --calib"
             ) from error
+
+    def finish(self, logits: Tensor) -> Tensor:
+        """Return a language model's logits for the output of its head, both [rows, vocabulary].
+
+        They differ for models that scale or limit logits.
+        """
+        blocks, head = self.skeleton.blocks, self.skeleton.model.get_output_embeddings()
+        x, ids = torch.zeros(1, 1, self.hidden, device=self.device), torch.zeros(1, 1, dtype=torch.long)
+        head.forward = lambda _: logits[None]
+        try:
+            stand_ins = [_StandIn(block, self.other_outputs, x) for block in blocks]
+            out = self.run_ends(self._placeholders(self.skeleton.model, 0.0), ids, stand_ins)
+        finally:
+            del head.forward
+        finished: Tensor = out.logits[0]
+        return finished
 
     def _require_equal_calls(self) -> None:
         """Raise CalibrationError if what blocks are passed depends on tokens, weights or other blocks."""

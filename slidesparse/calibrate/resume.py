@@ -10,7 +10,7 @@
       choice.json                    with a budget: the limits tried, and the losses measured
       layer-00000.json               the report's rows of a transformer block, with the patterns of its layers
       layer-00000.safetensors        its codes and scales; renamed last, which marks the block as finished
-      distilled.safetensors          with --distill: the best codes and scales so far, of all blocks
+      distilled.safetensors          with --distill: the best codes, scales and vectors so far, of all blocks
       distilling.safetensors         weights and optimizer state to continue from; written last
 
 It must be this user's own.  All files hold a checksum, and damaged ones are refused by name.
@@ -22,7 +22,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,16 +89,23 @@ class WorkFolder:
 
     def write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Write a safetensors file with a checksum, atomically."""
-        specs = [TensorSpec(name, NAMES[t.dtype], tuple(t.shape)) for name, t in sorted(tensors.items())]
-        partial, digest = self.folder / f".{name}", hashlib.sha256(name.encode())
+        specs = [TensorSpec(name, NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()]
+        self.write_each(name, specs, tensors.items())
+
+    def write_each(
+        self, name: str, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]
+    ) -> None:
+        """Write a safetensors file of the tensors ``specs``, one after the other, with a checksum, atomically."""
+        partial, sums = self.folder / f".{name}", dict[str, bytes]()
         partial.unlink(missing_ok=True)
         with Writer(partial, [*specs, TensorSpec(SUM, "U8", (32,))]) as writer:
-            for spec in specs:
-                values = tensors[spec.name].cpu().contiguous()
-                digest.update(repr(spec).encode())
+            for spec, (_, tensor) in zip(specs, tensors, strict=True):
+                values = tensor.cpu().contiguous()
+                digest = hashlib.sha256(repr(spec).encode())
                 digest.update(bytes_of(values))
+                sums[spec.name] = digest.digest()
                 writer.write(spec.name, 0, values)
-            writer.write(SUM, 0, torch.tensor(list(digest.digest()), dtype=torch.uint8))
+            writer.write(SUM, 0, torch.tensor(list(_joined(name, sums)), dtype=torch.uint8))
         os.rename(partial, self.folder / name)
         files.sync(self.folder)
         self._whole[name] = (self.folder / name).stat().st_mtime_ns
@@ -236,16 +243,23 @@ def require_resumable(out: Path, state: Mapping[str, Any], resume: bool) -> bool
     return True
 
 
+def _joined(file: str, sums: Mapping[str, bytes]) -> bytes:
+    """Return the checksum of a file from those of its tensors, by name."""
+    return hashlib.sha256(file.encode() + b"".join(sums[name] for name in sorted(sums))).digest()
+
+
 def _is_whole(path: Path, stored: Mapping[str, StoredTensor]) -> bool:
-    """Return whether a file of `WorkFolder.write_tensors` has the checksum of its tensors."""
-    digest = hashlib.sha256(path.name.encode())
+    """Return whether a file of `WorkFolder.write_each` has the checksum of its tensors."""
+    sums = {}
     with Checkpoint(path.parent, {}, None, (path.name,), stored).reader() as reader:
-        for name, tensor in sorted(stored.items()):
-            if name != SUM:
-                digest.update(repr(tensor.spec).encode())
-                for rows in tensor.spec.chunks():
-                    digest.update(bytes_of(reader.rows(name, rows)))
-        return SUM in stored and bytes(bytes_of(reader.whole(SUM))) == digest.digest()
+        for name, tensor in stored.items():
+            digest = hashlib.sha256(repr(tensor.spec).encode())
+            for rows in tensor.spec.chunks():
+                digest.update(bytes_of(reader.rows(name, rows)))
+            sums[name] = digest.digest()
+        if sums.pop(SUM, None) is None:
+            return False
+        return bytes(bytes_of(reader.whole(SUM))) == _joined(path.name, sums)
 
 
 def _block_file(number: int) -> str:

@@ -18,10 +18,10 @@ from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 from slidesparse.pattern import Pattern
 
-Progress = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
+Progress = Callable[..., None]  # of the phase, bytes done, bytes in all, and possibly a text on how it goes
 
 
-def no_progress(phase: str, done: int, total: int) -> None:
+def no_progress(phase: str, done: int, total: int, detail: str = "") -> None:
     """Ignore progress."""
 
 

@@ -51,6 +51,9 @@ class Skeleton:
         self.text_config = self.config.get_text_config()
         self.list_path, self.blocks = self._find_blocks()
 
+    def __reduce__(self) -> tuple[Any, ...]:  # for other processes, which make it anew
+        return Skeleton, (self.checkpoint,)
+
     # Blocks and layers
 
     def _find_blocks(self) -> tuple[str, list[nn.Module]]:

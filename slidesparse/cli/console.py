@@ -109,32 +109,32 @@ def application(help_text: str, **settings: Any) -> typer.Typer:
 
 
 @contextmanager
-def byte_progress(lines: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+def byte_progress(lines: bool = False) -> Iterator[Callable[..., None]]:
     """Show progress on stderr: a bar for each phase, or in a log, with ``lines``, a line every LINE_SECONDS.
 
-    Yields a function of the phase, the bytes done and the total bytes.
+    Yields a function of the phase, the bytes done, the total bytes, and possibly a text on how it goes.
     """
     if not err.is_terminal:
-        yield _progress_lines() if lines else (lambda phase, done, total: None)
+        yield _progress_lines() if lines else (lambda *_: None)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=err, transient=True) as bar:
         tasks: dict[str, Any] = {}
 
-        def advance(phase: str, done: int, total: int) -> None:
+        def advance(phase: str, done: int, total: int, detail: str = "") -> None:
             if phase not in tasks:
-                tasks[phase] = bar.add_task(f"{phase:8}", total=total)
-            bar.update(tasks[phase], completed=done)
+                tasks[phase] = bar.add_task(phase, total=total)
+            bar.update(tasks[phase], completed=done, description=f"{phase:8} {detail}".rstrip())
 
         yield advance
 
 
-def _progress_lines() -> Callable[[str, int, int], None]:
+def _progress_lines() -> Callable[..., None]:
     """Return a function that prints a line at most every LINE_SECONDS, and so none for a short phase."""
     called = printed = time.monotonic()
     current, began = "", called
 
-    def advance(phase: str, done: int, total: int) -> None:
+    def advance(phase: str, done: int, total: int, detail: str = "") -> None:
         nonlocal called, printed, current, began
         if phase != current:
             current, began = phase, called  # when the previous phase ended
@@ -143,6 +143,6 @@ def _progress_lines() -> Callable[[str, int, int], None]:
             return
         printed, took = called, called - began
         left = f", about {took * (total - done) / done:.0f} s left" if 20 * done >= total else ""
-        err.print(f"{phase} {done / total:.0%} in {took:.0f} s{left}")
+        err.print(f"{phase} {done / total:.0%} in {took:.0f} s{left}{detail and f': {detail}'}")
 
     return advance

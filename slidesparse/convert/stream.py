@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -274,7 +275,7 @@ def _write_calibrated(
         else:
             calibrate(task, reader, work, progress)
         if task.texts:
-            distilled = distill(task, reader, work, progress)
+            distilled = distill(task, reader, work, partial(_dense_reader, rotate=rotate), progress)
         measured = work.rows()
         with work.tensors(DISTILLED).reader() as codes:
             _write(plan, out, ordered_reader(reader, codes), ordered_reader(codes, codes), progress)
@@ -320,6 +321,11 @@ def _transformed(
     smoothing = find_smoothing(task, reader, work, progress)
     smoothed = smoothed_reader(reader, task.model, smoothing.factors)
     return _Transformed(smoothed, rotated, rotation, smoothing.summary)
+
+
+def _dense_reader(task: Task, reader: Reader, work: WorkFolder, rotate: bool) -> Reader:
+    """Return the reader of the dense model that was pruned, in another process."""
+    return _transformed(task, reader, work, rotate, no_progress).reader
 
 
 def _write(plan: ConversionPlan, out: Path, reader: Reader, codes: Reader | None, progress: Progress) -> None:
@@ -468,7 +474,7 @@ def is_finite(values: Tensor) -> bool:
 def write_tensors(
     plan: ConversionPlan, reader: Reader, codes: Reader | None, folder: Path, progress: Progress
 ) -> None:
-    """Write the safetensors files of a plan into ``folder``; ``codes`` has those of calibrated layers."""
+    """Write the safetensors files of a plan into ``folder``; ``codes`` has those of calibrated layers, and vectors."""
     done = 0
     with workers() as pool:
         for file in plan.checkpoint.files:
@@ -487,16 +493,18 @@ def _write_chunk(
     plan: ConversionPlan, reader: Reader, codes: Reader | None, writer: Writer, output: Output, rows: slice
 ) -> None:
     layer, pattern, name = output.layer, output.pattern, output.source.name
+    trained = codes.checkpoint.tensors if codes else {}
     if layer is None:
         head = name.removesuffix(WEIGHT)
         for spec in output.specs:
             if isinstance(plan.source, Quantized) and head in plan.source.heads:
                 values = plan.source.float_rows(reader, head, rows)
             else:
-                values = reader.rows(name, rows)  # float32 if it was rotated
+                source = codes if codes and name in trained else reader
+                values = source.rows(name, rows)  # float32 if it was rotated or trained
             writer.write(spec.name, rows.start, values.to(DTYPES[spec.dtype]))
         return
-    if codes and pattern:
+    if codes and layer + WEIGHT in trained:
         weight = codes.rows(layer + WEIGHT, rows)
         scale: Tensor | None = codes.rows(layer + SCALE, rows)
         if isinstance(pattern, SlidePattern):

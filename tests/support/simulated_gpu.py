@@ -22,7 +22,7 @@ GPU = torch.device("cuda", 0)
 MARK = "_on_simulated_gpu"
 # Operations that accept tensors of two devices on a real GPU, too
 ACROSS_DEVICES = {"copy_", "to", "cpu", "type_as", "__getitem__", "__setitem__", "__set__", "backward"}
-SUBMIT = ThreadPoolExecutor.submit
+SUBMIT, NEW_PARAMETER = ThreadPoolExecutor.submit, torch.nn.Parameter.__new__
 CUDA_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "is_available": lambda: True,
     "is_bf16_supported": lambda: True,
@@ -47,12 +47,20 @@ def simulated_gpu() -> Iterator[None]:
         for name in ("autocast", "is_autocast_enabled", "get_autocast_dtype"):
             stack.enter_context(mock.patch.object(torch, name, partial(_for_cpu, getattr(torch, name))))
         stack.enter_context(mock.patch.object(ThreadPoolExecutor, "submit", _submit))
+        stack.enter_context(mock.patch.object(torch.nn.Parameter, "__new__", _new_parameter))
         stack.enter_context(_Placement())
         yield
 
 
 def _for_cpu(function: Callable[..., Any], _: str, *args: Any, **kwargs: Any) -> Any:
     return function("cpu", *args, **kwargs)
+
+
+def _new_parameter(kind: Any, data: Any = None, requires_grad: bool = True) -> Any:
+    parameter = NEW_PARAMETER(kind, data, requires_grad)
+    if data is not None and on_gpu(data):
+        setattr(parameter, MARK, True)
+    return parameter
 
 
 def on_gpu(tensor: Tensor) -> bool:
@@ -84,7 +92,8 @@ class _Placement(TorchFunctionMode):
             replaced.append(value)
         if _is_device(kwargs.get("device")):
             destination, kwargs["device"] = _is_gpu(kwargs["device"]), "cpu"
-        operands = list(_tensors([args, kwargs]))
+        # __deepcopy__ also takes all that was copied before
+        operands = list(_tensors([args[:1] if name == "__deepcopy__" else args, kwargs]))
         if name not in ACROSS_DEVICES and len({on_gpu(tensor) for tensor in operands if tensor.dim()}) > 1:
             raise RuntimeError(f"{name}: expected all tensors on the same device, but found cuda:0 and cpu")
         result = function(*replaced, **kwargs)
