@@ -23,12 +23,12 @@ GemmKernel FindGemm(int strips, bool stream_k, bool mixed);
 // A configuration that was fitted to a device and a weight: all that a launch needs except the
 // tensors and the number of tokens.
 struct Gemm {
-  int device;
   Configuration configuration;
   std::string text;  // the configuration, for messages
   GemmKernel kernel;
   Fit fit;
-  std::int64_t partial_bytes;  // of the partial sums that stream-K exchanges
+  int flags;                    // that stream-K needs: one for each CTA
+  std::int64_t exchange_bytes;  // of the flags and the partial sums that stream-K exchanges
   GemmArguments arguments;
 };
 
@@ -43,7 +43,7 @@ struct GemmTensors {
   Float bias_type;
   void* out;
   Float out_type;
-  void* partials;  // partial_bytes, aligned to 16 bytes
+  void* exchange;  // exchange_bytes, aligned to 128 bytes, with flags that are zero
 };
 
 // Fits a configuration to the current device, for mixed weights or for those of 2:4 blocks alone.

@@ -59,21 +59,17 @@ constexpr std::int64_t kScaleBytes = 128;  // alignment of the codes, which foll
 std::shared_mutex mutex;
 std::map<PlanKey, const Plan*> served;
 
-// The bytes of partial sums that m tokens need, of whichever blocks the weight is.
-std::int64_t PartialsOf(const Plan& plan, std::int64_t m) {
+// The bytes of flags and partial sums that m tokens need, of whichever blocks the weight is.
+std::int64_t ExchangeOf(const Plan& plan, std::int64_t m) {
   std::int64_t bytes = 0;
   if (plan.tuned.empty()) return bytes;
-  for (const Gemm& gemm : plan.Choose(m)) bytes = std::max(bytes, gemm.partial_bytes);
+  for (const Gemm& gemm : plan.Choose(m)) bytes = std::max(bytes, gemm.exchange_bytes);
   return bytes;
 }
 
 std::int64_t ScalesOf(std::int64_t m) { return CeilDiv(4 * m, kScaleBytes) * kScaleBytes; }
 
 bool IsType(int type) { return type >= SLIDESPARSE_BFLOAT16 && type <= SLIDESPARSE_FLOAT32; }
-
-const char* FailWithoutGemm() {
-  return Fail("a plan without configurations only quantizes: make one with a tuned table");
-}
 
 const char* ParseText(const char* text, Configuration* configuration) {
   if (Parse(text, configuration)) return nullptr;
@@ -96,6 +92,59 @@ const char* FindKind(const GemmArguments& a, std::int64_t bytes, SlidesparseBloc
       "same pattern",
       static_cast<long long>(bytes), a.n, a.k_blocks, static_cast<long long>(sparse),
       static_cast<long long>(table + sparse), static_cast<long long>(dense));
+}
+
+// Finds the GEMM for m tokens.  Returns null, or what is wrong with the plan or the tensors.
+const char* FindGemm(const Plan& plan, std::int64_t m, const GemmTensors& tensors,
+                     std::int64_t weight_bytes, const Gemm** gemm) {
+  const int bias_type = static_cast<int>(tensors.bias_type);
+  const int out_type = static_cast<int>(tensors.out_type);
+  if ((tensors.bias != nullptr) != IsType(bias_type) ||
+      (out_type != SLIDESPARSE_BFLOAT16 && out_type != SLIDESPARSE_FLOAT16)) {
+    return Fail(
+        "a bias at %p of type %d, an output of type %d: a bias is of types 1 to 3, or null of "
+        "type 0; an output of 1 or 2",
+        tensors.bias, bias_type, out_type);
+  }
+  if (plan.tuned.empty()) {
+    return Fail("a plan without configurations only quantizes: make one with a tuned table");
+  }
+  SlidesparseBlocks kind;
+  if (const char* error = FindKind(plan.tuned.front().gemms[0].arguments, weight_bytes, &kind)) {
+    return error;
+  }
+  *gemm = &plan.Choose(m)[kind];
+  return nullptr;
+}
+
+// slidesparse_hopper_quantize, which also clears the flags of a GEMM.
+const char* Quantize(const Plan& plan, std::int64_t m, const void* x, std::int32_t type,
+                     std::int64_t stride, std::int32_t prologue, double eps, const void* gain,
+                     const void* residual, std::int64_t residual_stride, void* total, void* q,
+                     void* scale_x, void* flags, int flag_count, void* stream) {
+  const bool adds = prologue == SLIDESPARSE_ADD_RMS_NORM;
+  const bool norm = adds || prologue == SLIDESPARSE_RMS_NORM;
+  if (!IsType(type) || prologue < 0 || prologue > SLIDESPARSE_SILU_MUL ||
+      norm != (gain != nullptr) || adds != (residual != nullptr) || adds != (total != nullptr)) {
+    return Fail(
+        "type %d and prologue %d with a gain at %p, a residual at %p and its sum at %p: types are "
+        "1 to 3, prologues 0 to 3, norms have a gain, norms of sums all three, the others none",
+        type, prologue, gain, residual, total);
+  }
+  QuantizeArguments arguments = plan.quantize;
+  arguments.x = x;
+  arguments.stride = stride;
+  arguments.eps = static_cast<float>(eps);
+  arguments.gain = gain;
+  arguments.residual = residual;
+  arguments.residual_stride = residual_stride;
+  arguments.total = total;
+  arguments.q = static_cast<std::uint8_t*>(q);
+  arguments.scale = static_cast<float*>(scale_x);
+  arguments.flags = static_cast<std::uint32_t*>(flags);
+  arguments.flag_count = flag_count;
+  return EnqueueQuantize(arguments, m, static_cast<Float>(type), plan.fp8,
+                         static_cast<Prologue>(prologue), static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace
@@ -206,7 +255,7 @@ void slidesparse_hopper_forget() {
 }
 
 std::int64_t slidesparse_hopper_scratch_bytes(const SlidesparseHopperPlan* plan, std::int64_t m) {
-  return PartialsOf(*plan, m) + ScalesOf(m) + m * plan->quantize.columns;
+  return ExchangeOf(*plan, m) + ScalesOf(m) + m * plan->quantize.columns;
 }
 
 const char* slidesparse_hopper_quantize(const SlidesparseHopperPlan* plan, std::int64_t m,
@@ -214,27 +263,8 @@ const char* slidesparse_hopper_quantize(const SlidesparseHopperPlan* plan, std::
                                         std::int32_t prologue, double eps, const void* gain,
                                         const void* residual, std::int64_t residual_stride,
                                         void* total, void* q, void* scale_x, void* stream) {
-  const bool adds = prologue == SLIDESPARSE_ADD_RMS_NORM;
-  const bool norm = adds || prologue == SLIDESPARSE_RMS_NORM;
-  if (!IsType(type) || prologue < 0 || prologue > SLIDESPARSE_SILU_MUL ||
-      norm != (gain != nullptr) || adds != (residual != nullptr) || adds != (total != nullptr)) {
-    return Fail(
-        "type %d and prologue %d with a gain at %p, a residual at %p and its sum at %p: types are "
-        "1 to 3, prologues 0 to 3, norms have a gain, norms of sums all three, the others none",
-        type, prologue, gain, residual, total);
-  }
-  QuantizeArguments arguments = plan->quantize;
-  arguments.x = x;
-  arguments.stride = stride;
-  arguments.eps = static_cast<float>(eps);
-  arguments.gain = gain;
-  arguments.residual = residual;
-  arguments.residual_stride = residual_stride;
-  arguments.total = total;
-  arguments.q = static_cast<std::uint8_t*>(q);
-  arguments.scale = static_cast<float*>(scale_x);
-  return EnqueueQuantize(arguments, m, static_cast<Float>(type), plan->fp8,
-                         static_cast<Prologue>(prologue), static_cast<cudaStream_t>(stream));
+  return Quantize(*plan, m, x, type, stride, prologue, eps, gain, residual, residual_stride, total,
+                  q, scale_x, nullptr, 0, stream);
 }
 
 const char* slidesparse_hopper_product(const SlidesparseHopperPlan* plan, std::int64_t m,
@@ -243,22 +273,26 @@ const char* slidesparse_hopper_product(const SlidesparseHopperPlan* plan, std::i
                                        const void* scale_w, const void* bias,
                                        std::int32_t bias_type, void* out, std::int32_t out_type,
                                        void* scratch, void* stream) {
-  if ((bias != nullptr) != IsType(bias_type) ||
-      (out_type != SLIDESPARSE_BFLOAT16 && out_type != SLIDESPARSE_FLOAT16)) {
-    return Fail(
-        "a bias at %p of type %d, an output of type %d: a bias is of types 1 to 3, or null of "
-        "type 0; an output of 1 or 2",
-        bias, bias_type, out_type);
+  const GemmTensors tensors = {q,
+                               q_columns,
+                               scale_x,
+                               weight,
+                               scale_w,
+                               bias,
+                               static_cast<Float>(bias_type),
+                               out,
+                               static_cast<Float>(out_type),
+                               scratch};
+  const Gemm* gemm;
+  if (const char* error = FindGemm(*plan, m, tensors, weight_bytes, &gemm)) return error;
+  if (m > 0 && gemm->flags > 0) {
+    if (cudaError_t error = cudaMemsetAsync(scratch, 0, gemm->flags * kFlagWords * 4,
+                                            static_cast<cudaStream_t>(stream))) {
+      return Fail("%s (%s) for clearing the flags of a product", cudaGetErrorName(error),
+                  cudaGetErrorString(error));
+    }
   }
-  if (plan->tuned.empty()) return FailWithoutGemm();
-  SlidesparseBlocks kind;
-  if (const char* error = FindKind(plan->tuned.front().gemms[0].arguments, weight_bytes, &kind)) {
-    return error;
-  }
-  return LaunchGemm(plan->Choose(m)[kind], m,
-                    {q, q_columns, scale_x, weight, scale_w, bias, static_cast<Float>(bias_type),
-                     out, static_cast<Float>(out_type), scratch},
-                    static_cast<cudaStream_t>(stream));
+  return LaunchGemm(*gemm, m, tensors, static_cast<cudaStream_t>(stream));
 }
 
 const char* slidesparse_hopper_linear(const SlidesparseHopperPlan* plan, std::int64_t m,
@@ -269,17 +303,26 @@ const char* slidesparse_hopper_linear(const SlidesparseHopperPlan* plan, std::in
                                       const void* scale_w, const void* bias, std::int32_t bias_type,
                                       void* out, std::int32_t out_type, void* scratch,
                                       void* stream) {
-  if (plan->tuned.empty()) return FailWithoutGemm();
-  char* scale_x = static_cast<char*>(scratch) + PartialsOf(*plan, m);
+  char* scale_x = static_cast<char*>(scratch) + ExchangeOf(*plan, m);
   char* q = scale_x + ScalesOf(m);
+  const GemmTensors tensors = {q,
+                               plan->quantize.columns,
+                               scale_x,
+                               weight,
+                               scale_w,
+                               bias,
+                               static_cast<Float>(bias_type),
+                               out,
+                               static_cast<Float>(out_type),
+                               scratch};
+  const Gemm* gemm;
+  if (const char* error = FindGemm(*plan, m, tensors, weight_bytes, &gemm)) return error;
   if (const char* error =
-          slidesparse_hopper_quantize(plan, m, x, type, stride, prologue, eps, gain, residual,
-                                      residual_stride, total, q, scale_x, stream)) {
+          Quantize(*plan, m, x, type, stride, prologue, eps, gain, residual, residual_stride, total,
+                   q, scale_x, scratch, gemm->flags, stream)) {
     return error;
   }
-  return slidesparse_hopper_product(plan, m, q, plan->quantize.columns, scale_x, weight,
-                                    weight_bytes, scale_w, bias, bias_type, out, out_type, scratch,
-                                    stream);
+  return LaunchGemm(*gemm, m, tensors, static_cast<cudaStream_t>(stream));
 }
 
 }  // extern "C"

@@ -311,10 +311,8 @@ __device__ __forceinline__ bool FlagIsSet(const std::uint32_t* flag) {
   return found != 0;
 }
 
-// Waits for a flag and clears it for the next launch.
-__device__ __forceinline__ void WaitAndClearFlag(std::uint32_t* flag) {
+__device__ __forceinline__ void WaitForFlag(const std::uint32_t* flag) {
   Await([=] { return FlagIsSet(flag); });
-  asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(flag) : "memory");
 }
 
 // A load that the compiler does not sink to its use, so that its latency overlaps the main loop.

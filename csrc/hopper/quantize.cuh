@@ -11,7 +11,8 @@
 // the order of the row and gathers the windows from there, so that both loads and stores are
 // coalesced.
 //
-// A norm or an activation may be fused in front: see row.cuh.
+// A norm or an activation may be fused in front: see row.cuh.  The flags of a stream-K GEMM that
+// follows are cleared here: their memory may be in use until the kernels before have ended.
 
 #pragma once
 
@@ -186,6 +187,11 @@ __global__ void __launch_bounds__(kMaxQuantizeThreads)
   if (parts > 1) ClusterArriveRelaxed();
   LaunchDependents();  // the GEMM loads weights meanwhile, and waits for the codes itself
   WaitForPredecessors();
+  if (blockIdx.x == 0) {
+    for (int i = threadIdx.x; i < arguments.flag_count; i += blockDim.x) {
+      arguments.flags[i * kFlagWords] = 0;
+    }
+  }
 
   typename RowOf::Source sources[kVectors];
 #pragma unroll

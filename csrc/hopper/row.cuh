@@ -23,6 +23,7 @@ struct QuantizeArguments {
   const void* x;         // [m, k], with kSiluMul [m, 2 k]; rows `stride` elements apart
   std::uint8_t* q;       // [m, columns]
   float* scale;          // [m]
+  std::uint32_t* flags;  // of the GEMM that follows, which are set to zero
   const void* residual;  // kAddRmsNorm: [m, k], rows `residual_stride` elements apart
   void* total;           // kAddRmsNorm: [m, k]
   const void* gain;      // norms: [k].  residual, total and gain have x's type
@@ -36,6 +37,7 @@ struct QuantizeArguments {
   int parts;            // CTAs that share a row
   int part;             // padded columns of one part
   int part_codes;       // columns of q that these become
+  int flag_count;       // kFlagWords each
 };
 
 // Eight consecutive columns of a row, as they are in memory.

@@ -211,7 +211,7 @@ __device__ __forceinline__ void StorePartial(const GemmArguments& arguments, int
 // Makes all consumers wait for CTA `cta`'s partial sums.
 template <int kStrips, int kTokens>
 __device__ __forceinline__ void WaitForPartial(const GemmArguments& arguments, int cta) {
-  if (threadIdx.x == 0) WaitAndClearFlag(arguments.flags + cta * kFlagWords);
+  if (threadIdx.x == 0) WaitForFlag(arguments.flags + cta * kFlagWords);
   __syncwarp();
   NamedBarrier(1, TileShape<kStrips, kTokens>::kConsumerThreads);
 }

@@ -102,8 +102,9 @@ def hopper_quantize(x: Tensor, layer: Layer, producer: Producer = None) -> tuple
 def run_hopper(
     plan: int, x: Tensor, packed: Tensor, scale_w: Tensor, bias: Tensor | None, out: Tensor
 ) -> None:
-    """Run a whole layer by the plan with this handle, without any checks."""
-    scratch = x.new_empty(native.library().slidesparse_hopper_scratch_bytes(plan, len(x)), dtype=torch.uint8)
+    """Run a whole layer by the plan with this handle, without any checks, in scratch memory that is not zero."""
+    size = native.library().slidesparse_hopper_scratch_bytes(plan, len(x))
+    scratch = torch.full((size,), 1, dtype=torch.uint8, device=x.device)
     native.call(
         "linear",
         *(plan, len(x), *input_arguments(x, None), packed.data_ptr(), packed.numel(), scale_w.data_ptr()),
