@@ -52,12 +52,12 @@ const char* EncodeMatrix(CUtensorMap* map, CUtensorMapDataType type, int element
 }
 
 template <class Type>
-GemmKernel KernelOf(const Configuration& c, bool mixed) {
+GemmKernel KernelOf(const Configuration& c, Blocks blocks) {
   constexpr std::pair<int, decltype(&FindGemm<Type, 8>)> kByTokens[] = {
       {8, FindGemm<Type, 8>},   {16, FindGemm<Type, 16>},   {32, FindGemm<Type, 32>},
       {64, FindGemm<Type, 64>}, {128, FindGemm<Type, 128>}, {256, FindGemm<Type, 256>}};
   for (const auto& [tokens, find] : kByTokens) {
-    if (c.tokens == tokens) return find(c.strips, c.stream_k, mixed);
+    if (c.tokens == tokens) return find(c.strips, c.stream_k, blocks);
   }
   return {};
 }
@@ -123,13 +123,13 @@ int DivideStages(const Gemm& gemm, std::int64_t tiles, GemmArguments& a) {
 
 }  // namespace
 
-const char* FitGemm(const Configuration& c, bool fp8, bool mixed, Gemm* gemm) {
+const char* FitGemm(const Configuration& c, bool fp8, Blocks blocks, Gemm* gemm) {
   static std::mutex mutex;
-  static std::map<std::tuple<int, bool, bool, bool, int, int, int, int, int>, Fit> known;
+  static std::map<std::tuple<int, bool, Blocks, bool, int, int, int, int, int>, Fit> known;
   *gemm = {};
   gemm->configuration = c;
   gemm->text = ToText(c);
-  gemm->kernel = fp8 ? KernelOf<Fp8>(c, mixed) : KernelOf<Int8>(c, mixed);
+  gemm->kernel = fp8 ? KernelOf<Fp8>(c, blocks) : KernelOf<Int8>(c, blocks);
   if (HasKernel(c, gemm->kernel)) {
     int device = 0;
     if (cudaError_t error = cudaGetDevice(&device)) {
@@ -138,7 +138,7 @@ const char* FitGemm(const Configuration& c, bool fp8, bool mixed, Gemm* gemm) {
     }
     std::lock_guard lock(mutex);
     const auto [found, is_new] = known.try_emplace(
-        {device, fp8, mixed, c.stream_k, c.strips, c.tokens, c.multicast, c.splits, c.resident});
+        {device, fp8, blocks, c.stream_k, c.strips, c.tokens, c.multicast, c.splits, c.resident});
     if (is_new) {
       if (cudaError_t error = AskFit(c, gemm->kernel, &found->second)) {
         known.erase(found);
@@ -164,11 +164,11 @@ const char* FitGemm(const Configuration& c, bool fp8, bool mixed, Gemm* gemm) {
   return nullptr;
 }
 
-const char* FitMixed(Configuration c, bool fp8, Gemm* gemm) {
-  const char* error = FitGemm(c, fp8, true, gemm);
+const char* FitLarger(Configuration c, bool fp8, Blocks blocks, Gemm* gemm) {
+  const char* error = FitGemm(c, fp8, blocks, gemm);
   while (error != nullptr && c.resident > 1) {
     --c.resident;
-    error = FitGemm(c, fp8, true, gemm);
+    error = FitGemm(c, fp8, blocks, gemm);
   }
   return error;
 }

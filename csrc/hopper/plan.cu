@@ -28,6 +28,7 @@ inline PlanKey KeyOf(int device, const SlidesparseLayer& layer) {
 struct SlidesparseHopperPlan {
   slidesparse::hopper::PlanKey key;
   bool fp8;
+  bool coded;                                       // then there is one kind of blocks, the first
   slidesparse::hopper::QuantizeArguments quantize;  // all but the tensors
   using Gemms = std::array<slidesparse::hopper::Gemm, SLIDESPARSE_BLOCK_KINDS>;
   // A row of the tuned table: the GEMMs for up to `tokens` tokens, by SlidesparseBlocks.
@@ -59,6 +60,9 @@ constexpr std::int64_t kScaleBytes = 128;  // alignment of the codes, which foll
 std::shared_mutex mutex;
 std::map<PlanKey, const Plan*> served;
 
+// Whether a layer's weight is coded.
+bool IsCoded(const SlidesparseLayer& layer) { return layer.length == kCodedLength; }
+
 // The bytes of flags and partial sums that m tokens need, of whichever blocks the weight is.
 std::int64_t ExchangeOf(const Plan& plan, std::int64_t m) {
   std::int64_t bytes = 0;
@@ -78,8 +82,18 @@ const char* ParseText(const char* text, Configuration* configuration) {
 }
 
 // Finds the kind of a packed weight from its size.  Returns null, or what is wrong with the size.
-const char* FindKind(const GemmArguments& a, std::int64_t bytes, SlidesparseBlocks* kind) {
+const char* FindKind(const Plan& plan, std::int64_t bytes, SlidesparseBlocks* kind) {
+  const GemmArguments& a = plan.tuned.front().gemms[0].arguments;
   const std::int64_t blocks = std::int64_t{a.strips} * a.k_blocks;
+  if (plan.coded) {
+    *kind = SLIDESPARSE_ALL_2_4;
+    if (bytes == blocks * kCodedBytes) return nullptr;
+    return Fail(
+        "a packed weight of %lld bytes for %d out-features and %d blocks of 128 columns at 6:8, "
+        "which has %lld; pack it for the backend hopper, from as many in-features",
+        static_cast<long long>(bytes), a.n, a.k_blocks,
+        static_cast<long long>(blocks * kCodedBytes));
+  }
   const std::int64_t table = TableBytes(blocks), sparse = blocks * kPackedBytes;
   const std::int64_t dense = table + blocks * kDenseBytes;
   *kind = bytes == sparse  ? SLIDESPARSE_ALL_2_4
@@ -110,7 +124,7 @@ const char* FindGemm(const Plan& plan, std::int64_t m, const GemmTensors& tensor
     return Fail("a plan without configurations only quantizes: make one with a tuned table");
   }
   SlidesparseBlocks kind;
-  if (const char* error = FindKind(plan.tuned.front().gemms[0].arguments, weight_bytes, &kind)) {
+  if (const char* error = FindKind(plan, weight_bytes, &kind)) {
     return error;
   }
   *gemm = &plan.Choose(m)[kind];
@@ -159,7 +173,7 @@ const char* slidesparse_hopper_fit(const char* configuration, std::int32_t fp8,
   Gemm gemm = {};
   Configuration parsed;
   const char* error = ParseText(configuration, &parsed);
-  if (error == nullptr) error = FitGemm(parsed, fp8 != 0, false, &gemm);
+  if (error == nullptr) error = FitGemm(parsed, fp8 != 0, Blocks::kSparse, &gemm);
   *stages = gemm.fit.stages;
   *clusters = gemm.fit.clusters;
   return error;
@@ -182,13 +196,18 @@ const char* slidesparse_hopper_candidates(const SlidesparseLayer* layer, std::in
     return Fail("%s (%s) for the current device", cudaGetErrorName(error),
                 cudaGetErrorString(error));
   }
+  const Blocks kinds = IsCoded(*layer)                 ? Blocks::kCoded
+                       : blocks == SLIDESPARSE_ALL_2_4 ? Blocks::kSparse
+                                                       : Blocks::kMixed;
   const auto fits = [=](const Configuration& configuration) {
     Gemm gemm;
-    const bool mixed = blocks != SLIDESPARSE_ALL_2_4;
-    return FitGemm(configuration, layer->fp8 != 0, mixed, &gemm) ? Fit{} : gemm.fit;
+    return FitGemm(configuration, layer->fp8 != 0, kinds, &gemm) ? Fit{} : gemm.fit;
   };
-  const double dense = static_cast<double>(blocks) / SLIDESPARSE_ALL_DENSE;
-  for (const Candidate& one : FindCandidates(layer->n, layer->columns, m, dense, most, sms, fits)) {
+  const bool coded = kinds == Blocks::kCoded;
+  const double dense = coded ? 1.0 : static_cast<double>(blocks) / SLIDESPARSE_ALL_DENSE;
+  const double block = coded ? kCodedBytes : kPackedBytes + dense * (kDenseBytes - kPackedBytes);
+  for (const Candidate& one :
+       FindCandidates(layer->n, layer->columns, m, dense, block, most, sms, fits)) {
     std::strncpy(texts + *count * SLIDESPARSE_TEXT_BYTES, ToText(one.configuration).c_str(),
                  SLIDESPARSE_TEXT_BYTES);
     us[(*count)++] = one.us;
@@ -203,7 +222,9 @@ const char* slidesparse_hopper_plan(const SlidesparseLayer* layer, std::int32_t 
   auto plan = std::make_unique<Plan>();
   plan->fp8 = layer->fp8 != 0;
   plan->quantize.k = layer->k;
+  plan->coded = IsCoded(*layer);
   plan->quantize.length = layer->length;
+  plan->quantize.coded = plan->coded;
   plan->quantize.phase = layer->phase;
   plan->quantize.columns = layer->columns;
   if (count > 0 && (layer->n < 1 || layer->columns < 1)) {
@@ -213,13 +234,15 @@ const char* slidesparse_hopper_plan(const SlidesparseLayer* layer, std::int32_t 
   if (const char* error = PrepareQuantize(plan->quantize, plan->fp8)) return error;
   for (int i = 0; i < count; ++i) {
     Plan::Tuned tuned = {tokens[i], {}};
-    for (int kind = 0; kind < SLIDESPARSE_BLOCK_KINDS; ++kind) {
+    for (int kind = 0; kind < (plan->coded ? 1 : SLIDESPARSE_BLOCK_KINDS); ++kind) {
       Configuration configuration;
       Gemm* gemm = &tuned.gemms[kind];
       const char* error = ParseText(texts[i * SLIDESPARSE_BLOCK_KINDS + kind], &configuration);
       if (error == nullptr) {
-        error = kind == SLIDESPARSE_ALL_2_4 ? FitGemm(configuration, plan->fp8, false, gemm)
-                                            : FitMixed(configuration, plan->fp8, gemm);
+        error = plan->coded ? FitLarger(configuration, plan->fp8, Blocks::kCoded, gemm)
+                : kind == SLIDESPARSE_ALL_2_4
+                    ? FitGemm(configuration, plan->fp8, Blocks::kSparse, gemm)
+                    : FitLarger(configuration, plan->fp8, Blocks::kMixed, gemm);
       }
       if (error != nullptr) return error;
       SetWeight(layer->n, layer->columns, gemm);

@@ -240,6 +240,21 @@ __device__ __forceinline__ std::uint32_t LoadShared32(std::uint32_t address) {
   return value;
 }
 
+__device__ __forceinline__ uint2 LoadShared64(std::uint32_t address) {
+  uint2 value;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+               : "=r"(value.x), "=r"(value.y)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ std::uint32_t LoadShared8(std::uint32_t address) {
+  std::uint32_t value;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ void StoreShared32(std::uint32_t address, std::uint32_t value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }

@@ -149,7 +149,14 @@ __device__ __forceinline__ float RowSum(float mine, std::uint32_t* words, int pa
 // row.
 __device__ __forceinline__ uint4 LiftWords(const QuantizeArguments& arguments,
                                            const std::uint8_t* codes, int i) {
-  if (arguments.length == 4) return reinterpret_cast<const uint4*>(codes)[i];
+  const uint4* const vectors = reinterpret_cast<const uint4*>(codes);
+  if (arguments.coded) {
+    // Of eight words the even ones first: see CodedConsumer.
+    const uint4 low = vectors[i / 2 * 2], high = vectors[i / 2 * 2 + 1];
+    return i % 2 ? make_uint4(low.y, low.w, high.y, high.w)
+                 : make_uint4(low.x, low.z, high.x, high.z);
+  }
+  if (arguments.length == 4) return vectors[i];
   const int block = arguments.windows == 1 ? 4 * i : __umulhi(4 * i, arguments.magic);
   int window = 4 * i - block * arguments.windows;
   const std::uint8_t* from = codes + block * arguments.length + 2 * window;

@@ -31,6 +31,7 @@ struct QuantizeArguments {
   float eps;
   int k, columns;
   int length, phase;
+  bool coded;           // for a coded weight, whose wgmmas take words in another order
   int windows;          // in a block of `length` columns
   std::uint32_t magic;  // 2^32 / windows, rounded up: divides by multiplying
   int padded;           // columns of a row, in whole blocks and with the phase

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -77,6 +78,7 @@ class CudaBackend(ABC):
     name: str
     device_type = "cuda"
     sparse: bool
+    coded: Collection[int] = ()
     outputs: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     max_shape_distance: float = math.inf
     products: dict[str, tuple[str, ...]]  # type of the operands -> output types; serving uses the first

@@ -349,7 +349,7 @@ def test_second_gpu_gives_equal_outputs() -> None:
     weight = prune(weight, pattern)
     outputs = []
     for device in ("cuda:0", "cuda:1"):  # the first stays the current one
-        made = Layer.of(200, 300, pattern, 0, INT8, BACKEND.alignment)
+        made = Layer.of(200, 300, pattern, 0, INT8, BACKEND.alignment, BACKEND.coded)
         packed = BACKEND.pack(weight.to(device), pattern)
         scale = torch.ones(200, 1, device=device)
         outputs.append(PackedLayer("hopper", made, weight, packed, scale).linear(x.to(device)).cpu())

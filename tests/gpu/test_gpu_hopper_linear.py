@@ -10,10 +10,20 @@ from typing import cast
 import pytest
 import torch
 from configurations import Configuration
-from gpu_layers import PackedLayer, codes, forget_plans, gpu, hopper_quantize, layer, normal, run_hopper
+from gpu_layers import (
+    PackedLayer,
+    coded_order,
+    codes,
+    forget_plans,
+    gpu,
+    hopper_quantize,
+    layer,
+    normal,
+    run_hopper,
+)
 from host_time import host_us
 from strategies import assert_same_bits
-from token_rows import GEOMETRIES, LARGE, assert_same_codes, rows
+from token_rows import HOPPER_GEOMETRIES, HOPPER_LARGE, assert_same_codes, rows
 from torch import Tensor
 
 from slidesparse import gemm, ops, reference
@@ -53,9 +63,19 @@ def check_codes(x: Tensor, layout: SlideLayout, dtype: torch.dtype, padding: int
 @pytest.mark.parametrize("source", SOURCES)
 def test_quantized_codes_equal_reference(source: torch.dtype, dtype: torch.dtype) -> None:
     """Rows have ties, zeros, -0.0, NaN, Inf and subnormals; blocks and phases are of every kind."""
-    for pattern, k, phase in (*GEOMETRIES, *LARGE):
+    for pattern, k, phase in (*HOPPER_GEOMETRIES, *HOPPER_LARGE):
         for m in (1, 12, 150 if k < 1000 else 17):
             check_codes(rows(m, k, source), SlidePattern.parse(pattern).layout(k, phase), dtype, 16 * (m % 2))
+
+
+@pytest.mark.parametrize("dtype", [INT8, FP8])
+@pytest.mark.parametrize(("k", "phase"), [(1, 7), (37, 3), (2048, 0), (3584, 4), (18944, 0)])
+def test_codes_for_coded_weights_are_in_their_order(k: int, phase: int, dtype: torch.dtype) -> None:
+    made = Layer.of(0, k, SlidePattern(8), phase, dtype, BACKEND.alignment, BACKEND.coded)
+    for m in (1, 12, 150 if k < 1000 else 17):
+        q, scale = reference.quant_slide(rows(m, k, torch.bfloat16), SlidePattern(4).layout(k), dtype, "cuda")
+        actual = hopper_quantize(rows(m, k, torch.bfloat16).to(gpu()), made)
+        assert_same_codes(actual, (coded_order(q[:, :k], made), scale))
 
 
 @pytest.mark.parametrize("dtype", [INT8, FP8])
@@ -141,7 +161,11 @@ def random_layer(rng: random.Random, index: int, dtype: torch.dtype) -> PackedLa
     packed = pack_without_plan(weight, pattern, phase)
     scale = torch.rand(n, 1, device=gpu()) * 0.01 + 0.001
     return PackedLayer(
-        "hopper", Layer.of(n, k, pattern, phase, dtype, BACKEND.alignment), weight, packed, scale
+        "hopper",
+        Layer.of(n, k, pattern, phase, dtype, BACKEND.alignment, BACKEND.coded),
+        weight,
+        packed,
+        scale,
     )
 
 
