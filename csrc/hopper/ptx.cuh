@@ -284,6 +284,15 @@ __device__ __forceinline__ void StoreTransposed(std::uint32_t address, std::uint
                : "memory");
 }
 
+// Byte i of the result is byte `selectors` >> 4 i & 7 of both operands, `low` first; bits 3 of the
+// selectors must be zero.  __byte_perm would clear them.
+__device__ __forceinline__ std::uint32_t Permute(std::uint32_t low, std::uint32_t high,
+                                                 std::uint32_t selectors) {
+  std::uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selectors));
+  return bytes;
+}
+
 // Loads and stores that are cached in L2 alone, as L1 is not coherent between SMs.
 __device__ __forceinline__ uint4 LoadGlobal128(const uint4* from) {
   uint4 value;

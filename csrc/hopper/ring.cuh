@@ -516,25 +516,26 @@ class CodedConsumer : Consumer {
     __syncwarp();
   }
 
-  // As WideConsumer::Run.  Half of a stage is decoded while the preceding half is multiplied.
+  // As WideConsumer::Run.  Half of a stage is expanded while the other half is multiplied.
   __device__ __forceinline__ void Run(int count, bool accumulate,
                                       std::uint32_t (&sums)[kTokens / 2]) {
     Half first, second;
+    Stored later;
     if (!accumulate) Clear(sums);
     Pin(sums);
     Wait();
-    Load<0>(first);
+    Load(first, later);
     for (int i = 0; i < count; ++i) {
       Multiply<0>(first, sums);
       WgmmaWait<1>();  // the preceding stage and `second` are no longer read
       if (i > 0) Release();
-      Load<1>(second);
+      Expand(later, second);
       Multiply<1>(second, sums);
       WgmmaWait<1>();
       next_.Advance(arguments_.stages);
       if (i + 1 < count) {
         Wait();
-        Load<0>(first);
+        Load(first, later);
       }
     }
     WgmmaWait<0>();
@@ -565,32 +566,50 @@ class CodedConsumer : Consumer {
     return selectors;
   }
 
-  template <int kHalf>
-  __device__ __forceinline__ void Load(Half& half) {
+  // What a thread loads of half of a stage.
+  struct Stored {
+    uint4 most;
+    uint2 rest;
+    std::uint32_t selectors[2 * kHalfWgmmas];
+  };
+
+  // Loads both halves of the next stage, whose latencies overlap, and expands the first.
+  __device__ __forceinline__ void Load(Half& first, Stored& later) {
     const int thread = threadIdx.x % 128;
     const std::uint32_t block = block_ + next_.stage * kStageBytes;
-    const uint4 most = LoadShared128(block + kHalf * kHalfBytes + 16 * thread);
-    const uint2 rest = LoadShared64(block + kHalf * kHalfBytes + 128 * 16 + 8 * thread);
     const std::uint32_t codes = block + kCodedValueBytes;
     const std::uint32_t low = LoadShared32(codes + 4 * thread);
-    // The half's four codes, from bit 2 on, because a table entry has four bytes.
-    const std::uint32_t shifted =
-        kHalf == 0 ? low << 2 : __funnelshift_r(low, LoadShared8(codes + 128 * 4 + thread), 20 - 2);
-    const std::uint32_t values[] = {most.x, most.y, most.z, most.w, rest.x, rest.y};
+    const std::uint32_t high = LoadShared8(codes + 128 * 4 + thread);
+    Stored now;
+    // Codes begin at bit 2, because a table entry has four bytes.
+    Load(now, block, low << 2);
+    Load(later, block + kHalfBytes, __funnelshift_r(low, high, 20 - 2));
+    Expand(now, first);
+  }
+
+  __device__ __forceinline__ void Load(Stored& stored, std::uint32_t values, std::uint32_t codes) {
+    const int thread = threadIdx.x % 128;
+    stored.most = LoadShared128(values + 16 * thread);
+    stored.rest = LoadShared64(values + 128 * 16 + 8 * thread);
 #pragma unroll
-    for (int i = 0; i < kHalfWgmmas; ++i) {
-      const std::uint32_t* const heads = values + 3 * i;
-      const uint2 upper = Expand(heads[0], heads[2] & 0xFFFF, shifted >> 10 * i);
-      const uint2 lower = Expand(heads[1], heads[2] >> 16, shifted >> (10 * i + 5));
-      half[i] = make_uint4(upper.x, lower.x, upper.y, lower.y);
+    for (int i = 0; i < 2 * kHalfWgmmas; ++i) {
+      stored.selectors[i] = LoadShared32((codes >> 5 * i & 0x7C) | selectors_);
     }
   }
 
-  // Expands six values to eight columns; the code is in bits 2 to 6 of `code`.
-  __device__ __forceinline__ uint2 Expand(std::uint32_t head, std::uint32_t tail,
-                                          std::uint32_t code) {
-    const std::uint32_t selectors = LoadShared32((code & 0x7C) | selectors_);
-    return make_uint2(__byte_perm(head, tail, selectors), __byte_perm(head, tail, selectors >> 16));
+  // Expands six values of each group to eight columns.
+  static __device__ __forceinline__ void Expand(const Stored& stored, Half& half) {
+    const std::uint32_t values[] = {stored.most.x, stored.most.y, stored.most.z,
+                                    stored.most.w, stored.rest.x, stored.rest.y};
+#pragma unroll
+    for (int i = 0; i < kHalfWgmmas; ++i) {
+      const std::uint32_t upper = stored.selectors[2 * i], lower = stored.selectors[2 * i + 1];
+      const std::uint32_t tails = values[3 * i + 2];
+      half[i].x = Permute(values[3 * i], tails & 0xFFFF, upper);
+      half[i].y = Permute(values[3 * i + 1], tails >> 16, lower);
+      half[i].z = Permute(values[3 * i], tails & 0xFFFF, upper >> 16);
+      half[i].w = Permute(values[3 * i + 1], tails >> 16, lower >> 16);
+    }
   }
 
   template <int kHalf>

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from slidesparse.gemm.backend import Tunable
-from slidesparse.gemm.problem import ALL_2_4, ALL_DENSE, CODED, MIXED, LibraryError, Problem
+from slidesparse.gemm.problem import ALL_2_4, ALL_DENSE, MIXED, LibraryError, Problem
 from slidesparse.gemm.tuned import tuned_tokens
 from slidesparse.pattern import SlidePattern, parse_pattern, round_up
 from slidesparse.tune.session import Session, served_outputs
-from slidesparse.tune.shapes import Layer, slided_columns
+from slidesparse.tune.shapes import Layer, packed_columns
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,7 @@ def _packed_columns(library: Tunable, layer: Layer, patterns: Sequence[str]) -> 
     columns = []
     for pattern in map(parse_pattern, patterns):
         if isinstance(pattern, SlidePattern):
-            coded = pattern.length in library.coded
-            slided = slided_columns(layer.k, pattern.ratio, library.alignment)
-            columns.append((padded, CODED) if coded else (slided, ALL_2_4))
+            columns.append(packed_columns(layer.k, pattern.ratio, library.alignment, library.coded))
         elif library.takes_dense:
             columns.append((padded, MIXED if pattern.share else ALL_DENSE))
     return list(dict.fromkeys(columns))
