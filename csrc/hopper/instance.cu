@@ -15,24 +15,29 @@ GemmKernel Instance(bool stream_k) {
   constexpr int kTokens = SLIDESPARSE_TOKENS;
   using SplitK = SplitKShape<kStrips, kTokens>;
   using StreamK = StreamKShape<kStrips, kTokens>;
-  if (stream_k) {
-    return {GemmStreamK<Type, kStrips, kTokens, kBlocks>, StreamK::kThreads,
-            [](int stages, int) { return StreamK::SharedBytes(stages, kBlocks); }};
+  // Of the kernels for coded weights, those that are fastest or within a percent of it.
+  constexpr bool kHasStreamK = kBlocks != Blocks::kCoded || kTokens == 256 || kStrips == 3;
+  constexpr bool kHasSplitK = kBlocks != Blocks::kCoded || kStrips <= 3;
+  if constexpr (kHasStreamK) {
+    if (stream_k) {
+      return {GemmStreamK<Type, kStrips, kTokens, kBlocks>, StreamK::kThreads,
+              [](int stages, int) { return StreamK::SharedBytes(stages, kBlocks); }};
+    }
   }
-  return {GemmSplitK<Type, kStrips, kTokens, kBlocks>, SplitK::kThreads,
-          [](int stages, int splits) { return SplitK::SharedBytes(stages, splits, kBlocks); }};
+  if constexpr (kHasSplitK) {
+    if (!stream_k) {
+      return {GemmSplitK<Type, kStrips, kTokens, kBlocks>, SplitK::kThreads,
+              [](int stages, int splits) { return SplitK::SharedBytes(stages, splits, kBlocks); }};
+    }
+  }
+  return {};
 }
-
-// The 672 threads of the largest tile have too few registers to decode.
-template <int kStrips>
-constexpr bool kHasCoded = kStrips * SLIDESPARSE_TOKENS != 5 * 64;
 
 template <int kStrips>
 GemmKernel Instance(bool stream_k, Blocks blocks) {
   return blocks == Blocks::kSparse  ? Instance<kStrips, Blocks::kSparse>(stream_k)
          : blocks == Blocks::kMixed ? Instance<kStrips, Blocks::kMixed>(stream_k)
-         : kHasCoded<kStrips>       ? Instance<kStrips, Blocks::kCoded>(stream_k)
-                                    : GemmKernel{};
+                                    : Instance<kStrips, Blocks::kCoded>(stream_k);
 }
 
 }  // namespace
