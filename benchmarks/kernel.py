@@ -16,14 +16,14 @@ from benchmarks.measure import Gauge, Job, take_turns
 from benchmarks.records import Row
 from benchmarks.stock import Stock
 from slidesparse.gemm.backend import Tunable
-from slidesparse.gemm.problem import LibraryError, Problem
+from slidesparse.gemm.problem import ALL_2_4, LibraryError, Problem
 from slidesparse.pattern import round_up
 from slidesparse.tune.inputs import clones
 from slidesparse.tune.machine import SERVED_DTYPES
 from slidesparse.tune.measure import Launch
 from slidesparse.tune.search import search
 from slidesparse.tune.session import Session
-from slidesparse.tune.shapes import Layer, slided_columns
+from slidesparse.tune.shapes import Layer, packed_columns
 
 DENSE, STOCK, SQUARE, MODEL = "dense", "stock", "square", "model"
 STOCK_ALIGNMENT = 16  # of N and K in vLLM's CUTLASS kernels
@@ -42,7 +42,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Cell:
-    """One provider's GEMM for a layer; patterns with the same K' share one."""
+    """One provider's GEMM for a layer; patterns with the same columns share one."""
 
     provider: str
     patterns: tuple[str, ...]
@@ -50,6 +50,7 @@ class Cell:
     out: str
     scale: str
     library: Tunable | None = field(compare=False)  # None: vLLM's kernel
+    blocks: str = ALL_2_4  # of the packed weight
 
     @property
     def dense_in_blocks(self) -> bool:
@@ -58,7 +59,7 @@ class Cell:
 
     def problem(self, dtype: str, n: int, m: int) -> Problem:
         """The problem at ``m`` tokens."""
-        return Problem(dtype, self.out, n, self.k, m, self.scale)
+        return Problem(dtype, self.out, n, self.k, m, self.scale, blocks=self.blocks)
 
 
 def square_groups(dtypes: Sequence[str], tokens: Sequence[int]) -> list[Group]:
@@ -93,12 +94,13 @@ def cells(
             continue
         scale = library.epilogue(dtype, outs[0])
         if library.sparse:
-            by_columns: dict[int, list[str]] = {}
+            by_columns: dict[tuple[int, str], list[str]] = {}
             for pattern in patterns:
-                by_columns.setdefault(slided_columns(layer.k, pattern, library.alignment), []).append(pattern)
+                columns = packed_columns(layer.k, pattern, library.alignment, library.coded)
+                by_columns.setdefault(columns, []).append(pattern)
             planned += [
-                Cell(library.name, tuple(names), k, outs[0], scale, library)
-                for k, names in by_columns.items()
+                Cell(library.name, tuple(names), k, outs[0], scale, library, blocks)
+                for (k, blocks), names in by_columns.items()
             ]
             if not library.takes_dense:
                 continue

@@ -22,6 +22,7 @@ from slidesparse.gemm import problem
 from slidesparse.gemm.backend import Tunable
 from slidesparse.gemm.problem import DTYPES, TWO_FOUR
 from slidesparse.pattern import SlidePattern, parse_pattern
+from slidesparse.prune import prune
 from slidesparse.tune.inputs import clones, with_sparse_blocks
 from slidesparse.tune.measure import Launch
 from slidesparse.tune.session import Session
@@ -58,7 +59,11 @@ def providers(
         taken += [pattern for pattern in patterns if library.sparse and pattern != DENSE]
         for pattern in taken:
             parsed = parse_pattern(pattern)
-            if isinstance(parsed, SlidePattern):
+            if isinstance(parsed, SlidePattern) and parsed.length in library.coded:
+                call, _ = _operators(library, layer, dtype, parsed)
+                coded = partial(_pack_pruned, library.pack, parsed)
+                planned.append(Provider(library.name, pattern, False, coded, call, layer.k))
+            elif isinstance(parsed, SlidePattern):
                 call, pack = _operators(library, layer, dtype, parsed)
                 columns = parsed.layout(layer.k).slided
                 planned.append(Provider(library.name, pattern, True, pack, call, columns))
@@ -73,12 +78,17 @@ def _operators(
     library: Tunable, layer: Layer, dtype: str, pattern: SlidePattern | None
 ) -> tuple[_Call, _Pack]:
     """A layer through `slidesparse.ops`, and a function that packs its already slid weight."""
-    packed = problem.Layer.of(layer.n, layer.k, pattern, 0, DTYPES[dtype], library.alignment)
+    packed = problem.Layer.of(layer.n, layer.k, pattern, 0, DTYPES[dtype], library.alignment, library.coded)
 
     def call(x: Tensor, weight: Tensor, scale_w: Tensor) -> Tensor:
         return ops.linear(x, weight, scale_w, None, packed, library.name)
 
     return call, partial(library.pack, pattern=pattern and TWO_FOUR)
+
+
+def _pack_pruned(pack: Callable[..., Tensor], pattern: SlidePattern, weight: Tensor) -> Tensor:
+    """Prune a weight to a pattern and pack it."""
+    return pack(prune(weight, pattern), pattern)
 
 
 def _pack_mixed(pack: _Pack, share: float, weight: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from slidesparse.gemm.backend import TwoStep
 from slidesparse.gemm.problem import Layer
 from slidesparse.kernels import RmsNorm, SiluMul
 
-ABI = 8  # version of operators and packed weights; part of vLLM's compile-cache key
+ABI = 9  # version of operators and packed weights; part of vLLM's compile-cache key
 
 NAMESPACE = "slidesparse"
 # type of device -> the backend that runs all operators but linear_by

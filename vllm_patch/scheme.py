@@ -26,7 +26,7 @@ from slidesparse.gemm.problem import NAMES, TWO_FOUR, Layer
 from slidesparse.pattern import MixedPattern, Pattern, PatternError, SlidePattern
 from slidesparse.prune import prune
 from slidesparse.resolve import BREAKS, left_to_vllm, require_invariance
-from slidesparse.slide import is_slided, violations
+from slidesparse.slide import is_slided, unslide, violations
 
 if TYPE_CHECKING:
     from slidesparse.vllm_patch.config import SlideSparseConfig
@@ -144,7 +144,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
     def _slid_layer(self) -> Layer:
         """Return the layer as the backend sees it at the sparsest possible pattern."""
         n, k, dtype = self._unslid.n, self._unslid.k, self._unslid.dtype
-        return Layer.of(n, k, *self._slides(), dtype, self.backend.alignment)
+        return Layer.of(n, k, *self._slides(), dtype, self.backend.alignment, self.backend.coded)
 
     def _is_other_head(self, dtype: torch.dtype) -> bool:
         """Return whether the outputs have a type that is not the model's and that the backend cannot write.
@@ -227,7 +227,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         if self.dense_because:
             return None
         try:
-            packed = self.backend.pack(weight, *((TWO_FOUR, 0) if self.slided else self._slides()))
+            packed = self.backend.pack(*self._source(weight))
         except PatternError as error:
             problem = f"{self.name}: {str(error).removeprefix('weight: ')}"
             if self.pruned_by_us or self.slided:
@@ -244,6 +244,15 @@ class SlideSparseScheme(CompressedTensorsScheme):
                 "checkpoint is damaged, convert the original one again"
             )
         return packed
+
+    def _source(self, weight: Tensor) -> tuple[Tensor, SlidePattern | None, int]:
+        """Return the weight that the backend packs, its pattern and phase: a slid one, unless the backend codes it."""
+        pattern, phase = self._slides()
+        if not self.slided:
+            return weight, pattern, phase
+        if pattern is None or pattern.length not in self.backend.coded:
+            return weight, TWO_FOUR, 0
+        return unslide(weight, pattern, self._unslid.k, phase), pattern, phase
 
     def _obeys(self, weight: Tensor, pattern: Pattern) -> bool:
         """Return whether rows [rows, K] of the layer's shard obey a pattern."""

@@ -5,7 +5,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "flags.cuh"
 #include "format.cuh"
 #include "ptx.cuh"
 #include "wgmma.cuh"
@@ -36,6 +35,9 @@ struct Divisor {
   }
 };
 
+constexpr int kFlagWords = 8;          // of stream-K: one sector of 32 bytes for each CTA
+constexpr int kMaxStreamKCtas = 1024;  // of one launch
+
 struct GemmArguments {
   CUtensorMap q;    // boxes of kTokens / multicast rows x kBlockColumns, swizzled by 128 bytes
   CUtensorMap out;  // stream-K with `vector_stores`: boxes of staged tokens x kStripRows
@@ -62,8 +64,8 @@ struct GemmArguments {
   std::uint64_t weight_policy, token_policy, output_policy;  // L2 eviction
 
   // Stream-K only.
-  std::uint32_t* flags;         // kFlagWords for each CTA, all zero between launches
-  uint4* partials;              // [CTAs][kTokens / 8][consumer threads], PartialBytes
+  std::uint32_t* flags;         // kFlagWords for each CTA, zero before the launch
+  uint4* partials;              // [CTAs][kTokens / 8][consumer threads]
   int whole_tiles;              // tiles that each CTA computes alone, before its shared ones
   std::uint32_t shared_stages;  // stages of all shared tiles together
   bool two_per_tile;            // no tile is shared by more than two CTAs

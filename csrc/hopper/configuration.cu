@@ -60,8 +60,8 @@ double FixedUs(const Configuration& c, std::int64_t tiles, int sms) {
 // cores take.  A wgmma takes one cycle for two tokens, at least 8 cycles, and multiplies 64 columns
 // of a strip if it is sparse, 32 if it is dense.  Each strip reads all activations of its CTA from
 // shared memory.  The constants were fitted to products of 2:4 blocks alone.
-double PredictUs(const Configuration& c, int n, int columns, int m, double dense, int sms,
-                 int clusters) {
+double PredictUs(const Configuration& c, int n, int columns, int m, double dense, double block,
+                 int sms, int clusters) {
   const double strips = StripsOf(n), k_blocks = BlocksOf(columns);
   const std::int64_t tiles = TilesOf(c, n, m);
   double ctas, stages, fill = 1.0;  // of an SM, over all its CTAs; the filled share of waves
@@ -75,7 +75,6 @@ double PredictUs(const Configuration& c, int n, int columns, int m, double dense
     stages = static_cast<double>(CeilDiv<std::int64_t>(count, sms)) * k_blocks / c.splits;
   }
   const double rate = std::min(1.0, std::min<double>(ctas, sms) / kEnoughSms) * fill;
-  const double block = kPackedBytes + dense * (kDenseBytes - kPackedBytes);  // bytes
   const double weight = strips * k_blocks * block;
   const double activations = static_cast<double>(tiles) * k_blocks * kBlockColumns *
                              std::min(c.tokens, m) * std::sqrt(c.multicast);
@@ -146,7 +145,8 @@ bool Parse(const std::string& text, Configuration* c) {
          ReadNumber(at, &c->resident) && *at == '\0';
 }
 
-std::vector<Candidate> FindCandidates(int n, int columns, int m, double dense, int most, int sms,
+std::vector<Candidate> FindCandidates(int n, int columns, int m, double dense, double block,
+                                      int most, int sms,
                                       const std::function<Fit(const Configuration&)>& fits) {
   std::vector<Candidate> found;
   const auto consider = [&](const Configuration& c) {
@@ -154,7 +154,7 @@ std::vector<Candidate> FindCandidates(int n, int columns, int m, double dense, i
     const int others = sms * (c.resident - 1);
     if (fit.stages < kMinUsefulStages || fit.clusters * c.Cluster() <= others) return;  // no room
     if (!c.stream_k && TilesOf(c, n, m) * c.Cluster() <= others) return;  // too few CTAs
-    found.push_back({PredictUs(c, n, columns, m, dense, sms, fit.clusters), c});
+    found.push_back({PredictUs(c, n, columns, m, dense, block, sms, fit.clusters), c});
   };
   int widest = 0;  // the smallest tile that holds m tokens, else the largest tile
   for (int tokens : kTokens) {

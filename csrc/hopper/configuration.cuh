@@ -47,9 +47,11 @@ struct Candidate {
 };
 
 // Returns up to `most` configurations for a weight [n, columns] and m tokens, in ascending order of
-// the predicted time.  `dense` is the fraction of the weight's blocks that are dense; `fits` tells
-// how a configuration fits the GPU, which has `sms` SMs.
-std::vector<Candidate> FindCandidates(int n, int columns, int m, double dense, int most, int sms,
+// the predicted time.  `dense` is the fraction of the weight's blocks that are multiplied as dense
+// ones, `block` the mean bytes of a block; `fits` tells how a configuration fits the GPU, which has
+// `sms` SMs.
+std::vector<Candidate> FindCandidates(int n, int columns, int m, double dense, double block,
+                                      int most, int sms,
                                       const std::function<Fit(const Configuration&)>& fits);
 
 }  // namespace slidesparse::hopper

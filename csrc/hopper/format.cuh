@@ -6,6 +6,7 @@
 //                      kTableUnit, then the blocks, aligned to kTableUnit.  Bit 0 of an entry tells
 //                      whether the block is dense; the other bits are the block's offset from the
 //                      table, in units of kTableUnit.
+//     coded            [strips][k_blocks][kCodedBytes], of 6:8 weights
 //
 // Because of its table a mixed weight is larger than one of 2:4 blocks alone, so the size tells
 // which of the two a weight is.
@@ -23,7 +24,14 @@ constexpr int kMetadataBytes = kStripRows * kBlockColumns / 8;
 constexpr int kPackedBytes = kValueBytes + kMetadataBytes;
 constexpr int kDenseBytes = kStripRows * kBlockColumns;
 constexpr int kTableUnit = 1024;
+// A coded block: six values of each eight columns, and five bits for which six they are.
+constexpr int kCodedLength = 8;
+constexpr int kCodedValueBytes = kDenseBytes / 8 * 6;
+constexpr int kCodedBytes = kCodedValueBytes + kDenseBytes / 8 * 5 / 8;
 static_assert(kPackedBytes % kTableUnit == 0 && kDenseBytes % kTableUnit == 0);
+
+// What the blocks of a weight are.
+enum class Blocks { kSparse, kMixed, kCoded };
 
 template <class Integer>
 constexpr Integer CeilDiv(Integer a, Integer b) {

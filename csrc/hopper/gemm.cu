@@ -16,6 +16,7 @@ constexpr int kMinStages = 2;  // one is multiplied while the other is filled
 constexpr int kMaxStages = 256;
 constexpr int kGroupTokens = 2048;      // whose tiles form a group of the tile scheduler
 constexpr int kKeptOutputs = 16 << 20;  // bytes; more would evict weights and activations from L2
+constexpr std::int64_t kFlagBytes = kMaxStreamKCtas * kFlagWords * 4;
 
 using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
                                  const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
@@ -51,12 +52,12 @@ const char* EncodeMatrix(CUtensorMap* map, CUtensorMapDataType type, int element
 }
 
 template <class Type>
-GemmKernel KernelOf(const Configuration& c, bool mixed) {
+GemmKernel KernelOf(const Configuration& c, Blocks blocks) {
   constexpr std::pair<int, decltype(&FindGemm<Type, 8>)> kByTokens[] = {
       {8, FindGemm<Type, 8>},   {16, FindGemm<Type, 16>},   {32, FindGemm<Type, 32>},
       {64, FindGemm<Type, 64>}, {128, FindGemm<Type, 128>}, {256, FindGemm<Type, 256>}};
   for (const auto& [tokens, find] : kByTokens) {
-    if (c.tokens == tokens) return find(c.strips, c.stream_k, mixed);
+    if (c.tokens == tokens) return find(c.strips, c.stream_k, blocks);
   }
   return {};
 }
@@ -122,21 +123,22 @@ int DivideStages(const Gemm& gemm, std::int64_t tiles, GemmArguments& a) {
 
 }  // namespace
 
-const char* FitGemm(const Configuration& c, bool fp8, bool mixed, Gemm* gemm) {
+const char* FitGemm(const Configuration& c, bool fp8, Blocks blocks, Gemm* gemm) {
   static std::mutex mutex;
-  static std::map<std::tuple<int, bool, bool, bool, int, int, int, int, int>, Fit> known;
+  static std::map<std::tuple<int, bool, Blocks, bool, int, int, int, int, int>, Fit> known;
   *gemm = {};
   gemm->configuration = c;
   gemm->text = ToText(c);
-  gemm->kernel = fp8 ? KernelOf<Fp8>(c, mixed) : KernelOf<Int8>(c, mixed);
+  gemm->kernel = fp8 ? KernelOf<Fp8>(c, blocks) : KernelOf<Int8>(c, blocks);
   if (HasKernel(c, gemm->kernel)) {
-    if (cudaError_t error = cudaGetDevice(&gemm->device)) {
+    int device = 0;
+    if (cudaError_t error = cudaGetDevice(&device)) {
       return Fail("%s (%s) for the current device", cudaGetErrorName(error),
                   cudaGetErrorString(error));
     }
     std::lock_guard lock(mutex);
-    const auto [found, is_new] = known.try_emplace({gemm->device, fp8, mixed, c.stream_k, c.strips,
-                                                    c.tokens, c.multicast, c.splits, c.resident});
+    const auto [found, is_new] = known.try_emplace(
+        {device, fp8, blocks, c.stream_k, c.strips, c.tokens, c.multicast, c.splits, c.resident});
     if (is_new) {
       if (cudaError_t error = AskFit(c, gemm->kernel, &found->second)) {
         known.erase(found);
@@ -156,16 +158,17 @@ const char* FitGemm(const Configuration& c, bool fp8, bool mixed, Gemm* gemm) {
       return Fail("configuration %s has %d CTAs; stream-K has flags for %d", gemm->text.c_str(),
                   ctas, kMaxStreamKCtas);
     }
-    gemm->partial_bytes = std::int64_t{ctas} * c.strips * kStripRows * c.tokens * 4;
+    gemm->flags = ctas;
+    gemm->exchange_bytes = kFlagBytes + std::int64_t{ctas} * c.strips * kStripRows * c.tokens * 4;
   }
   return nullptr;
 }
 
-const char* FitMixed(Configuration c, bool fp8, Gemm* gemm) {
-  const char* error = FitGemm(c, fp8, true, gemm);
+const char* FitLarger(Configuration c, bool fp8, Blocks blocks, Gemm* gemm) {
+  const char* error = FitGemm(c, fp8, blocks, gemm);
   while (error != nullptr && c.resident > 1) {
     --c.resident;
-    error = FitGemm(c, fp8, true, gemm);
+    error = FitGemm(c, fp8, blocks, gemm);
   }
   return error;
 }
@@ -214,8 +217,8 @@ const char* LaunchGemm(const Gemm& gemm, std::int64_t m, const GemmTensors& tens
                 static_cast<long long>(m), a.n, gemm.text.c_str());
   }
   if (c.stream_k) {
-    if (const char* error = FindFlags(gemm.device, stream, &a.flags)) return error;
-    a.partials = static_cast<uint4*>(tensors.partials);
+    a.flags = static_cast<std::uint32_t*>(tensors.exchange);
+    a.partials = reinterpret_cast<uint4*>(static_cast<char*>(tensors.exchange) + kFlagBytes);
     if (a.vector_stores) {
       if (const char* error =
               EncodeMatrix(&a.out, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, a.y, m, a.n,

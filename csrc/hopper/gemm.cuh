@@ -18,17 +18,17 @@ struct GemmKernel {
 // The kernel for tiles of `strips` strips by kTokens tokens.  Defined in instance.cu, compiled once
 // for each type and kTokens.
 template <class Type, int kTokens>
-GemmKernel FindGemm(int strips, bool stream_k, bool mixed);
+GemmKernel FindGemm(int strips, bool stream_k, Blocks blocks);
 
 // A configuration that was fitted to a device and a weight: all that a launch needs except the
 // tensors and the number of tokens.
 struct Gemm {
-  int device;
   Configuration configuration;
   std::string text;  // the configuration, for messages
   GemmKernel kernel;
   Fit fit;
-  std::int64_t partial_bytes;  // of the partial sums that stream-K exchanges
+  int flags;                    // that stream-K needs: one for each CTA
+  std::int64_t exchange_bytes;  // of the flags and the partial sums that stream-K exchanges
   GemmArguments arguments;
 };
 
@@ -43,16 +43,16 @@ struct GemmTensors {
   Float bias_type;
   void* out;
   Float out_type;
-  void* partials;  // partial_bytes, aligned to 16 bytes
+  void* exchange;  // exchange_bytes, aligned to 128 bytes, with flags that are zero
 };
 
-// Fits a configuration to the current device, for mixed weights or for those of 2:4 blocks alone.
+// Fits a configuration to the current device.
 // Occupancy is queried once and cached.  Returns null, or why the configuration cannot run.
-const char* FitGemm(const Configuration& configuration, bool fp8, bool mixed, Gemm* gemm);
+const char* FitGemm(const Configuration& configuration, bool fp8, Blocks blocks, Gemm* gemm);
 
-// The same for mixed weights.  Their stages are larger; if a configuration does not fit, fewer CTAs
-// are resident on an SM.
-const char* FitMixed(Configuration configuration, bool fp8, Gemm* gemm);
+// The same for mixed and coded weights.  Their stages are larger; if a configuration does not fit,
+// fewer CTAs are resident on an SM.
+const char* FitLarger(Configuration configuration, bool fp8, Blocks blocks, Gemm* gemm);
 
 // Sets the shape [n, columns] of the weight, after FitGemm.
 void SetWeight(int n, int columns, Gemm* gemm);

@@ -13,7 +13,7 @@ void slidesparse_hopper_pack_bytes(const SlidesparseLayer* layer, std::int64_t* 
   *packed = *scratch = 0;
   if (layer->length < 4) return;  // slidesparse_hopper_pack refuses it
   const PackArguments arguments = MakePackArguments(*layer);
-  *packed = PackGrid(arguments) * kPackedBytes;
+  *packed = PackGrid(arguments) * BlockBytes(arguments);
   if (layer->length > kLongLength) {
     *scratch = std::int64_t{layer->n} * arguments.pattern_blocks * 8;
   }

@@ -1,5 +1,5 @@
 // Slides a weight into the windows of its pattern and packs them, in one pass over the weight.  In
-// a mixed weight, blocks that the table marks as dense are copied instead.
+// a mixed weight, blocks that the table marks as dense are copied instead.  A 6:8 weight is coded.
 //
 // A block of L columns has L / 2 pairs and L / 2 - 1 windows of two neighbouring pairs.  A pair's
 // non-zeros are divided between the window that ends with it and the window that begins with it:
@@ -37,9 +37,10 @@ struct PackArguments {
   int* zeros;   // [n][pattern_blocks][2]: columns of a block's first two zeros; or null
   std::int64_t stride;
   int n, k;
-  int length, phase;    // of the pattern's blocks
-  int pattern_blocks;   // of a row
-  int blocks;           // packed blocks of a strip
+  int length, phase;   // of the pattern's blocks
+  int pattern_blocks;  // of a row
+  int blocks;          // packed blocks of a strip
+  bool coded;
   std::uint32_t value;  // mask of the bits that are zero only in a zero: all but the sign of E4M3
 };
 
@@ -54,10 +55,17 @@ inline PackArguments MakePackArguments(const SlidesparseLayer& layer) {
     arguments.pattern_blocks =
         static_cast<int>(CeilDiv<std::int64_t>(std::int64_t{layer.k} + layer.phase, layer.length));
   }
-  arguments.blocks = static_cast<int>(CeilDiv<std::int64_t>(
-      std::int64_t{arguments.pattern_blocks} * (layer.length / 2 - 1), kWindows));
+  arguments.coded = layer.length == kCodedLength;
+  const std::int64_t columns = std::int64_t{arguments.pattern_blocks} *
+                               (arguments.coded ? kCodedLength : (layer.length / 2 - 1) * 4);
+  arguments.blocks = static_cast<int>(CeilDiv<std::int64_t>(columns, kBlockColumns));
   arguments.value = layer.fp8 != 0 ? 0x7F : 0xFF;
   return arguments;
+}
+
+// The bytes of a packed block of a weight that is not mixed.
+inline int BlockBytes(const PackArguments& arguments) {
+  return arguments.coded ? kCodedBytes : kPackedBytes;
 }
 
 // CTAs of Pack, one for each packed block.
@@ -195,11 +203,72 @@ __device__ __forceinline__ void PackSparse(const PackArguments& arguments, int s
   }
 }
 
+// The values and the code of eight columns, as CodedConsumer expands them.
+struct Coded {
+  std::uint8_t values[kCodedLength - 2];
+  int code;
+};
+
+__device__ __forceinline__ Coded Encode(const PackArguments& arguments, const std::uint8_t* row,
+                                        int k, int column) {
+  std::uint8_t codes[kCodedLength];
+  int dropped[2] = {}, zeros = 0;
+  for (int i = 0; i < kCodedLength; i += 2) {
+    const std::uint32_t pair = LoadPair(arguments, row, k, column + i);
+    codes[i] = static_cast<std::uint8_t>(pair);
+    codes[i + 1] = static_cast<std::uint8_t>(pair >> 8);
+  }
+  Coded found = {};
+  for (int i = 0; i < kCodedLength; ++i) {
+    if (codes[i] == 0 && zeros < 2) {
+      dropped[zeros++] = i;
+    } else if (i - zeros < kCodedLength - 2) {
+      found.values[i - zeros] = codes[i];
+    }
+  }
+  if (zeros < 2) atomicAdd(arguments.broken, 1);
+  // The number of pairs before this one in lexicographic order.
+  found.code = dropped[0] * (2 * kCodedLength - 1 - dropped[0]) / 2 + dropped[1] - dropped[0] - 1;
+  return found;
+}
+
+// Each thread writes what one thread of the consumer's warpgroup reads.
+__device__ __forceinline__ void PackCoded(const PackArguments& arguments, int strip, int block,
+                                          std::uint8_t* packed) {
+  for (int thread = threadIdx.x; thread < 128; thread += kPackThreads) {
+    std::uint64_t all = 0;
+    for (int group = 0; group < 8; ++group) {  // two rows in each of four wgmmas
+      const int wgmma = group / 2, half = wgmma / 2, lower = group % 2;
+      const int row = strip * kStripRows + thread / 32 * 16 + lower * 8 + thread % 32 / 4;
+      const int column = block * kBlockColumns + wgmma * 32 + thread % 4 * kCodedLength;
+      const int k = row < arguments.n ? arguments.k : 0;
+      const std::uint8_t* from = arguments.weight + (k > 0 ? row * arguments.stride : 0);
+      const Coded coded = Encode(arguments, from, k, column - arguments.phase);
+      all |= static_cast<std::uint64_t>(coded.code) << 5 * group;
+      // Of 24 bytes for half of a block, 16 are in one array and 8 in the next.
+      for (int i = 0; i < kCodedLength - 2; ++i) {
+        const int byte = wgmma % 2 * 12 + (i < 4 ? lower * 4 + i : 8 + lower * 2 + i - 4);
+        packed[half * (kCodedValueBytes / 2) +
+               (byte < 16 ? thread * 16 + byte : 128 * 16 + thread * 8 + byte - 16)] =
+            coded.values[i];
+      }
+    }
+    for (int i = 0; i < 5; ++i) {
+      packed[kCodedValueBytes + (i < 4 ? thread * 4 + i : 128 * 4 + thread)] =
+          static_cast<std::uint8_t>(all >> 8 * i);
+    }
+  }
+}
+
 __global__ void Pack(const PackArguments arguments) {
   const std::int64_t cta = blockIdx.x;
   const int strip = static_cast<int>(cta / arguments.blocks);
   const int block = static_cast<int>(cta % arguments.blocks);
   std::uint8_t* packed = arguments.packed;
+  if (arguments.coded) {
+    PackCoded(arguments, strip, block, packed + cta * kCodedBytes);
+    return;
+  }
   if (!arguments.mixed) {
     PackSparse(arguments, strip, block, packed + cta * kPackedBytes);
     return;

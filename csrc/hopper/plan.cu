@@ -28,6 +28,7 @@ inline PlanKey KeyOf(int device, const SlidesparseLayer& layer) {
 struct SlidesparseHopperPlan {
   slidesparse::hopper::PlanKey key;
   bool fp8;
+  bool coded;                                       // then there is one kind of blocks, the first
   slidesparse::hopper::QuantizeArguments quantize;  // all but the tensors
   using Gemms = std::array<slidesparse::hopper::Gemm, SLIDESPARSE_BLOCK_KINDS>;
   // A row of the tuned table: the GEMMs for up to `tokens` tokens, by SlidesparseBlocks.
@@ -59,21 +60,20 @@ constexpr std::int64_t kScaleBytes = 128;  // alignment of the codes, which foll
 std::shared_mutex mutex;
 std::map<PlanKey, const Plan*> served;
 
-// The bytes of partial sums that m tokens need, of whichever blocks the weight is.
-std::int64_t PartialsOf(const Plan& plan, std::int64_t m) {
+// Whether a layer's weight is coded.
+bool IsCoded(const SlidesparseLayer& layer) { return layer.length == kCodedLength; }
+
+// The bytes of flags and partial sums that m tokens need, of whichever blocks the weight is.
+std::int64_t ExchangeOf(const Plan& plan, std::int64_t m) {
   std::int64_t bytes = 0;
   if (plan.tuned.empty()) return bytes;
-  for (const Gemm& gemm : plan.Choose(m)) bytes = std::max(bytes, gemm.partial_bytes);
+  for (const Gemm& gemm : plan.Choose(m)) bytes = std::max(bytes, gemm.exchange_bytes);
   return bytes;
 }
 
 std::int64_t ScalesOf(std::int64_t m) { return CeilDiv(4 * m, kScaleBytes) * kScaleBytes; }
 
 bool IsType(int type) { return type >= SLIDESPARSE_BFLOAT16 && type <= SLIDESPARSE_FLOAT32; }
-
-const char* FailWithoutGemm() {
-  return Fail("a plan without configurations only quantizes: make one with a tuned table");
-}
 
 const char* ParseText(const char* text, Configuration* configuration) {
   if (Parse(text, configuration)) return nullptr;
@@ -82,8 +82,18 @@ const char* ParseText(const char* text, Configuration* configuration) {
 }
 
 // Finds the kind of a packed weight from its size.  Returns null, or what is wrong with the size.
-const char* FindKind(const GemmArguments& a, std::int64_t bytes, SlidesparseBlocks* kind) {
+const char* FindKind(const Plan& plan, std::int64_t bytes, SlidesparseBlocks* kind) {
+  const GemmArguments& a = plan.tuned.front().gemms[0].arguments;
   const std::int64_t blocks = std::int64_t{a.strips} * a.k_blocks;
+  if (plan.coded) {
+    *kind = SLIDESPARSE_ALL_2_4;
+    if (bytes == blocks * kCodedBytes) return nullptr;
+    return Fail(
+        "a packed weight of %lld bytes for %d out-features and %d blocks of 128 columns at 6:8, "
+        "which has %lld; pack it for the backend hopper, from as many in-features",
+        static_cast<long long>(bytes), a.n, a.k_blocks,
+        static_cast<long long>(blocks * kCodedBytes));
+  }
   const std::int64_t table = TableBytes(blocks), sparse = blocks * kPackedBytes;
   const std::int64_t dense = table + blocks * kDenseBytes;
   *kind = bytes == sparse  ? SLIDESPARSE_ALL_2_4
@@ -98,6 +108,59 @@ const char* FindKind(const GemmArguments& a, std::int64_t bytes, SlidesparseBloc
       static_cast<long long>(table + sparse), static_cast<long long>(dense));
 }
 
+// Finds the GEMM for m tokens.  Returns null, or what is wrong with the plan or the tensors.
+const char* FindGemm(const Plan& plan, std::int64_t m, const GemmTensors& tensors,
+                     std::int64_t weight_bytes, const Gemm** gemm) {
+  const int bias_type = static_cast<int>(tensors.bias_type);
+  const int out_type = static_cast<int>(tensors.out_type);
+  if ((tensors.bias != nullptr) != IsType(bias_type) ||
+      (out_type != SLIDESPARSE_BFLOAT16 && out_type != SLIDESPARSE_FLOAT16)) {
+    return Fail(
+        "a bias at %p of type %d, an output of type %d: a bias is of types 1 to 3, or null of "
+        "type 0; an output of 1 or 2",
+        tensors.bias, bias_type, out_type);
+  }
+  if (plan.tuned.empty()) {
+    return Fail("a plan without configurations only quantizes: make one with a tuned table");
+  }
+  SlidesparseBlocks kind;
+  if (const char* error = FindKind(plan, weight_bytes, &kind)) {
+    return error;
+  }
+  *gemm = &plan.Choose(m)[kind];
+  return nullptr;
+}
+
+// slidesparse_hopper_quantize, which also clears the flags of a GEMM.
+const char* Quantize(const Plan& plan, std::int64_t m, const void* x, std::int32_t type,
+                     std::int64_t stride, std::int32_t prologue, double eps, const void* gain,
+                     const void* residual, std::int64_t residual_stride, void* total, void* q,
+                     void* scale_x, void* flags, int flag_count, void* stream) {
+  const bool adds = prologue == SLIDESPARSE_ADD_RMS_NORM;
+  const bool norm = adds || prologue == SLIDESPARSE_RMS_NORM;
+  if (!IsType(type) || prologue < 0 || prologue > SLIDESPARSE_SILU_MUL ||
+      norm != (gain != nullptr) || adds != (residual != nullptr) || adds != (total != nullptr)) {
+    return Fail(
+        "type %d and prologue %d with a gain at %p, a residual at %p and its sum at %p: types are "
+        "1 to 3, prologues 0 to 3, norms have a gain, norms of sums all three, the others none",
+        type, prologue, gain, residual, total);
+  }
+  QuantizeArguments arguments = plan.quantize;
+  arguments.x = x;
+  arguments.stride = stride;
+  arguments.eps = static_cast<float>(eps);
+  arguments.gain = gain;
+  arguments.residual = residual;
+  arguments.residual_stride = residual_stride;
+  arguments.total = total;
+  arguments.q = static_cast<std::uint8_t*>(q);
+  arguments.scale = static_cast<float*>(scale_x);
+  arguments.flags = static_cast<std::uint32_t*>(flags);
+  arguments.flag_count = flag_count;
+  return EnqueueQuantize(arguments, m, static_cast<Float>(type), plan.fp8,
+                         static_cast<Prologue>(prologue), static_cast<cudaStream_t>(stream));
+}
+
 }  // namespace
 }  // namespace slidesparse::hopper
 
@@ -110,7 +173,7 @@ const char* slidesparse_hopper_fit(const char* configuration, std::int32_t fp8,
   Gemm gemm = {};
   Configuration parsed;
   const char* error = ParseText(configuration, &parsed);
-  if (error == nullptr) error = FitGemm(parsed, fp8 != 0, false, &gemm);
+  if (error == nullptr) error = FitGemm(parsed, fp8 != 0, Blocks::kSparse, &gemm);
   *stages = gemm.fit.stages;
   *clusters = gemm.fit.clusters;
   return error;
@@ -133,13 +196,18 @@ const char* slidesparse_hopper_candidates(const SlidesparseLayer* layer, std::in
     return Fail("%s (%s) for the current device", cudaGetErrorName(error),
                 cudaGetErrorString(error));
   }
+  const Blocks kinds = IsCoded(*layer)                 ? Blocks::kCoded
+                       : blocks == SLIDESPARSE_ALL_2_4 ? Blocks::kSparse
+                                                       : Blocks::kMixed;
   const auto fits = [=](const Configuration& configuration) {
     Gemm gemm;
-    const bool mixed = blocks != SLIDESPARSE_ALL_2_4;
-    return FitGemm(configuration, layer->fp8 != 0, mixed, &gemm) ? Fit{} : gemm.fit;
+    return FitGemm(configuration, layer->fp8 != 0, kinds, &gemm) ? Fit{} : gemm.fit;
   };
-  const double dense = static_cast<double>(blocks) / SLIDESPARSE_ALL_DENSE;
-  for (const Candidate& one : FindCandidates(layer->n, layer->columns, m, dense, most, sms, fits)) {
+  const bool coded = kinds == Blocks::kCoded;
+  const double dense = coded ? 1.0 : static_cast<double>(blocks) / SLIDESPARSE_ALL_DENSE;
+  const double block = coded ? kCodedBytes : kPackedBytes + dense * (kDenseBytes - kPackedBytes);
+  for (const Candidate& one :
+       FindCandidates(layer->n, layer->columns, m, dense, block, most, sms, fits)) {
     std::strncpy(texts + *count * SLIDESPARSE_TEXT_BYTES, ToText(one.configuration).c_str(),
                  SLIDESPARSE_TEXT_BYTES);
     us[(*count)++] = one.us;
@@ -154,7 +222,9 @@ const char* slidesparse_hopper_plan(const SlidesparseLayer* layer, std::int32_t 
   auto plan = std::make_unique<Plan>();
   plan->fp8 = layer->fp8 != 0;
   plan->quantize.k = layer->k;
+  plan->coded = IsCoded(*layer);
   plan->quantize.length = layer->length;
+  plan->quantize.coded = plan->coded;
   plan->quantize.phase = layer->phase;
   plan->quantize.columns = layer->columns;
   if (count > 0 && (layer->n < 1 || layer->columns < 1)) {
@@ -164,13 +234,15 @@ const char* slidesparse_hopper_plan(const SlidesparseLayer* layer, std::int32_t 
   if (const char* error = PrepareQuantize(plan->quantize, plan->fp8)) return error;
   for (int i = 0; i < count; ++i) {
     Plan::Tuned tuned = {tokens[i], {}};
-    for (int kind = 0; kind < SLIDESPARSE_BLOCK_KINDS; ++kind) {
+    for (int kind = 0; kind < (plan->coded ? 1 : SLIDESPARSE_BLOCK_KINDS); ++kind) {
       Configuration configuration;
       Gemm* gemm = &tuned.gemms[kind];
       const char* error = ParseText(texts[i * SLIDESPARSE_BLOCK_KINDS + kind], &configuration);
       if (error == nullptr) {
-        error = kind == SLIDESPARSE_ALL_2_4 ? FitGemm(configuration, plan->fp8, false, gemm)
-                                            : FitMixed(configuration, plan->fp8, gemm);
+        error = plan->coded ? FitLarger(configuration, plan->fp8, Blocks::kCoded, gemm)
+                : kind == SLIDESPARSE_ALL_2_4
+                    ? FitGemm(configuration, plan->fp8, Blocks::kSparse, gemm)
+                    : FitLarger(configuration, plan->fp8, Blocks::kMixed, gemm);
       }
       if (error != nullptr) return error;
       SetWeight(layer->n, layer->columns, gemm);
@@ -206,7 +278,7 @@ void slidesparse_hopper_forget() {
 }
 
 std::int64_t slidesparse_hopper_scratch_bytes(const SlidesparseHopperPlan* plan, std::int64_t m) {
-  return PartialsOf(*plan, m) + ScalesOf(m) + m * plan->quantize.columns;
+  return ExchangeOf(*plan, m) + ScalesOf(m) + m * plan->quantize.columns;
 }
 
 const char* slidesparse_hopper_quantize(const SlidesparseHopperPlan* plan, std::int64_t m,
@@ -214,27 +286,8 @@ const char* slidesparse_hopper_quantize(const SlidesparseHopperPlan* plan, std::
                                         std::int32_t prologue, double eps, const void* gain,
                                         const void* residual, std::int64_t residual_stride,
                                         void* total, void* q, void* scale_x, void* stream) {
-  const bool adds = prologue == SLIDESPARSE_ADD_RMS_NORM;
-  const bool norm = adds || prologue == SLIDESPARSE_RMS_NORM;
-  if (!IsType(type) || prologue < 0 || prologue > SLIDESPARSE_SILU_MUL ||
-      norm != (gain != nullptr) || adds != (residual != nullptr) || adds != (total != nullptr)) {
-    return Fail(
-        "type %d and prologue %d with a gain at %p, a residual at %p and its sum at %p: types are "
-        "1 to 3, prologues 0 to 3, norms have a gain, norms of sums all three, the others none",
-        type, prologue, gain, residual, total);
-  }
-  QuantizeArguments arguments = plan->quantize;
-  arguments.x = x;
-  arguments.stride = stride;
-  arguments.eps = static_cast<float>(eps);
-  arguments.gain = gain;
-  arguments.residual = residual;
-  arguments.residual_stride = residual_stride;
-  arguments.total = total;
-  arguments.q = static_cast<std::uint8_t*>(q);
-  arguments.scale = static_cast<float*>(scale_x);
-  return EnqueueQuantize(arguments, m, static_cast<Float>(type), plan->fp8,
-                         static_cast<Prologue>(prologue), static_cast<cudaStream_t>(stream));
+  return Quantize(*plan, m, x, type, stride, prologue, eps, gain, residual, residual_stride, total,
+                  q, scale_x, nullptr, 0, stream);
 }
 
 const char* slidesparse_hopper_product(const SlidesparseHopperPlan* plan, std::int64_t m,
@@ -243,22 +296,26 @@ const char* slidesparse_hopper_product(const SlidesparseHopperPlan* plan, std::i
                                        const void* scale_w, const void* bias,
                                        std::int32_t bias_type, void* out, std::int32_t out_type,
                                        void* scratch, void* stream) {
-  if ((bias != nullptr) != IsType(bias_type) ||
-      (out_type != SLIDESPARSE_BFLOAT16 && out_type != SLIDESPARSE_FLOAT16)) {
-    return Fail(
-        "a bias at %p of type %d, an output of type %d: a bias is of types 1 to 3, or null of "
-        "type 0; an output of 1 or 2",
-        bias, bias_type, out_type);
+  const GemmTensors tensors = {q,
+                               q_columns,
+                               scale_x,
+                               weight,
+                               scale_w,
+                               bias,
+                               static_cast<Float>(bias_type),
+                               out,
+                               static_cast<Float>(out_type),
+                               scratch};
+  const Gemm* gemm;
+  if (const char* error = FindGemm(*plan, m, tensors, weight_bytes, &gemm)) return error;
+  if (m > 0 && gemm->flags > 0) {
+    if (cudaError_t error = cudaMemsetAsync(scratch, 0, gemm->flags * kFlagWords * 4,
+                                            static_cast<cudaStream_t>(stream))) {
+      return Fail("%s (%s) for clearing the flags of a product", cudaGetErrorName(error),
+                  cudaGetErrorString(error));
+    }
   }
-  if (plan->tuned.empty()) return FailWithoutGemm();
-  SlidesparseBlocks kind;
-  if (const char* error = FindKind(plan->tuned.front().gemms[0].arguments, weight_bytes, &kind)) {
-    return error;
-  }
-  return LaunchGemm(plan->Choose(m)[kind], m,
-                    {q, q_columns, scale_x, weight, scale_w, bias, static_cast<Float>(bias_type),
-                     out, static_cast<Float>(out_type), scratch},
-                    static_cast<cudaStream_t>(stream));
+  return LaunchGemm(*gemm, m, tensors, static_cast<cudaStream_t>(stream));
 }
 
 const char* slidesparse_hopper_linear(const SlidesparseHopperPlan* plan, std::int64_t m,
@@ -269,17 +326,26 @@ const char* slidesparse_hopper_linear(const SlidesparseHopperPlan* plan, std::in
                                       const void* scale_w, const void* bias, std::int32_t bias_type,
                                       void* out, std::int32_t out_type, void* scratch,
                                       void* stream) {
-  if (plan->tuned.empty()) return FailWithoutGemm();
-  char* scale_x = static_cast<char*>(scratch) + PartialsOf(*plan, m);
+  char* scale_x = static_cast<char*>(scratch) + ExchangeOf(*plan, m);
   char* q = scale_x + ScalesOf(m);
+  const GemmTensors tensors = {q,
+                               plan->quantize.columns,
+                               scale_x,
+                               weight,
+                               scale_w,
+                               bias,
+                               static_cast<Float>(bias_type),
+                               out,
+                               static_cast<Float>(out_type),
+                               scratch};
+  const Gemm* gemm;
+  if (const char* error = FindGemm(*plan, m, tensors, weight_bytes, &gemm)) return error;
   if (const char* error =
-          slidesparse_hopper_quantize(plan, m, x, type, stride, prologue, eps, gain, residual,
-                                      residual_stride, total, q, scale_x, stream)) {
+          Quantize(*plan, m, x, type, stride, prologue, eps, gain, residual, residual_stride, total,
+                   q, scale_x, scratch, gemm->flags, stream)) {
     return error;
   }
-  return slidesparse_hopper_product(plan, m, q, plan->quantize.columns, scale_x, weight,
-                                    weight_bytes, scale_w, bias, bias_type, out, out_type, scratch,
-                                    stream);
+  return LaunchGemm(*gemm, m, tensors, static_cast<cudaStream_t>(stream));
 }
 
 }  // extern "C"

@@ -240,6 +240,21 @@ __device__ __forceinline__ std::uint32_t LoadShared32(std::uint32_t address) {
   return value;
 }
 
+__device__ __forceinline__ uint2 LoadShared64(std::uint32_t address) {
+  uint2 value;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+               : "=r"(value.x), "=r"(value.y)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ std::uint32_t LoadShared8(std::uint32_t address) {
+  std::uint32_t value;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ void StoreShared32(std::uint32_t address, std::uint32_t value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
@@ -267,6 +282,15 @@ __device__ __forceinline__ void StoreTransposed(std::uint32_t address, std::uint
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address),
                "r"(first), "r"(second)
                : "memory");
+}
+
+// Byte i of the result is byte `selectors` >> 4 i & 7 of both operands, `low` first; bits 3 of the
+// selectors must be zero.  __byte_perm would clear them.
+__device__ __forceinline__ std::uint32_t Permute(std::uint32_t low, std::uint32_t high,
+                                                 std::uint32_t selectors) {
+  std::uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selectors));
+  return bytes;
 }
 
 // Loads and stores that are cached in L2 alone, as L1 is not coherent between SMs.
@@ -311,10 +335,8 @@ __device__ __forceinline__ bool FlagIsSet(const std::uint32_t* flag) {
   return found != 0;
 }
 
-// Waits for a flag and clears it for the next launch.
-__device__ __forceinline__ void WaitAndClearFlag(std::uint32_t* flag) {
+__device__ __forceinline__ void WaitForFlag(const std::uint32_t* flag) {
   Await([=] { return FlagIsSet(flag); });
-  asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(flag) : "memory");
 }
 
 // A load that the compiler does not sink to its use, so that its latency overlaps the main loop.

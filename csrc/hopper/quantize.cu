@@ -99,19 +99,22 @@ const char* PrepareQuantize(QuantizeArguments& arguments, bool fp8) {
     return Fail("blocks of %d columns at phase %d: an even length of 4 to %d, a phase below it",
                 length, phase, kMaxLength);
   }
-  arguments.windows = length / 2 - 1;
-  const std::int64_t blocks = CeilDiv<std::int64_t>(std::int64_t{arguments.k} + phase, length);
-  if (arguments.k < 0 || arguments.columns < 0 || arguments.columns % kStoreCodes != 0 ||
+  if (arguments.coded) arguments.length = 4;  // nothing is lifted
+  arguments.windows = arguments.length / 2 - 1;
+  const std::int64_t blocks =
+      CeilDiv<std::int64_t>(std::int64_t{arguments.k} + phase, arguments.length);
+  const int multiple = arguments.coded ? 2 * kStoreCodes : kStoreCodes;
+  if (arguments.k < 0 || arguments.columns < 0 || arguments.columns % multiple != 0 ||
       arguments.columns < blocks * arguments.windows * 4) {
     return Fail(
         "rows of %d columns become %lld; codes are asked for in rows of %d, which must hold that "
         "many and be a multiple of %d",
         arguments.k, static_cast<long long>(blocks * arguments.windows * 4), arguments.columns,
-        kStoreCodes);
+        multiple);
   }
   // Blocks are counted for the padding of q as well.
   const std::int64_t padded =
-      CeilDiv<std::int64_t>(arguments.columns / 4, arguments.windows) * length;
+      CeilDiv<std::int64_t>(arguments.columns / 4, arguments.windows) * arguments.length;
   arguments.padded = static_cast<int>(std::min<std::int64_t>(padded, INT32_MAX / 2));
   if (padded > std::int64_t{kMaxParts} * kMaxCodesBytes ||
       (padded > 0 && PartOf(arguments, kMaxParts) == 0)) {

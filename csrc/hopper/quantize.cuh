@@ -11,7 +11,8 @@
 // the order of the row and gathers the windows from there, so that both loads and stores are
 // coalesced.
 //
-// A norm or an activation may be fused in front: see row.cuh.
+// A norm or an activation may be fused in front: see row.cuh.  The flags of a stream-K GEMM that
+// follows are cleared here: their memory may be in use until the kernels before have ended.
 
 #pragma once
 
@@ -148,7 +149,14 @@ __device__ __forceinline__ float RowSum(float mine, std::uint32_t* words, int pa
 // row.
 __device__ __forceinline__ uint4 LiftWords(const QuantizeArguments& arguments,
                                            const std::uint8_t* codes, int i) {
-  if (arguments.length == 4) return reinterpret_cast<const uint4*>(codes)[i];
+  const uint4* const vectors = reinterpret_cast<const uint4*>(codes);
+  if (arguments.coded) {
+    // Of eight words the even ones first: see CodedConsumer.
+    const uint4 low = vectors[i / 2 * 2], high = vectors[i / 2 * 2 + 1];
+    return i % 2 ? make_uint4(low.y, low.w, high.y, high.w)
+                 : make_uint4(low.x, low.z, high.x, high.z);
+  }
+  if (arguments.length == 4) return vectors[i];
   const int block = arguments.windows == 1 ? 4 * i : __umulhi(4 * i, arguments.magic);
   int window = 4 * i - block * arguments.windows;
   const std::uint8_t* from = codes + block * arguments.length + 2 * window;
@@ -186,6 +194,11 @@ __global__ void __launch_bounds__(kMaxQuantizeThreads)
   if (parts > 1) ClusterArriveRelaxed();
   LaunchDependents();  // the GEMM loads weights meanwhile, and waits for the codes itself
   WaitForPredecessors();
+  if (blockIdx.x == 0) {
+    for (int i = threadIdx.x; i < arguments.flag_count; i += blockDim.x) {
+      arguments.flags[i * kFlagWords] = 0;
+    }
+  }
 
   typename RowOf::Source sources[kVectors];
 #pragma unroll

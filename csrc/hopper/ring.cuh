@@ -19,13 +19,20 @@
 namespace slidesparse::hopper {
 
 // The shared memory that a stage reserves for a block.
-__host__ __device__ constexpr int SlotBytes(bool mixed) {
-  return mixed ? kDenseBytes : kPackedBytes;
+__host__ __device__ constexpr int SlotBytes(Blocks blocks) {
+  return blocks == Blocks::kMixed   ? kDenseBytes
+         : blocks == Blocks::kCoded ? kCodedBytes
+                                    : kPackedBytes;
 }
 
-// The bytes that each stage has outside of the ring: its two mbarriers, and for a mixed weight a
-// word whose bit i tells whether strip i's block is dense.
-__host__ __device__ constexpr int StageWordBytes(bool mixed) { return mixed ? 3 * 8 : 2 * 8; }
+// The bytes of what `stages` have outside of the ring: two mbarriers each, and for a mixed weight a
+// word whose bit i tells whether strip i's block is dense.  A coded weight has a table of
+// selectors, aligned to its size, behind them.
+constexpr int kSelectorBytes = 32 * 4;
+__host__ __device__ constexpr int StageWordBytes(int stages, Blocks blocks) {
+  return stages * (blocks == Blocks::kMixed ? 3 * 8 : 2 * 8) +
+         (blocks == Blocks::kCoded ? 2 * kSelectorBytes : 0);
+}
 
 template <int kStrips, int kTokens>
 struct TileShape {
@@ -38,17 +45,20 @@ struct TileShape {
   static constexpr int kThreads = kConsumerThreads + kProducerThreads;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   static_assert(!kWide || kStrips == 2);
-  // CTAs for which an SM must have registers: the second argument of __launch_bounds__.
-  static constexpr int kResidentCtas = kTokens > 64   ? 1
-                                       : kStrips == 1 ? 4
-                                       : kStrips == 2 ? 3
-                                       : kStrips == 3 ? 2
-                                                      : 1;
+  // CTAs for which an SM must have registers: the second argument of __launch_bounds__.  Decoding
+  // takes more of them.
+  static constexpr int ResidentCtas(Blocks blocks) {
+    const int most = kStrips == 1 ? 4 : kStrips == 2 ? 3 : kStrips == 3 ? 2 : 1;
+    return kTokens > 64                                           ? 1
+           : blocks == Blocks::kCoded && kTokens > 32 && most > 1 ? most - 1
+                                                                  : most;
+  }
   static constexpr int kTokenBytes = kTokens * kBlockColumns;
 
-  // A stage must have room for dense blocks if the weight is mixed.
-  static __host__ __device__ constexpr int StageBytes(bool mixed) {
-    return kTokenBytes + kStrips * SlotBytes(mixed);
+  // A stage must have room for dense blocks if the weight is mixed, and begins with activations,
+  // whose swizzle repeats every 1024 bytes.
+  static __host__ __device__ constexpr int StageBytes(Blocks blocks) {
+    return (kTokenBytes + kStrips * SlotBytes(blocks) + 1023) / 1024 * 1024;
   }
 };
 
@@ -131,10 +141,12 @@ struct PipelineState {
 // Fills the ring.  The whole warp runs this and an elected lane issues the copies, so that the
 // compiler sees warp-uniform values, keeps them in uniform registers, and needs no loop over the
 // active lanes around a copy.
-template <int kStrips, int kTokens, bool kMixed>
+template <int kStrips, int kTokens, Blocks kBlocks>
 class TmaProducer {
   using S = TileShape<kStrips, kTokens>;
-  static constexpr int kStageBytes = S::StageBytes(kMixed);
+  static constexpr bool kMixed = kBlocks == Blocks::kMixed;
+  static constexpr int kStageBytes = S::StageBytes(kBlocks);
+  static constexpr int kBlockBytes = kBlocks == Blocks::kCoded ? kCodedBytes : kPackedBytes;
 
  public:
   __device__ TmaProducer(const GemmArguments& arguments, const MulticastGroup& group,
@@ -200,7 +212,7 @@ class TmaProducer {
       if constexpr (kMixed) {
         entries_[i] = __ldg(arguments_.table + block);
       } else {
-        weights_[i] = arguments_.weight + block * kPackedBytes;
+        weights_[i] = arguments_.weight + block * kBlockBytes;
       }
     }
   }
@@ -208,7 +220,7 @@ class TmaProducer {
   __device__ __forceinline__ void LoadWeights(int stage) {
     const std::uint32_t barrier = full_ + 8 * stage;
     const std::uint32_t to = ring_ + stage * kStageBytes + S::kTokenBytes;
-    std::uint32_t dense = 0, bytes = S::kTokenBytes + kStrips * kPackedBytes;
+    std::uint32_t dense = 0, bytes = S::kTokenBytes + kStrips * kBlockBytes;
     if constexpr (kMixed) {
 #pragma unroll
       for (int i = 0; i < kStrips; ++i) {
@@ -224,7 +236,7 @@ class TmaProducer {
     BarrierExpect(barrier, bytes);
 #pragma unroll
     for (int i = 0; i < kStrips; ++i) {
-      BulkLoad(to + i * SlotBytes(kMixed), weights_[i], dense >> i & 1 ? kDenseBytes : kPackedBytes,
+      BulkLoad(to + i * SlotBytes(kBlocks), weights_[i], dense >> i & 1 ? kDenseBytes : kBlockBytes,
                barrier, arguments_.weight_policy);
     }
   }
@@ -252,7 +264,7 @@ class TmaProducer {
       FindWeights();
     } else {
 #pragma unroll
-      for (int i = 0; i < kStrips; ++i) weights_[i] += kPackedBytes;
+      for (int i = 0; i < kStrips; ++i) weights_[i] += kBlockBytes;
     }
   }
 
@@ -365,7 +377,7 @@ class NarrowConsumer : Consumer {
 
  private:
   __device__ __forceinline__ void Load(Fragment& fragment, int wgmma) {
-    const std::uint32_t at = next_.stage * S::StageBytes(false);
+    const std::uint32_t at = next_.stage * S::StageBytes(Blocks::kSparse);
     fragment.values = LoadMatrices(values_ + at + wgmma * (kValueBytes / kWgmmas));
     fragment.metadata = LoadShared32(metadata_ + at + wgmma * (kMetadataBytes / kWgmmas));
   }
@@ -373,7 +385,7 @@ class NarrowConsumer : Consumer {
   __device__ __forceinline__ void Multiply(const Fragment& fragment, int wgmma,
                                            std::uint32_t (&sums)[kTokens / 2]) {
     const std::uint64_t tokens =
-        Descriptor(ring_ + next_.stage * S::StageBytes(false) + wgmma * kWgmmaColumns);
+        Descriptor(ring_ + next_.stage * S::StageBytes(Blocks::kSparse) + wgmma * kWgmmaColumns);
     WgmmaFence();
     Wgmma<Type, kTokens>::FromRegisters(sums, fragment.values, tokens, fragment.metadata);
     WgmmaCommit();
@@ -385,17 +397,18 @@ class NarrowConsumer : Consumer {
 // The consumer for 256 tokens, and for mixed weights with any number of tokens.  With 256 tokens a
 // wgmma takes long enough to read the weight from shared memory without a loss, and the registers
 // hold the metadata of two stages instead.  All wgmmas of a stage form one group.
-template <class Type, int kStrips, int kTokens, bool kMixed>
+template <class Type, int kStrips, int kTokens, Blocks kBlocks>
 class WideConsumer : Consumer {
   using S = TileShape<kStrips, kTokens>;
-  static constexpr int kStageBytes = S::StageBytes(kMixed);
+  static constexpr bool kMixed = kBlocks == Blocks::kMixed;
+  static constexpr int kStageBytes = S::StageBytes(kBlocks);
 
  public:
   __device__ WideConsumer(const GemmArguments& arguments, const MulticastGroup& group,
                           std::uint32_t ring, std::uint32_t full, std::uint32_t empty)
       : Consumer(arguments, group, ring, full, empty), dense_(empty + 8 * arguments.stages) {
     strip_ = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
-    weight_ = S::kTokenBytes + strip_ * SlotBytes(kMixed);
+    weight_ = S::kTokenBytes + strip_ * SlotBytes(kBlocks);
     metadata_ = ring + weight_ + kValueBytes + threadIdx.x % 128 * 4;
   }
 
@@ -481,9 +494,145 @@ class WideConsumer : Consumer {
   std::uint32_t metadata_;
 };
 
-template <class Type, int kStrips, int kTokens, bool kMixed>
-using ConsumerOf = std::conditional_t<TileShape<kStrips, kTokens>::kWide || kMixed,
-                                      WideConsumer<Type, kStrips, kTokens, kMixed>,
-                                      NarrowConsumer<Type, kStrips, kTokens>>;
+// The consumer for coded weights.  Decoded values go from registers into dense wgmmas, two of
+// which multiply half of a stage.
+template <class Type, int kStrips, int kTokens>
+class CodedConsumer : Consumer {
+  using S = TileShape<kStrips, kTokens>;
+  static constexpr int kStageBytes = S::StageBytes(Blocks::kCoded);
+  static constexpr int kHalves = 2, kHalfBytes = kCodedValueBytes / kHalves;
+  static constexpr int kHalfWgmmas = kDenseWgmmas / kHalves;
+
+ public:
+  __device__ CodedConsumer(const GemmArguments& arguments, const MulticastGroup& group,
+                           std::uint32_t ring, std::uint32_t full, std::uint32_t empty)
+      : Consumer(arguments, group, ring, full, empty),
+        selectors_((empty + 8 * arguments.stages + kSelectorBytes - 1) / kSelectorBytes *
+                   kSelectorBytes) {
+    block_ = ring + S::kTokenBytes + threadIdx.x / 128 * kCodedBytes;
+    const int lane = threadIdx.x % 32;
+    // Every warp writes the whole table, so that it need not wait for the others.
+    StoreShared32(selectors_ + 4 * lane, Selectors(lane));
+    __syncwarp();
+  }
+
+  // As WideConsumer::Run.  Half of a stage is expanded while the other half is multiplied.
+  __device__ __forceinline__ void Run(int count, bool accumulate,
+                                      std::uint32_t (&sums)[kTokens / 2]) {
+    Half first, second;
+    Stored later;
+    if (!accumulate) Clear(sums);
+    Pin(sums);
+    Wait();
+    Load(first, later);
+    for (int i = 0; i < count; ++i) {
+      Multiply<0>(first, sums);
+      WgmmaWait<1>();  // the preceding stage and `second` are no longer read
+      if (i > 0) Release();
+      Expand(later, second);
+      Multiply<1>(second, sums);
+      WgmmaWait<1>();
+      next_.Advance(arguments_.stages);
+      if (i + 1 < count) {
+        Wait();
+        Load(first, later);
+      }
+    }
+    WgmmaWait<0>();
+    Pin(sums);
+    Release();
+  }
+
+ private:
+  // A thread's registers of the weight for the wgmmas of half a stage.
+  using Half = uint4[kHalfWgmmas];
+
+  // The selectors by which PRMT expands the values of code `code`: the low half of the word for
+  // columns 0 to 3, the high half for columns 4 to 7.  Codes count the pairs of columns without a
+  // value, in lexicographic order.  Bytes 0 to 5 of PRMT's operands are the values, 6 is zero.
+  static __device__ __forceinline__ std::uint32_t Selectors(int code) {
+    int first = 0, second = code + 1;
+    while (first < kCodedLength - 2 && second >= kCodedLength) {
+      ++first;
+      second += first + 1 - kCodedLength;
+    }
+    std::uint32_t selectors = 0, value = 0;
+#pragma unroll
+    for (int column = 0; column < kCodedLength; ++column) {
+      const bool zero = column == first || column == second;
+      selectors |= (zero ? 6 : value) << 4 * column;
+      value += zero ? 0 : 1;
+    }
+    return selectors;
+  }
+
+  // What a thread loads of half of a stage.
+  struct Stored {
+    uint4 most;
+    uint2 rest;
+    std::uint32_t selectors[2 * kHalfWgmmas];
+  };
+
+  // Loads both halves of the next stage, whose latencies overlap, and expands the first.
+  __device__ __forceinline__ void Load(Half& first, Stored& later) {
+    const int thread = threadIdx.x % 128;
+    const std::uint32_t block = block_ + next_.stage * kStageBytes;
+    const std::uint32_t codes = block + kCodedValueBytes;
+    const std::uint32_t low = LoadShared32(codes + 4 * thread);
+    const std::uint32_t high = LoadShared8(codes + 128 * 4 + thread);
+    Stored now;
+    // Codes begin at bit 2, because a table entry has four bytes.
+    Load(now, block, low << 2);
+    Load(later, block + kHalfBytes, __funnelshift_r(low, high, 20 - 2));
+    Expand(now, first);
+  }
+
+  __device__ __forceinline__ void Load(Stored& stored, std::uint32_t values, std::uint32_t codes) {
+    const int thread = threadIdx.x % 128;
+    stored.most = LoadShared128(values + 16 * thread);
+    stored.rest = LoadShared64(values + 128 * 16 + 8 * thread);
+#pragma unroll
+    for (int i = 0; i < 2 * kHalfWgmmas; ++i) {
+      stored.selectors[i] = LoadShared32((codes >> 5 * i & 0x7C) | selectors_);
+    }
+  }
+
+  // Expands six values of each group to eight columns.
+  static __device__ __forceinline__ void Expand(const Stored& stored, Half& half) {
+    const std::uint32_t values[] = {stored.most.x, stored.most.y, stored.most.z,
+                                    stored.most.w, stored.rest.x, stored.rest.y};
+#pragma unroll
+    for (int i = 0; i < kHalfWgmmas; ++i) {
+      const std::uint32_t upper = stored.selectors[2 * i], lower = stored.selectors[2 * i + 1];
+      const std::uint32_t tails = values[3 * i + 2];
+      half[i].x = Permute(values[3 * i], tails & 0xFFFF, upper);
+      half[i].y = Permute(values[3 * i + 1], tails >> 16, lower);
+      half[i].z = Permute(values[3 * i], tails & 0xFFFF, upper >> 16);
+      half[i].w = Permute(values[3 * i + 1], tails >> 16, lower >> 16);
+    }
+  }
+
+  template <int kHalf>
+  __device__ __forceinline__ void Multiply(const Half& half, std::uint32_t (&sums)[kTokens / 2]) {
+    const std::uint32_t tokens =
+        ring_ + next_.stage * kStageBytes + kHalf * kHalfWgmmas * kDenseWgmmaColumns;
+    WgmmaFence();
+#pragma unroll
+    for (int i = 0; i < kHalfWgmmas; ++i) {
+      Wgmma<Type, kTokens>::DenseFromRegisters(sums, half[i],
+                                               Descriptor(tokens + i * kDenseWgmmaColumns));
+    }
+    WgmmaCommit();
+  }
+
+  std::uint32_t block_, selectors_;
+};
+
+template <class Type, int kStrips, int kTokens, Blocks kBlocks>
+using ConsumerOf = std::conditional_t<
+    kBlocks == Blocks::kCoded, CodedConsumer<Type, kStrips, kTokens>,
+    std::conditional_t<TileShape<kStrips, kTokens>::kWide || kBlocks == Blocks::kMixed,
+                       WideConsumer<Type, kStrips, kTokens, kBlocks>,
+                       NarrowConsumer<Type, kStrips, kTokens>>>;
 
 }  // namespace slidesparse::hopper

@@ -23,6 +23,7 @@ struct QuantizeArguments {
   const void* x;         // [m, k], with kSiluMul [m, 2 k]; rows `stride` elements apart
   std::uint8_t* q;       // [m, columns]
   float* scale;          // [m]
+  std::uint32_t* flags;  // of the GEMM that follows, which are set to zero
   const void* residual;  // kAddRmsNorm: [m, k], rows `residual_stride` elements apart
   void* total;           // kAddRmsNorm: [m, k]
   const void* gain;      // norms: [k].  residual, total and gain have x's type
@@ -30,12 +31,14 @@ struct QuantizeArguments {
   float eps;
   int k, columns;
   int length, phase;
+  bool coded;           // for a coded weight, whose wgmmas take words in another order
   int windows;          // in a block of `length` columns
   std::uint32_t magic;  // 2^32 / windows, rounded up: divides by multiplying
   int padded;           // columns of a row, in whole blocks and with the phase
   int parts;            // CTAs that share a row
   int part;             // padded columns of one part
   int part_codes;       // columns of q that these become
+  int flag_count;       // kFlagWords each
 };
 
 // Eight consecutive columns of a row, as they are in memory.

@@ -47,24 +47,24 @@ struct SplitKShape : TileShape<kStrips, kTokens> {
     return Owned(splits) * (splits - 1) * kWarpSumBytes;
   }
   // The ring, which after the main loop is reused for staged outputs (one split) or received sums.
-  static __host__ __device__ constexpr int RingBytes(int stages, int splits, bool mixed) {
-    const int ring = stages * S::StageBytes(mixed);
+  static __host__ __device__ constexpr int RingBytes(int stages, int splits, Blocks blocks) {
+    const int ring = stages * S::StageBytes(blocks);
     const int after = splits == 1   ? kWarps * kStagingBytes
                       : kSumsInRing ? ReceivedBytes(splits)
                                     : 0;
     return ring > after ? ring : after;
   }
   // Offset of the received sums from the ring.
-  static __host__ __device__ constexpr int Received(int stages, int splits, bool mixed) {
-    return kSumsInRing ? 0 : RingBytes(stages, splits, mixed);
+  static __host__ __device__ constexpr int Received(int stages, int splits, Blocks blocks) {
+    return kSumsInRing ? 0 : RingBytes(stages, splits, blocks);
   }
-  static __host__ __device__ constexpr int Barriers(int stages, int splits, bool mixed) {
-    return RingBytes(stages, splits, mixed) + (kSumsInRing ? 0 : ReceivedBytes(splits));
+  static __host__ __device__ constexpr int Barriers(int stages, int splits, Blocks blocks) {
+    return RingBytes(stages, splits, blocks) + (kSumsInRing ? 0 : ReceivedBytes(splits));
   }
   // The ring, the received sums, the words of each stage, and further mbarriers: one for each owned
   // warp's sums, and one that completes when the other splits' rings are free.
-  static __host__ __device__ constexpr int SharedBytes(int stages, int splits, bool mixed) {
-    return Barriers(stages, splits, mixed) + stages * StageWordBytes(mixed) +
+  static __host__ __device__ constexpr int SharedBytes(int stages, int splits, Blocks blocks) {
+    return Barriers(stages, splits, blocks) + StageWordBytes(stages, blocks) +
            (Owned(splits) + 1) * 8;
   }
 };
@@ -169,32 +169,32 @@ __device__ __forceinline__ void StoreWarp(const GemmArguments& arguments, int ro
   }
 }
 
-template <class Type, int kStrips, int kTokens, bool kMixed>
+template <class Type, int kStrips, int kTokens, Blocks kBlocks>
 __device__ __forceinline__ void Multiply(const GemmArguments& arguments, const SplitKWork& work,
                                          std::uint32_t ring, std::uint32_t full,
                                          std::uint32_t empty, std::uint32_t (&sums)[kTokens / 2]) {
   const int count = work.end - work.begin;
-  ConsumerOf<Type, kStrips, kTokens, kMixed>(arguments, work.group, ring, full, empty)
+  ConsumerOf<Type, kStrips, kTokens, kBlocks>(arguments, work.group, ring, full, empty)
       .Run(count, true, sums);
 }
 
-template <class Type, int kStrips, int kTokens, bool kMixed>
+template <class Type, int kStrips, int kTokens, Blocks kBlocks>
 __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
-                                  TileShape<kStrips, kTokens>::kResidentCtas)
+                                  TileShape<kStrips, kTokens>::ResidentCtas(kBlocks))
     GemmSplitK(const __grid_constant__ GemmArguments arguments) {
   using S = SplitKShape<kStrips, kTokens>;
   extern __shared__ __align__(1024) std::uint8_t shared[];
   const int splits = arguments.splits;
   const std::uint32_t ring = SharedAddress(shared);
-  const std::uint32_t received = ring + S::Received(arguments.stages, splits, kMixed);
-  const std::uint32_t full = ring + S::Barriers(arguments.stages, splits, kMixed);
+  const std::uint32_t received = ring + S::Received(arguments.stages, splits, kBlocks);
+  const std::uint32_t full = ring + S::Barriers(arguments.stages, splits, kBlocks);
   const std::uint32_t empty = full + 8 * arguments.stages;
-  const std::uint32_t complete = full + StageWordBytes(kMixed) * arguments.stages;
+  const std::uint32_t complete = full + StageWordBytes(arguments.stages, kBlocks);
   const std::uint32_t ring_free = complete + 8 * S::Owned(splits);
   const SplitKWork work = FindWork<kStrips, kTokens>(arguments);
   const int tokens = min(kTokens, arguments.m - work.tile.token);
-  TmaProducer<kStrips, kTokens, kMixed> producer(arguments, work.group, work.tile, CtaTiles{},
-                                                 work.end - work.begin, ring, full, empty);
+  TmaProducer<kStrips, kTokens, kBlocks> producer(arguments, work.group, work.tile, CtaTiles{},
+                                                  work.end - work.begin, ring, full, empty);
 
   const bool produces = WarpNumber() == S::kConsumerThreads / 32;
   if (produces) {
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
     std::uint32_t sums[kTokens / 2];
     Clear(sums);
     if (work.end > work.begin) {
-      Multiply<Type, kStrips, kTokens, kMixed>(arguments, work, ring, full, empty, sums);
+      Multiply<Type, kStrips, kTokens, kBlocks>(arguments, work, ring, full, empty, sums);
     }
     if (S::kSumsInRing && splits > 1) {
       __syncwarp();

@@ -42,8 +42,8 @@ struct StreamKShape : TileShape<kStrips, kTokens> {
   static constexpr int kStagingBytes = kStrips * kBuffers * kOutputBytes;
 
   // The ring, staging memory, the words of each stage, and the CTA's tiles, to save registers.
-  static __host__ __device__ constexpr int SharedBytes(int stages, bool mixed) {
-    return stages * (S::StageBytes(mixed) + StageWordBytes(mixed)) + kStagingBytes +
+  static __host__ __device__ constexpr int SharedBytes(int stages, Blocks blocks) {
+    return stages * S::StageBytes(blocks) + StageWordBytes(stages, blocks) + kStagingBytes +
            sizeof(CtaTiles);
   }
 };
@@ -211,7 +211,7 @@ __device__ __forceinline__ void StorePartial(const GemmArguments& arguments, int
 // Makes all consumers wait for CTA `cta`'s partial sums.
 template <int kStrips, int kTokens>
 __device__ __forceinline__ void WaitForPartial(const GemmArguments& arguments, int cta) {
-  if (threadIdx.x == 0) WaitAndClearFlag(arguments.flags + cta * kFlagWords);
+  if (threadIdx.x == 0) WaitForFlag(arguments.flags + cta * kFlagWords);
   __syncwarp();
   NamedBarrier(1, TileShape<kStrips, kTokens>::kConsumerThreads);
 }
@@ -227,18 +227,18 @@ __device__ __forceinline__ void SyncCluster(const GemmArguments& arguments) {
   }
 }
 
-template <class Type, int kStrips, int kTokens, bool kMixed>
+template <class Type, int kStrips, int kTokens, Blocks kBlocks>
 __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
-                                  TileShape<kStrips, kTokens>::kResidentCtas)
+                                  TileShape<kStrips, kTokens>::ResidentCtas(kBlocks))
     GemmStreamK(const __grid_constant__ GemmArguments arguments) {
   using S = StreamKShape<kStrips, kTokens>;
   extern __shared__ __align__(1024) std::uint8_t shared[];
   const std::uint32_t ring = SharedAddress(shared);
-  const std::uint32_t staging = ring + arguments.stages * S::StageBytes(kMixed);
+  const std::uint32_t staging = ring + arguments.stages * S::StageBytes(kBlocks);
   const std::uint32_t full = staging + S::kStagingBytes;
   const std::uint32_t empty = full + 8 * arguments.stages;
   CtaTiles& stored_tiles = *reinterpret_cast<CtaTiles*>(
-      shared + (full + StageWordBytes(kMixed) * arguments.stages - ring));
+      shared + (full + StageWordBytes(arguments.stages, kBlocks) - ring));
   const MulticastGroup group = {0, arguments.multicast,
                                 static_cast<int>(blockIdx.x % arguments.multicast)};
   // The CTAs of a multicast group work on the same part, with different strips.
@@ -256,8 +256,8 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
   if (threadIdx.x >= S::kConsumerThreads) {
     ReallocateRegisters<S, true>();
     const bool produces = WarpNumber() == S::kConsumerThreads / 32;
-    TmaProducer<kStrips, kTokens, kMixed> producer(arguments, group, scheduler, tiles, remaining,
-                                                   ring, full, empty);
+    TmaProducer<kStrips, kTokens, kBlocks> producer(arguments, group, scheduler, tiles, remaining,
+                                                    ring, full, empty);
     if (produces) {
       if (ElectOne()) {
         stored_tiles = tiles;
@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
     ReallocateRegisters<S, false>();
     SyncCluster(arguments);
     WaitForPredecessors();
-    ConsumerOf<Type, kStrips, kTokens, kMixed> consumer(arguments, group, ring, full, empty);
+    ConsumerOf<Type, kStrips, kTokens, kBlocks> consumer(arguments, group, ring, full, empty);
     std::uint32_t sums[kTokens / 2];
     Clear(sums);
     while (remaining > 0) {

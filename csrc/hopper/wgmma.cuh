@@ -112,6 +112,15 @@ struct Wgmma;
           : SLIDESPARSE_SUMS_##SUMS(0)                                                                          \
           : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(metadata));                                     \
     }                                                                                                           \
+    static __device__ __forceinline__ void DenseFromRegisters(std::uint32_t (&d)[SUMS], const uint4& a,         \
+                                                              std::uint64_t b) {                               \
+      asm volatile(                                                                                             \
+          "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"                                                            \
+          "wgmma.mma_async.sync.aligned.m64n" #TOKENS "k32." KIND " {" SLIDESPARSE_LIST_##SUMS "}, {%" #SUMS    \
+          ", %" #B ", %" #C ", %" #D "}, %" #E ", p" SCALES ";\n}"                                              \
+          : SLIDESPARSE_SUMS_##SUMS(0)                                                                          \
+          : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));                                                    \
+    }                                                                                                           \
     static __device__ __forceinline__ void Sparse(std::uint32_t (&d)[SUMS], std::uint64_t a, std::uint64_t b,   \
                                                   std::uint32_t metadata, int accumulate) {                     \
       asm volatile(                                                                                             \

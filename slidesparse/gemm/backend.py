@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from slidesparse import reference
-from slidesparse.gemm.problem import TWO_FOUR, Layer, LibraryError, Plan, Problem, Tensors, bucket
+from slidesparse.gemm.problem import ALL_2_4, TWO_FOUR, Layer, LibraryError, Plan, Problem, Tensors, bucket
 from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import arithmetic_of
 from slidesparse.slide import require_pattern
@@ -29,6 +30,7 @@ class Backend(Protocol):
     threads: bool  # whether each step of the model may run in a new thread
     alignment: int  # rows of quantized activations are zero-padded to a multiple of this many columns
     outputs: tuple[torch.dtype, ...]  # supported dtypes of outputs
+    coded: Collection[int]  # lengths L of the patterns whose weights are coded, not slid
 
     def unusable(self, device: torch.device, capability: tuple[int, int] | None = None) -> str | None:
         """Return why this backend cannot run on ``device``, with the remedy, or None when it can.  Never raises.
@@ -66,8 +68,8 @@ class Tunable(Backend, Protocol):
     def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
         """Return the `Problem.scale` that its epilogue can apply, on the current device if ``device`` is None."""
 
-    def operand(self, weight: Tensor) -> Tensor:
-        """Convert a weight [n, k], 2:4 if the backend is sparse, for `Plan.run`."""
+    def operand(self, weight: Tensor, blocks: str = ALL_2_4) -> Tensor:
+        """Convert a weight [n, k] of a problem's ``blocks``, 2:4 if the backend is sparse, for `Plan.run`."""
 
     def algorithms(self, problem: Problem, device: torch.device) -> list[str]:
         """Return all algorithms for the problem; `plan` may still refuse some of them.
@@ -87,6 +89,7 @@ class TwoStep(ABC):
 
     fuses = False
     threads = False
+    coded: Collection[int] = ()
 
     @abstractmethod
     def scaled_matmul(self, tensors: Tensors) -> None:

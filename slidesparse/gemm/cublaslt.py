@@ -22,7 +22,7 @@ from torch import Tensor
 from slidesparse.build.find import ToolchainError, find_library
 from slidesparse.gemm import cuda
 from slidesparse.gemm.library import DATA_TYPES, WORKSPACE_BYTES, LibraryBackend, LibraryPlan, pad
-from slidesparse.gemm.problem import NAMES, LibraryError, Problem, Tensors, require_operand
+from slidesparse.gemm.problem import ALL_2_4, NAMES, LibraryError, Problem, Tensors, require_operand
 from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import FP8
 
@@ -262,7 +262,7 @@ class CublasLt(LibraryBackend):
         )
         return "both" if able else "none"
 
-    def operand(self, weight: Tensor) -> Tensor:
+    def operand(self, weight: Tensor, blocks: str = ALL_2_4) -> Tensor:
         """See `Tunable.operand`: [n, k] contiguous."""
         require_operand(weight.dtype)
         return weight.contiguous()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -67,7 +68,7 @@ def tuned_algorithm(backend: Tunable, problem: Problem, device: torch.device) ->
     subject, suits = subject_of(backend, device), partial(backend.suits, problem, device)
     algorithm, instead = tuned.select_algorithm(subject, problem, backend.max_shape_distance, suits)
     if instead:
-        tuned.note_untuned(backend.name, problem.dtype, problem.n, problem.k, instead)
+        tuned.note_untuned(backend.name, problem.dtype, problem.n, problem.k, instead, problem.blocks)
     return algorithm
 
 
@@ -77,6 +78,7 @@ class CudaBackend(ABC):
     name: str
     device_type = "cuda"
     sparse: bool
+    coded: Collection[int] = ()
     outputs: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     max_shape_distance: float = math.inf
     products: dict[str, tuple[str, ...]]  # type of the operands -> output types; serving uses the first

@@ -19,7 +19,15 @@ from slidesparse.build.compile import build
 from slidesparse.build.find import ToolchainError, find_library, require_supported
 from slidesparse.gemm import cuda
 from slidesparse.gemm.library import DATA_TYPES, LibraryBackend, LibraryPlan, pad, plan_cache
-from slidesparse.gemm.problem import MIN_ROWS, TWO_FOUR, LibraryError, Problem, Tensors, require_operand
+from slidesparse.gemm.problem import (
+    ALL_2_4,
+    MIN_ROWS,
+    TWO_FOUR,
+    LibraryError,
+    Problem,
+    Tensors,
+    require_operand,
+)
 from slidesparse.pattern import SlidePattern
 from slidesparse.slide import bits, nonzero, slide
 
@@ -114,7 +122,7 @@ class CuSparseLt(LibraryBackend):
         """See `Tunable.epilogue`: none, since the kernel that applies token scales applies both in one pass."""
         return "none"
 
-    def operand(self, weight: Tensor) -> Tensor:
+    def operand(self, weight: Tensor, blocks: str = ALL_2_4) -> Tensor:
         """See `Tunable.operand`: the library's values and metadata, and slack; n and k are multiples of `ALIGNMENT`."""
         dtype = require_operand(weight.dtype)
         n, k = weight.shape

@@ -6,6 +6,7 @@ way in which a backend computes it, a short string that the backend understands.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -29,6 +30,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 OPERANDS = ("int8", "fp8", "fp16", "bf16")
 # The blocks of a sparse library's weight (`slidesparse.blocks`); "mixed" is 2:4 and dense ones, half of each for tuning
 BLOCKS = ALL_2_4, MIXED, ALL_DENSE = ("2:4", "mixed", "dense")
+CODED = "coded"  # those of a weight that is not slid but coded, see `slidesparse.gemm.hopper.format`
 TWO_FOUR = SlidePattern(HARDWARE_LENGTH)  # 2:4: the identity, because its windows do not overlap
 MIN_ROWS = 16
 
@@ -47,15 +49,26 @@ class Layer(NamedTuple):
         int  # zero columns before the first: those of its block that belong to another tensor-parallel shard
     )
     fp8: int  # 1 if weight and quantized activations are E4M3, 0 if they are INT8
-    columns: int  # width of the quantized activations: K', and zeros up to a multiple that the backend wants
+    # width of the quantized activations: K', or K with a coded weight, and zeros up to a multiple of the alignment
+    columns: int
 
     @classmethod
     def of(
-        cls, n: int, k: int, pattern: SlidePattern | None, phase: int, dtype: torch.dtype, alignment: int
+        cls,
+        n: int,
+        k: int,
+        pattern: SlidePattern | None,
+        phase: int,
+        dtype: torch.dtype,
+        alignment: int,
+        coded: Collection[int] = (),
     ) -> Layer:
-        """Return the layer of a weight [n, k] of ``dtype``; ``pattern`` None is a dense weight, which is not slid."""
+        """Return the layer of a weight [n, k] of ``dtype``; ``pattern`` None is a dense weight, which is not slid.
+
+        ``alignment`` and ``coded`` are the backend's.
+        """
         layout = pattern.layout(k, phase) if pattern else TWO_FOUR.layout(k)
-        columns = round_up(layout.slided, alignment)
+        columns = round_up(layout.padded if layout.length in coded else layout.slided, alignment)
         return cls(n, k, layout.length, layout.phase, int(dtype == FP8), columns)
 
     @property
@@ -83,7 +96,7 @@ class Problem:
     m: int
     scale: str = "none"  # what the epilogue multiplies by: "none", or "both" scale_w and scale_x
     bias: bool = False  # whether the epilogue adds a bias [n]
-    # one of BLOCKS; dense blocks only for backends that take them, whose weights are not slid
+    # one of BLOCKS, or CODED; dense blocks only for backends that take them, whose weights are not slid
     blocks: str = ALL_2_4
 
     def __str__(self) -> str:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from slidesparse.build.compile import cache_folder, file_lock, make_folder, publish
 from slidesparse.errors import EnvironmentFault, shown
-from slidesparse.gemm.problem import ALL_2_4, Problem
+from slidesparse.gemm.problem import ALL_2_4, CODED, Problem
 
 FORMAT = 1
 # The algorithm of the largest tuned M, if at least MIN_EXTRAPOLATED_TOKENS, is used for up to this many times as many.
@@ -192,10 +192,11 @@ def tuned_tokens(subject: Subject, problem: Problem) -> list[int]:
 
 
 @cache
-def note_untuned(library: str, dtype: str, n: int, k: int, instead: str) -> None:
+def note_untuned(library: str, dtype: str, n: int, k: int, instead: str, blocks: str = ALL_2_4) -> None:
     """Log once that a problem is not tuned, what runs ``instead``, and how to tune it."""
     # 2:4 does not expand K, so --shapes then means the K' that the library sees.
     pattern = " --pattern 2:4" if library in ("cusparselt", "hopper") else ""
+    pattern = " --pattern 6:8" if blocks == CODED else pattern
     _logger.warning(
         "%s has no tuned algorithm for %s weights [%d, %d] and uses %s; "
         "to tune: slidesparse tune --library %s --dtype %s%s --shapes %dx%d",

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from slidesparse.blocks import BLOCK, STRIP, blocks_of, strips_of
 from slidesparse.gemm.backend import Tunable
-from slidesparse.gemm.problem import ALL_2_4, DTYPES, MIXED, Plan, Problem, Tensors
-from slidesparse.pattern import round_up
+from slidesparse.gemm.problem import ALL_2_4, CODED, DTYPES, MIXED, Plan, Problem, Tensors
+from slidesparse.pattern import SlidePattern, round_up
+from slidesparse.prune import prune
 from slidesparse.tune.measure import Launch, copies_for
 
 CHUNK_ELEMENTS = 2**24  # elements that are generated at a time
+SIX_EIGHT = SlidePattern(8)
 ALIGNMENT = 256  # bytes: alignment of each copy
 # Per-token and per-channel scales put the largest of thousands of normal numbers, at 3.6 sigma, at 127.  Uniform codes
 # would toggle more bits, which costs a GPU at its power limit some percent of its clock.
@@ -82,7 +84,9 @@ class Inputs:
         )
         if problem.blocks == MIXED:
             weight = with_sparse_blocks(weight, 0.5)
-        return clones(library.operand(weight), copies)
+        if problem.blocks == CODED:
+            weight = prune(weight, SIX_EIGHT)
+        return clones(library.operand(weight, problem.blocks), copies)
 
     def operands(self, problem: Problem, weights: list[Tensor]) -> Operands:
         """Make operands for as many copies as the problem needs, at most as many as there are weights."""

@@ -17,7 +17,7 @@ from slidesparse.gemm.problem import ALL_2_4, ALL_DENSE, MIXED, LibraryError, Pr
 from slidesparse.gemm.tuned import tuned_tokens
 from slidesparse.pattern import SlidePattern, parse_pattern, round_up
 from slidesparse.tune.session import Session, served_outputs
-from slidesparse.tune.shapes import Layer, slided_columns
+from slidesparse.tune.shapes import Layer, packed_columns
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def _packed_columns(library: Tunable, layer: Layer, patterns: Sequence[str]) -> 
     columns = []
     for pattern in map(parse_pattern, patterns):
         if isinstance(pattern, SlidePattern):
-            columns.append((slided_columns(layer.k, pattern.ratio, library.alignment), ALL_2_4))
+            columns.append(packed_columns(layer.k, pattern.ratio, library.alignment, library.coded))
         elif library.takes_dense:
             columns.append((padded, MIXED if pattern.share else ALL_DENSE))
     return list(dict.fromkeys(columns))

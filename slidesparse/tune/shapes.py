@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from slidesparse.checkpoint.converted import open_checkpoint
 from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.checkpoint.storage import FLOATS, parse_json, text_config
 from slidesparse.errors import SlideSparseError, shown
+from slidesparse.gemm.problem import ALL_2_4, CODED
 from slidesparse.pattern import SlidePattern, parse_pattern, round_up
 from slidesparse.synth import PUBLIC
 
@@ -55,9 +56,16 @@ def decoder_layers(config: Mapping[str, Any]) -> tuple[Layer, ...]:
 MODELS = {name: decoder_layers(config) for name, config in PUBLIC.items()}
 
 
-def slided_columns(k: int, pattern: str, alignment: int) -> int:
-    """K' of K in-features, rounded up to what the library takes: its ``alignment``."""
-    return round_up(SlidePattern.parse(pattern).layout(k).slided, alignment)
+def packed_columns(k: int, pattern: str, alignment: int, coded: Collection[int] = ()) -> tuple[int, str]:
+    """Return the columns of a packed weight of K in-features at a pattern, and its `Problem.blocks`.
+
+    They are K' or, if the library codes the pattern, K, rounded up to what it takes.  ``alignment`` and ``coded`` are
+    the library's.
+    """
+    layout = SlidePattern.parse(pattern).layout(k)
+    if layout.length in coded:
+        return round_up(k, alignment), CODED
+    return round_up(layout.slided, alignment), ALL_2_4
 
 
 def find_model(name: str) -> tuple[str, tuple[Layer, ...]]:

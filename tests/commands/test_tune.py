@@ -291,10 +291,11 @@ def test_parse_shapes_tokens_and_patterns() -> None:
             parse(text)
 
 
-def test_slided_columns_are_aligned_for_the_library() -> None:
-    """8:10 of 2048: 205 blocks of 16 are 3280, and 32 divides 3296."""
-    found = [shapes.slided_columns(2048, "8:10", alignment) for alignment in (16, 32, 128)]
-    assert found == [3280, 3296, 3328]
+def test_packed_columns_are_aligned_for_the_library() -> None:
+    """8:10 of 2048: 205 blocks of 16 are 3280, and 32 divides 3296; coded weights keep their columns."""
+    found = [shapes.packed_columns(2048, "8:10", alignment) for alignment in (16, 32, 128)]
+    assert found == [(columns, "2:4") for columns in (3280, 3296, 3328)]
+    assert shapes.packed_columns(2000, "6:8", 128, coded=(8,)) == (2048, "coded")
 
 
 # --- operands and timing

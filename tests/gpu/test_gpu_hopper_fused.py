@@ -7,7 +7,7 @@ import torch
 from gpu_layers import gpu, hopper_quantize, layer, normal
 from norms import EPS, assert_norm_of_some_factor, compiled_activation
 from strategies import assert_same_bits
-from token_rows import GEOMETRIES, INF, LARGE, NAN, assert_same_codes, rows
+from token_rows import HOPPER_GEOMETRIES, HOPPER_LARGE, INF, NAN, assert_same_codes, rows
 from torch import Tensor
 
 from slidesparse import ops, reference
@@ -20,8 +20,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_hopper")]
 
 OURS = getattr(torch.ops, ops.NAMESPACE)
 ALIGNMENT = 128  # of rows of codes
-CASES = [(12, *geometry) for geometry in GEOMETRIES]
-CASES += [(m, *geometry) for geometry in (*LARGE, ("6:8", 3584, 0), ("4:6", 8192, 0)) for m in (12, 150, 600)]
+CASES = [(12, *geometry) for geometry in HOPPER_GEOMETRIES]
+CASES += [
+    (m, *geometry)
+    for geometry in (*HOPPER_LARGE, ("8:10", 3584, 0), ("4:6", 8192, 0))
+    for m in (12, 150, 600)
+]
 TYPES = [(torch.bfloat16, INT8), (torch.bfloat16, FP8), (torch.float16, INT8), (torch.float32, FP8)]
 
 
@@ -81,8 +85,8 @@ def test_quantize_with_activations_of_every_bfloat16_gate() -> None:
     for size in (1.0, 1e-3, 30.0, INF):
         up = (normal(1, 2**16, 3, torch.float32)[0] * size).to(torch.bfloat16)
         x = torch.stack([gate.to(gpu()), up], 1).reshape(64, 1024, 2).transpose(1, 2).reshape(64, 2048)
-        expected = reference.quant_slide(compiled_activation()(x).cpu(), SlidePattern(8).layout(1024), INT8)
-        actual = hopper_quantize(x, Layer.of(0, 1024, SlidePattern(8), 0, INT8, ALIGNMENT), SiluMul())
+        expected = reference.quant_slide(compiled_activation()(x).cpu(), SlidePattern(10).layout(1024), INT8)
+        actual = hopper_quantize(x, Layer.of(0, 1024, SlidePattern(10), 0, INT8, ALIGNMENT), SiluMul())
         assert_same_codes(actual, expected)
 
 

@@ -10,10 +10,20 @@ from typing import cast
 import pytest
 import torch
 from configurations import Configuration
-from gpu_layers import PackedLayer, codes, forget_plans, gpu, hopper_quantize, layer, normal, run_hopper
+from gpu_layers import (
+    PackedLayer,
+    coded_order,
+    codes,
+    forget_plans,
+    gpu,
+    hopper_quantize,
+    layer,
+    normal,
+    run_hopper,
+)
 from host_time import host_us
 from strategies import assert_same_bits
-from token_rows import GEOMETRIES, LARGE, assert_same_codes, rows
+from token_rows import HOPPER_GEOMETRIES, HOPPER_LARGE, assert_same_codes, rows
 from torch import Tensor
 
 from slidesparse import gemm, ops, reference
@@ -53,9 +63,19 @@ def check_codes(x: Tensor, layout: SlideLayout, dtype: torch.dtype, padding: int
 @pytest.mark.parametrize("source", SOURCES)
 def test_quantized_codes_equal_reference(source: torch.dtype, dtype: torch.dtype) -> None:
     """Rows have ties, zeros, -0.0, NaN, Inf and subnormals; blocks and phases are of every kind."""
-    for pattern, k, phase in (*GEOMETRIES, *LARGE):
+    for pattern, k, phase in (*HOPPER_GEOMETRIES, *HOPPER_LARGE):
         for m in (1, 12, 150 if k < 1000 else 17):
             check_codes(rows(m, k, source), SlidePattern.parse(pattern).layout(k, phase), dtype, 16 * (m % 2))
+
+
+@pytest.mark.parametrize("dtype", [INT8, FP8])
+@pytest.mark.parametrize(("k", "phase"), [(1, 7), (37, 3), (2048, 0), (3584, 4), (18944, 0)])
+def test_codes_for_coded_weights_are_in_their_order(k: int, phase: int, dtype: torch.dtype) -> None:
+    made = Layer.of(0, k, SlidePattern(8), phase, dtype, BACKEND.alignment, BACKEND.coded)
+    for m in (1, 12, 150 if k < 1000 else 17):
+        q, scale = reference.quant_slide(rows(m, k, torch.bfloat16), SlidePattern(4).layout(k), dtype, "cuda")
+        actual = hopper_quantize(rows(m, k, torch.bfloat16).to(gpu()), made)
+        assert_same_codes(actual, (coded_order(q[:, :k], made), scale))
 
 
 @pytest.mark.parametrize("dtype", [INT8, FP8])
@@ -104,7 +124,7 @@ def expected_of(
     return y, slack + UNITS[out] * (y.abs() + slack) + 2.0**-24
 
 
-def random_config(rng: random.Random, dtype: torch.dtype) -> str:
+def random_config(rng: random.Random, packed_layer: PackedLayer) -> str:
     """Return any configuration that has a kernel and fits, also ones that are no candidates for the shape."""
     sms = torch.cuda.get_device_properties(gpu()).multi_processor_count
     while True:
@@ -118,7 +138,8 @@ def random_config(rng: random.Random, dtype: torch.dtype) -> str:
             resident=rng.choice((1, 2, 3)),
         )
         try:
-            fit = native.fit(str(config), dtype)
+            fit = native.fit(str(config), packed_layer.dtype)
+            native.Plan(packed_layer.layer, str(config))  # coded weights have fewer kernels
         except LibraryError:
             continue
         if fit.clusters * config.cluster > sms * (config.resident - 1):
@@ -141,7 +162,11 @@ def random_layer(rng: random.Random, index: int, dtype: torch.dtype) -> PackedLa
     packed = pack_without_plan(weight, pattern, phase)
     scale = torch.rand(n, 1, device=gpu()) * 0.01 + 0.001
     return PackedLayer(
-        "hopper", Layer.of(n, k, pattern, phase, dtype, BACKEND.alignment), weight, packed, scale
+        "hopper",
+        Layer.of(n, k, pattern, phase, dtype, BACKEND.alignment, BACKEND.coded),
+        weight,
+        packed,
+        scale,
     )
 
 
@@ -153,7 +178,7 @@ def random_case(rng: random.Random, index: int) -> tuple[str, Tensor]:
     gap = rng.choice((0, 0, 5, 8))
     x = (normal(m, k + gap, index + 1) * rng.choice((0.01, 1.0, 30.0))).to(source)[:, :k]
     bias = rng.choice((None, normal(1, n, 2)[0].to(out), normal(1, n, 2, torch.float32)[0]))
-    config = random_config(rng, dtype)
+    config = random_config(rng, packed_layer)
     actual = run_config(packed_layer, config, x, bias, out)()
     expected, bound = expected_of(packed_layer, x, bias, out, dtype)
     if bound is None:
@@ -208,13 +233,15 @@ def test_linear_with_long_rows_of_many_tokens() -> None:
         *[(100, 201, 777), (128, 640, 2048), (300, 513, 1536), (1030, 1000, 1000), (5000, 1500, 128)],
     ],
 )
-def test_linear_in_every_configuration(m: int, n: int, k: int) -> None:
-    """Both kernels of consecutive calls are in flight, and leave the flags unchanged; no configuration is refused."""
-    packed_layer = layer("hopper", "6:8", INT8, n, k)
+@pytest.mark.parametrize("pattern", ["4:6", "6:8"])
+def test_linear_in_every_configuration(pattern: str, m: int, n: int, k: int) -> None:
+    """Both kernels of consecutive calls are in flight; no configuration is refused."""
+    packed_layer = layer("hopper", pattern, INT8, n, k)
     x, bias = normal(m, k, 5), normal(1, n, 6)[0]
     expected, _ = expected_of(packed_layer, x, bias, torch.bfloat16, INT8)
     configs = [text for text, _ in native.candidates(packed_layer.layer, m, 4096)]
-    assert {config.partition(":")[0] for config in configs} == {"split", "stream"}
+    kinds = {config.partition(":")[0] for config in configs}
+    assert kinds == {"split", "stream"} or (packed_layer.coded and "split" in kinds)
     for config in configs:
         print(config)  # a failed launch does not name its configuration
         run = run_config(packed_layer, config, x, bias, torch.bfloat16)

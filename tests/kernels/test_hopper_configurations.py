@@ -41,7 +41,7 @@ EXPORT int candidates(int n, int columns, int m, double dense, int most, int sms
     return Fit{found[0], found[1]};
   };
   int count = 0;
-  for (const Candidate& one : FindCandidates(n, columns, m, dense, most, sms, fit)) {
+  for (const Candidate& one : FindCandidates(n, columns, m, dense, 5120 + 3072 * dense, most, sms, fit)) {
     std::strcpy(texts + 32 * count, ToText(one.configuration).c_str());
     us[count++] = one.us;
   }

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slidesparse.gemm.hopper import format as fmt
+from slidesparse.pattern import PatternError
 
+PAIRS = list(combinations(range(8), 2))  # of the columns of a coded group, in the order of their numbers
 KEPT = [kept for count in (1, 2) for kept in combinations(range(4), count)]  # columns of a group
 
 
@@ -55,3 +57,34 @@ def test_elements_of_dense_blocks_are_where_ptx_isa_says(row: int, column: int) 
     assert packed[:16].view(torch.int32).tolist() == [2 * (1 + 8 * block) + 1 for block in range(4)]
     block = packed[fmt.OFFSET_UNIT :].view(2, 2, fmt.DENSE_BYTES)[row // 64, column // 128]
     assert place(block, 100) == (column % 128 // 32, row % 64, column % 32)
+
+
+def test_pack_coded_refuses_seven_nonzeros_in_eight() -> None:
+    weight = torch.ones(3, 21, dtype=torch.int8)
+    weight[:, ::4] = 0
+    weight[2, 5:] = 1
+    with pytest.raises(PatternError, match=r"row 2, block 1 \(columns from 5\) has 8 non-zeros"):
+        fmt.pack_coded(weight, phase=3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(row=st.integers(0, 127), group=st.integers(0, 31), dropped=st.sampled_from(PAIRS))
+def test_coded_elements_are_where_the_consumer_reads_them(
+    row: int, group: int, dropped: tuple[int, int]
+) -> None:
+    """The PTX ISA defines the thread that has a row and columns of a wgmma; six values and the number of a pair."""
+    weight = torch.zeros(128, 256, dtype=torch.int8)
+    kept = [column for column in range(8) if column not in dropped]
+    weight[row, 8 * group + torch.tensor(kept)] = torch.arange(100, 106, dtype=torch.int8)
+    block = fmt.pack_coded(weight).view(2, 2, fmt.CODED_BYTES)[row // 64, group // 16]
+    wgmma, lower = group % 16 // 4, row % 16 // 8
+    thread = row % 64 // 16 * 32 + 4 * (row % 8) + group % 4
+    halves = block[: fmt.CODED_VALUE_BYTES].view(2, -1)
+    first, rest = halves[wgmma // 2].split([128 * 16, 128 * 8])
+    values = torch.cat([first.view(128, 16)[thread], rest.view(128, 8)[thread]]).view(2, 12)[wgmma % 2]
+    found = torch.cat([values[4 * lower :][:4], values[8 + 2 * lower :][:2]])
+    assert found.tolist() == list(range(100, 106))
+    low, high = block[fmt.CODED_VALUE_BYTES :].split([128 * 4, 128])
+    codes = int(low.view(torch.int32)[thread]) & 0xFFFFFFFF | int(high[thread]) << 32
+    assert codes >> 5 * (2 * wgmma + lower) & 31 == PAIRS.index(dropped)
+    assert int(block[: fmt.CODED_VALUE_BYTES].count_nonzero()) == 6

@@ -60,7 +60,7 @@ using namespace slidesparse::hopper;
 EXPORT void slidesparse_hopper_pack_bytes(const SlidesparseLayer* layer, std::int64_t* packed,
                                           std::int64_t* scratch) {
   const PackArguments arguments = MakePackArguments(*layer);
-  *packed = PackGrid(arguments) * kPackedBytes;
+  *packed = PackGrid(arguments) * BlockBytes(arguments);
   *scratch = layer->length > kLongLength ? std::int64_t{layer->n} * arguments.pattern_blocks * 8 : 0;
 }
 EXPORT const char* slidesparse_hopper_pack(const SlidesparseLayer* layer, const void* weight,
@@ -114,6 +114,9 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 def packed_by_torch(weight: Tensor, pattern: SlidePattern, phase: int) -> Tensor:
     """Pack by torch, with -0.0 replaced by +0.0."""
+    if pattern.length in Hopper.coded:
+        weight = torch.where(is_zero(weight), 0, raw(weight)).view(weight.dtype)
+        return hopper_format.pack_coded(weight, phase)
     windows = slide(weight, pattern, phase)
     return hopper_format.pack(torch.where(is_zero(windows), 0, raw(windows)).view(windows.dtype))
 

@@ -11,7 +11,8 @@ import torch
 from slidesparse.gemm import cuda, tuned
 from slidesparse.gemm.hopper import backend as hopper
 from slidesparse.gemm.hopper import native
-from slidesparse.gemm.problem import ALL_DENSE, MIXED, Layer, LibraryError, Problem
+from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.problem import ALL_DENSE, CODED, MIXED, Layer, LibraryError, Problem
 from slidesparse.gemm.tuned import Subject, Tuned
 from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import INT8
@@ -72,14 +73,17 @@ def test_each_row_is_for_the_tokens_that_a_tuned_configuration_serves(
 
 
 def test_dense_blocks_have_their_own_configurations() -> None:
-    """Above the tuned token counts and without tuning, they use those of 2:4 blocks; slid weights have none."""
+    """Above the tuned token counts and without tuning, they use those of 2:4 blocks; others have none."""
     save((64, "sparse"))
     save((16, "dense"), problem=replace(PROBLEM, blocks=ALL_DENSE))
     save((64, "mixed"), problem=replace(PROBLEM, blocks=MIXED))
     assert table(DENSE)[16] == ("sparse", "mixed", "dense")
     assert table(DENSE)[64] == ("sparse", "mixed", "sparse")
-    slid = table(Layer.of(64, 160, SlidePattern(8), 0, INT8, 128))  # of as many columns
+    slid = table(Layer.of(64, 192, SlidePattern(6), 0, INT8, 128))  # of as many columns
     assert all(len(set(row)) == 1 for row in slid.values())
+    save((16, "coded"), problem=replace(PROBLEM, blocks=CODED))
+    coded = table(Layer.of(64, 250, SlidePattern(8), 3, INT8, 128, Hopper.coded))
+    assert set(coded.values()) == {("coded",) * 3}
 
 
 def test_untuned_layers_use_near_shapes_where_the_cost_model_agrees(caplog: pytest.LogCaptureFixture) -> None:

@@ -25,9 +25,11 @@ FAST = ("pack.cu", "instance.cu TYPE=Int8 TOKENS=256")  # the latter's accumulat
 # Kernels that may have local memory, by a pattern of their mangled names: how many bytes of a frame with CUDA 13.0.
 FRAMES = {
     # Two or three CTAs share an SM's registers.  By their SASS, stores precede the main loop and loads follow it.
-    r"GemmSplitKINS0_4Int8ELi[23]ELi64ELb0E": 24,
+    r"GemmSplitKINS0_4Int8ELi[23]ELi64ELNS0_6BlocksE0E": 24,
     # The 672 threads have 80 registers each.  Stores and loads are outside of the main loop, as above.
-    r"GemmStreamKINS0_(4Int8|3Fp8)ELi5ELi64ELb[01]E": 16,
+    r"GemmStreamKINS0_(4Int8|3Fp8)ELi5ELi64ELNS0_6BlocksE[01]E": 16,
+    # As above.
+    r"GemmStreamKINS0_(4Int8|3Fp8)ELi3ELi32ELNS0_6BlocksE2E": 8,
     # Rows of float32, of which a vector has 8 words, where 1024 threads have 64 registers each.  Models are 16-bit.
     r"8QuantizeILNS0_5FloatE3ELb[01]ELb1ELi[14]ELNS0_8PrologueE[123]E": 192,
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.measure import Window
 from slidesparse import gemm
-from slidesparse.gemm.problem import DTYPES, TWO_FOUR, LibraryError, Problem, Tensors
+from slidesparse.gemm.problem import ALL_2_4, DTYPES, TWO_FOUR, LibraryError, Problem, Tensors
 from slidesparse.pattern import SlidePattern
 from slidesparse.slide import obeys
 from slidesparse.tune.inputs import Inputs
@@ -56,6 +56,7 @@ class FakeLibrary:
     name: str = "cusparselt"
     sparse: bool = True
     alignment: int = 32
+    coded: tuple[int, ...] = ()
     times: dict[str, float] = field(default_factory=lambda: dict(TIMES))
     outs: tuple[str, ...] = ("bf16", "int32")
     scale: str = "none"
@@ -81,7 +82,7 @@ class FakeLibrary:
     def epilogue(self, dtype: str, out: str) -> str:
         return "none" if out == "int32" else self.scale
 
-    def operand(self, weight: Tensor) -> Tensor:
+    def operand(self, weight: Tensor, blocks: str = ALL_2_4) -> Tensor:
         assert not self.sparse or obeys(weight, TWO_FOUR)
         self.packed.append(tuple(weight.shape))
         return weight

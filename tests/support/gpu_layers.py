@@ -18,9 +18,9 @@ from slidesparse.gemm import backend as backends
 from slidesparse.gemm import cuda, library
 from slidesparse.gemm.backend import Tunable
 from slidesparse.gemm.hopper import native
-from slidesparse.gemm.hopper.backend import multiply, plan_layer, product_layer
+from slidesparse.gemm.hopper.backend import Hopper, multiply, plan_layer, product_layer
 from slidesparse.gemm.hopper.native import TYPES
-from slidesparse.gemm.problem import NAMES, Layer, Problem, Tensors
+from slidesparse.gemm.problem import ALL_2_4, CODED, NAMES, Layer, Problem, Tensors
 from slidesparse.kernels import Producer, SiluMul
 from slidesparse.pattern import SlideLayout, SlidePattern
 from slidesparse.prune import prune
@@ -99,11 +99,21 @@ def hopper_quantize(x: Tensor, layer: Layer, producer: Producer = None) -> tuple
     return q, scale
 
 
+def coded_order(q: Tensor, layer: Layer) -> Tensor:
+    """Put codes [M, K] into the order in which a coded weight is multiplied, [M, columns]."""
+    rows = torch.nn.functional.pad(
+        q.view(torch.int8), (layer.phase, layer.columns - layer.phase - q.shape[1])
+    )
+    groups = rows.view(len(q), layer.columns // 32, 4, 2, 4)  # of eight columns, in two halves
+    return groups.transpose(2, 3).reshape(len(q), layer.columns).view(q.dtype)
+
+
 def run_hopper(
     plan: int, x: Tensor, packed: Tensor, scale_w: Tensor, bias: Tensor | None, out: Tensor
 ) -> None:
-    """Run a whole layer by the plan with this handle, without any checks."""
-    scratch = x.new_empty(native.library().slidesparse_hopper_scratch_bytes(plan, len(x)), dtype=torch.uint8)
+    """Run a whole layer by the plan with this handle, without any checks, in scratch memory that is not zero."""
+    size = native.library().slidesparse_hopper_scratch_bytes(plan, len(x))
+    scratch = torch.full((size,), 1, dtype=torch.uint8, device=x.device)
     native.call(
         "linear",
         *(plan, len(x), *input_arguments(x, None), packed.data_ptr(), packed.numel(), scale_w.data_ptr()),
@@ -143,13 +153,24 @@ class PackedLayer:
     def layout(self) -> SlideLayout:
         return self.layer.layout
 
+    @property
+    def coded(self) -> bool:
+        """Whether the weight is coded, for activations that are not lifted."""
+        return self.backend == "hopper" and self.layer.length in Hopper.coded
+
     def lifted(self, q: Tensor) -> Tensor:
-        """Lift codes [M, K] -> [M, K'] with the reference, in memory that ends with the last row."""
-        return lift_layout(q, self.layout)
+        """Lift codes [M, K] -> [M, K'] with the reference, in memory that ends with the last row.
+
+        For a coded weight reorder them, [M, columns].
+        """
+        return coded_order(q, self.layer) if self.coded else lift_layout(q, self.layout)
 
     def quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [M, K] -> codes [M, columns] and scales [M, 1], by Triton's kernel."""
-        return backends.quantize(x, self.layer)
+        if not self.coded:
+            return backends.quantize(x, self.layer)
+        q, scale_x = backends.quantize(x, Layer.of(self.layer.n, self.layer.k, None, 0, self.dtype, 4))
+        return coded_order(q[:, : self.layer.k], self.layer), scale_x
 
     def product(self, q: Tensor, scale_x: Tensor, bias: Tensor | None, out: torch.dtype) -> Tensor:
         """Multiply the results of `quantized` by the weight."""
@@ -160,7 +181,10 @@ class PackedLayer:
             implementation.scaled_matmul(tensors)
             return y
         q = library.pad(q, implementation.alignment).contiguous()
-        problem = Problem(NAMES[self.dtype], NAMES[out], self.layer.n, q.shape[1], len(q), "both")
+        blocks = CODED if self.coded else ALL_2_4
+        problem = Problem(
+            NAMES[self.dtype], NAMES[out], self.layer.n, q.shape[1], len(q), "both", blocks=blocks
+        )
         with cuda.on_device(q.get_device()):
             multiply(plan_layer(product_layer(problem), q.get_device()), tensors._replace(activations=q))
         return y
@@ -188,7 +212,7 @@ def layer(backend: str, pattern: str, dtype: torch.dtype, n: int, k: int) -> Pac
         weight = prune(codes(n, k, n * k), parsed)
         scale = torch.linspace(0.005, 0.015, n, device=gpu()).reshape(n, 1)
     implementation, slides = gemm.get(backend), None if backend == "cublaslt" else parsed
-    made = Layer.of(n, k, slides, 0, dtype, implementation.alignment)
+    made = Layer.of(n, k, slides, 0, dtype, implementation.alignment, implementation.coded)
     return PackedLayer(backend, made, weight, implementation.pack(weight, slides), scale)
 
 

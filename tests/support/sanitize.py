@@ -58,8 +58,8 @@ MARGIN = 64  # columns or rows of poison, a multiple of every required alignment
 TOKENS = (1, 5, 17)
 GEOMETRIES = (
     ("2:4", 37, 0),
-    ("6:8", 75, 0),
-    ("6:8", 76, 3),
+    ("8:10", 75, 0),
+    ("8:10", 76, 3),
     ("4:6", 1003, 0),
     ("14:16", 2050, 1),
     ("2_inf", 33, 0),
@@ -178,9 +178,13 @@ def check_packing(pattern: str, k: int, phase: int, dtype: torch.dtype) -> bool:
     parsed, passed = SlidePattern.parse(pattern), True
     for n in TOKENS:
         w = prune(quantize_rows(normal(n, k), dtype)[0], parsed, phase=phase)
-        windows = slide(w, parsed, phase)
-        windows.view(INT8)[windows == 0] = 0  # the kernels make +0.0 of -0.0
-        packed = hopper_format.pack(windows.cpu())
+        w.view(INT8)[w == 0] = 0  # the kernels make +0.0 of -0.0
+        coded = parsed.length in HOPPER.coded
+        packed = (
+            hopper_format.pack_coded(w.cpu(), phase)
+            if coded
+            else hopper_format.pack(slide(w, parsed, phase).cpu())
+        )
         for weight in (tight(w), poisoned(w)):
             actual, broken_blocks = pack_by_kernel(weight, parsed, phase)
             passed &= same(actual, packed) and not broken_blocks
@@ -188,7 +192,7 @@ def check_packing(pattern: str, k: int, phase: int, dtype: torch.dtype) -> bool:
 
 
 def packing() -> Iterator[Case]:
-    for pattern, k, phase in (*GEOMETRIES, ("30:32", 70, 31), ("126:128", 130, 0)):
+    for pattern, k, phase in (*GEOMETRIES, ("6:8", 76, 3), ("30:32", 70, 31), ("126:128", 130, 0)):
         for dtype in CODES:
             case = f"hopper pack {pattern} K={k} phase={phase} {dtype}"
             yield case, partial(check_packing, pattern, k, phase, dtype)
@@ -279,7 +283,7 @@ def check_hopper_producers(pattern: str, k: int, phase: int, source: torch.dtype
 
 
 def hopper_producers() -> Iterator[Case]:
-    for pattern, k, phase in (*GEOMETRIES, ("6:8", 2048, 0)):
+    for pattern, k, phase in (*GEOMETRIES, ("8:10", 2048, 0)):
         for source in SOURCES:
             case = f"hopper producers {pattern} K={k} phase={phase} {source}"
             yield case, partial(check_hopper_producers, pattern, k, phase, source)

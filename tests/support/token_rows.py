@@ -34,6 +34,11 @@ LARGE = [
     ("4:6", 2047, 1),
     ("2:4", 18942, 0),
 ]
+# Those whose activations the Hopper kernels lift, as they code 6:8 weights.
+HOPPER_GEOMETRIES, HOPPER_LARGE = (
+    [(pattern.replace("6:8", "8:10"), k, phase) for pattern, k, phase in geometries]
+    for geometries in (GEOMETRIES, LARGE)
+)
 
 
 def rows(m: int, k: int, source: torch.dtype) -> Tensor:

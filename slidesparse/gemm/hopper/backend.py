@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
+from collections.abc import Collection
 from dataclasses import replace
 from functools import lru_cache
 
@@ -25,7 +26,9 @@ from slidesparse.gemm.hopper import format as hopper_format
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.native import TYPES
 from slidesparse.gemm.problem import (
+    ALL_2_4,
     BLOCKS,
+    CODED,
     DTYPES,
     NAMES,
     TWO_FOUR,
@@ -97,6 +100,7 @@ class Hopper(CudaBackend):
     alignment = BLOCK
     products = dict.fromkeys(("int8", "fp8"), tuple(NAMES[dtype] for dtype in OUTPUTS))
     outputs: tuple[torch.dtype, ...] = OUTPUTS
+    coded: Collection[int] = (hopper_format.CODED_LENGTH,)
 
     def version(self) -> str:
         """See `Tunable.version`: the version of the configurations."""
@@ -123,10 +127,12 @@ class Hopper(CudaBackend):
         """See `Tunable.epilogue`: always "both" scales."""
         return "both"
 
-    def operand(self, weight: Tensor) -> Tensor:
+    def operand(self, weight: Tensor, blocks: str = ALL_2_4) -> Tensor:
         """See `Tunable.operand`: packed (`slidesparse.gemm.hopper.format`), with dense blocks where needed."""
         require_operand(weight.dtype)
-        return pack_without_plan(weight, None)
+        return pack_without_plan(
+            weight, SlidePattern(hopper_format.CODED_LENGTH) if blocks == CODED else None
+        )
 
     def algorithms(self, problem: Problem, device: torch.device) -> list[str]:
         """See `Tunable.algorithms`: the CANDIDATES configurations that the cost model predicts to be fastest."""
@@ -151,7 +157,7 @@ class Hopper(CudaBackend):
             raise LibraryError(f"the Hopper kernels scale by out-feature and token, asked for {problem}")
 
     def pack(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
-        """See `Backend.pack`: the packed windows, N padded to whole strips and K' to whole blocks.
+        """See `Backend.pack`: the packed windows or codes, N padded to whole strips and K' or K to whole blocks.
 
         A weight without a pattern is stored in blocks of 64 out-features x 128 columns, 2:4 where their zeros allow it.
         Little temporary memory is used.  Raises LibraryError for dtypes other than INT8 and FP8.
@@ -160,7 +166,7 @@ class Hopper(CudaBackend):
         if packed.is_cuda and packed.numel():
             with cuda.on_device(packed.get_device()):
                 n, k = weight.shape
-                layer = Layer.of(n, k, pattern, phase, weight.dtype, self.alignment)
+                layer = Layer.of(n, k, pattern, phase, weight.dtype, self.alignment, self.coded)
                 plan_layer(layer, packed.get_device())
         return packed
 
@@ -191,13 +197,14 @@ def configuration_table(layer: Layer, device: torch.device) -> list[tuple[int, t
 
     They are the same for outputs in BF16 and FP16, with and without a bias.  Where no near shape that was tuned on this
     GPU or a similar one has one that suits, it is the one that the cost model predicts to be fastest.  Weights with
-    dense blocks use those of 2:4 blocks unless they were tuned themselves; slid weights have no dense blocks.
+    dense blocks use those of 2:4 blocks unless they were tuned themselves; slid and coded weights have no dense blocks.
     """
     if layer.n == 0:
         return []
     backend = Hopper()
     subject, columns = cuda.subject_of(backend, device), round_up(layer.columns, backend.alignment)
-    problem = Problem(NAMES[layer.dtype], NAMES[OUTPUTS[0]], layer.n, columns, 1, "both")
+    blocks = CODED if layer.length in backend.coded else ALL_2_4
+    problem = Problem(NAMES[layer.dtype], NAMES[OUTPUTS[0]], layer.n, columns, 1, "both", blocks=blocks)
     slid = (layer.length, layer.phase) != (HARDWARE_LENGTH, 0)
     others = [] if slid else [replace(problem, blocks=blocks) for blocks in BLOCKS[1:]]
     tokens = {*TABLE_TOKENS, *(m for kind in (problem, *others) for m in tuned.tuned_tokens(subject, kind))}
@@ -238,7 +245,8 @@ def _predictions(problem: Problem, device_index: int) -> dict[str, float]:
 
 def product_layer(problem: Problem) -> Layer:
     """Return the layer of a GEMM alone, whose activations have been quantized and lifted already."""
-    return Layer.of(problem.n, problem.k, TWO_FOUR, 0, DTYPES[problem.dtype], ALIGNMENT)
+    pattern = SlidePattern(hopper_format.CODED_LENGTH) if problem.blocks == CODED else TWO_FOUR
+    return Layer.of(problem.n, problem.k, pattern, 0, DTYPES[problem.dtype], ALIGNMENT, Hopper.coded)
 
 
 def pack_without_plan(weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
@@ -253,6 +261,8 @@ def pack_without_plan(weight: Tensor, pattern: SlidePattern | None, phase: int =
     if not weight.is_cuda:
         if dense is not None:
             return hopper_format.pack_mixed(weight, dense)
+        if pattern is not None and pattern.length in Hopper.coded:
+            return hopper_format.pack_coded(weight, phase)
         return hopper_format.pack(slide(weight, pattern or TWO_FOUR, phase))
     packed, broken = pack_by_kernel(weight, pattern or TWO_FOUR, phase, dense)
     require_unbroken_blocks(weight, pattern, phase, broken)

@@ -19,6 +19,18 @@ A dense block has the values of columns 0..31, 32..63, 64..95 and 96..127 in the
 The metadata are one 32-bit word for each of the 128 threads of the strip's warpgroup.  Thread (warp w of 4, lane
 4 g + 2 h + r) has the word of row 16 w + g + 8 r: for each of the eight groups of four columns from 32 h on the indices
 of the two that are stored, two bits each, the first group and index lowest.
+
+A 6:8 weight is not slid but coded, uint8 [strips, blocks, 6784]: of each eight columns six values and five bits, the
+number of the pair of columns that is left out, counted in lexicographic order.  Each thread of the warpgroup expands
+eight such groups into the registers of four dense wgmmas.  Thread (warp w, lane 4 g + t) has for wgmma i columns 32 i +
+8 t to 32 i + 8 t + 7 of rows 16 w + g (r = 0) and 16 w + g + 8 (r = 1)::
+
+    coded   values of wgmmas 0 and 1: 128 x 16, 128 x 8 | of wgmmas 2 and 3: 128 x 16, 128 x 8 | codes 128 x 4, 128 x 1
+    values  of a thread and a wgmma: first four, r = 0 | first four, r = 1 | last two, r = 0 | last two, r = 1
+    codes   of a thread: 40 bits, from the lowest on (i, r) = (0, 0), (0, 1), (1, 0), ...
+
+wgmma multiplies a thread's columns as its columns 4 t to 4 t + 3 and 16 + 4 t to 16 + 4 t + 3, so the quantizer writes
+each 32 codes in this order.
 """
 
 from __future__ import annotations
@@ -27,12 +39,17 @@ import torch
 from torch import Tensor
 
 from slidesparse.blocks import BLOCK, STRIP, blocks_of, strips_of
+from slidesparse.pattern import SlidePattern
+from slidesparse.slide import nonzero, require_pattern
 
 VALUE_BYTES = STRIP * BLOCK // 2
 METADATA_BYTES = STRIP * BLOCK // 8
 BLOCK_BYTES = VALUE_BYTES + METADATA_BYTES
 DENSE_BYTES = STRIP * BLOCK
 OFFSET_UNIT = 1024  # bytes: unit of the offsets in a mixed weight
+CODED_LENGTH = 8  # columns of a group of a coded weight, of which six are stored
+CODED_VALUE_BYTES = DENSE_BYTES // 8 * 6
+CODED_BYTES = CODED_VALUE_BYTES + DENSE_BYTES // 8 * 5 // 8
 
 # Which two of four columns are kept, by the bits of the non-zeros; the hardware wants two different ones, in order.
 _KEPT_COLUMNS = {
@@ -113,6 +130,40 @@ def pack_mixed(weight: Tensor, dense: Tensor) -> Tensor:
             at = OFFSET_UNIT * (entry // 2)
             packed[at : at + values.numel()] = values
     return packed
+
+
+def pack_coded(weight: Tensor, phase: int = 0) -> Tensor:
+    """Code 6:8 weights [N, K] of one-byte elements on any device: uint8 [strips * blocks * 6784].
+
+    -0.0 counts as zero, and may become +0.0.
+
+    Args:
+        phase: zero columns to put before the row.
+
+    Raises PatternError for eight columns with more than six non-zeros.
+    """
+    n, k = weight.shape
+    require_pattern(weight, SlidePattern(CODED_LENGTH), "weight", phase)
+    strips, blocks = strips_of(n), blocks_of(k + phase)
+    right = blocks * BLOCK - phase - k
+    codes = torch.nn.functional.pad(weight.view(torch.uint8), (phase, right, 0, strips * STRIP - n))
+    groups = codes.view(strips * STRIP, blocks * BLOCK // CODED_LENGTH, CODED_LENGTH)
+    zeros = ~nonzero(groups.view(weight.dtype))
+    dropped = zeros & (zeros.cumsum(-1) <= 2)
+    order = dropped.to(torch.uint8).argsort(dim=-1, stable=True)  # the six that are kept, then the other two
+    first, second = order[..., 6], order[..., 7]
+    numbers = first * (2 * CODED_LENGTH - 1 - first) // 2 + second - first - 1
+    # rows: strip, w, r, g; columns: block, half, wgmma, t -> strip, block, half, thread (w, g, t), wgmma, r
+    shape, threads = (strips, 4, 2, 8, blocks, 2, 2, 4), (0, 4, 5, 1, 3, 7, 6, 2)
+    values = groups.gather(-1, order[..., :6]).view(*shape, 6).permute(*threads, 8)
+    values = torch.cat([values[..., :4].flatten(-2), values[..., 4:].flatten(-2)], -1)
+    values = values.reshape(strips, blocks, 2, 128, 24)
+    numbers = numbers.view(shape).permute(0, 4, 1, 3, 7, 5, 6, 2).reshape(strips, blocks, 128, 8)
+    words = (numbers << 5 * torch.arange(8, device=weight.device)).sum(-1)
+    bytes_ = (words.unsqueeze(-1) >> 8 * torch.arange(5, device=weight.device) & 0xFF).to(torch.uint8)
+    parts = [values[..., :16].flatten(-2), values[..., 16:].flatten(-2)]
+    coded = [torch.cat(parts, -1).flatten(-2), bytes_[..., :4].flatten(-2), bytes_[..., 4]]
+    return torch.cat(coded, -1).view(-1)
 
 
 def _kept_columns(device: torch.device) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 
 from slidesparse.build.compile import build
 from slidesparse.build.find import ToolchainError
-from slidesparse.gemm.problem import ALL_2_4, BLOCKS, Layer, LibraryError
+from slidesparse.gemm.problem import ALL_2_4, BLOCKS, CODED, Layer, LibraryError
 from slidesparse.quantize import FP8
 
 TYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # SlidesparseType
@@ -138,11 +138,13 @@ def fit(configuration: str, dtype: torch.dtype) -> Fit:
 def candidates(layer: Layer, m: int, max_count: int, blocks: str = ALL_2_4) -> list[tuple[str, float]]:
     """Return up to ``max_count`` configurations for a layer of m tokens on this device, fastest first.
 
-    Each with the microseconds that the model in csrc/hopper/configuration.cu predicts.  ``blocks`` is one of BLOCKS.
+    Each with the microseconds that the model in csrc/hopper/configuration.cu predicts.  ``blocks`` is one of BLOCKS, or
+    CODED for a layer whose weight is coded.
     """
     texts = ctypes.create_string_buffer(max_count * TEXT_BYTES)
     us, count = (c_double * max_count)(), c_int32()
-    call("candidates", integers(layer), m, BLOCKS.index(blocks), max_count, texts, us, ctypes.byref(count))
+    kind = 0 if blocks == CODED else BLOCKS.index(blocks)
+    call("candidates", integers(layer), m, kind, max_count, texts, us, ctypes.byref(count))
     return [
         (texts.raw[TEXT_BYTES * i : TEXT_BYTES * (i + 1)].partition(b"\0")[0].decode(), us[i])
         for i in range(count.value)
