@@ -113,7 +113,8 @@ SLIDESPARSE_EXPORT std::int64_t slidesparse_hopper_scratch_bytes(const Slidespar
 
 // ---- running a plan ----
 //
-//   x           [m, k], with SILU_MUL [m, 2 k], of `type`, rows `stride` elements apart
+//   x           [m, k], with SILU_MUL [m, 2 k], of `type`, BF16 or FP16, rows `stride` elements
+//               apart
 //   prologue    a SlidesparsePrologue with its gain [k], its residual [m, k], whose rows are
 //               `residual_stride` elements apart, and total [m, k], all of x's type; null where
 //               the prologue has none

@@ -44,12 +44,10 @@ struct QuantizeArguments {
 // Eight consecutive columns of a row, as they are in memory.
 template <Float kInput>
 struct Vector {
-  static constexpr int kWords = kInput == Float::kFloat32 ? 8 : 4;
-  std::uint32_t words[kWords] = {};
+  std::uint32_t words[4] = {};
 
   __device__ __forceinline__ float Get(int i) const {
-    if (kInput == Float::kFloat32) return __uint_as_float(words[i % kWords]);
-    const std::uint32_t word = words[i / 2 % kWords];
+    const std::uint32_t word = words[i / 2];
     if (kInput == Float::kBFloat16) {
       return __uint_as_float(i % 2 ? word & 0xFFFF0000u : word << 16);
     }
@@ -60,11 +58,8 @@ struct Vector {
   __device__ __forceinline__ static Vector Of(const float (&values)[kVectorCodes]) {
     Vector rounded;
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      rounded.words[i] =
-          kInput == Float::kFloat32
-              ? __float_as_uint(values[i])
-              : Narrow(values[2 * i % kVectorCodes], values[(2 * i + 1) % kVectorCodes], kInput);
+    for (int i = 0; i < 4; ++i) {
+      rounded.words[i] = Narrow(values[2 * i], values[2 * i + 1], kInput);
     }
     return rounded;
   }
@@ -82,34 +77,22 @@ struct Vector {
 // kWide: by vector loads, for phase 0, a multiple of 8 columns, and rows aligned to 16 bytes.
 template <Float kInput, bool kWide>
 __device__ __forceinline__ Vector<kInput> LoadVector(const QuantizeArguments& arguments,
-                                                     const std::uint8_t* row, int column) {
-  constexpr int kBytes = kInput == Float::kFloat32 ? 4 : 2;
+                                                     const std::uint16_t* row, int column) {
   Vector<kInput> vector;
   if (kWide) {
     if (column < arguments.k) {
-      const uint4* from = reinterpret_cast<const uint4*>(row + std::int64_t{column} * kBytes);
-#pragma unroll
-      for (int i = 0; i < Vector<kInput>::kWords / 4; ++i) {
-        const uint4 found = from[i];
-        vector.words[4 * i] = found.x;
-        vector.words[4 * i + 1] = found.y;
-        vector.words[4 * i + 2] = found.z;
-        vector.words[4 * i + 3] = found.w;
-      }
+      const uint4 found = *reinterpret_cast<const uint4*>(row + column);
+      vector.words[0] = found.x;
+      vector.words[1] = found.y;
+      vector.words[2] = found.z;
+      vector.words[3] = found.w;
     }
   } else {
 #pragma unroll
     for (int i = 0; i < kVectorCodes; ++i) {
       const int at = column + i - arguments.phase;
       if (at < 0 || at >= arguments.k) continue;
-      if (kInput == Float::kFloat32) {
-        vector.words[i % Vector<kInput>::kWords] =
-            __float_as_uint(reinterpret_cast<const float*>(row)[at]);
-      } else {
-        vector.words[i / 2] |=
-            static_cast<std::uint32_t>(reinterpret_cast<const std::uint16_t*>(row)[at])
-            << (i % 2 * 16);
-      }
+      vector.words[i / 2] |= static_cast<std::uint32_t>(row[at]) << (i % 2 * 16);
     }
   }
   return vector;
@@ -117,29 +100,19 @@ __device__ __forceinline__ Vector<kInput> LoadVector(const QuantizeArguments& ar
 
 // The inverse: columns that x does not have are not written.
 template <Float kInput, bool kWide>
-__device__ __forceinline__ void StoreVector(const QuantizeArguments& arguments, std::uint8_t* row,
+__device__ __forceinline__ void StoreVector(const QuantizeArguments& arguments, std::uint16_t* row,
                                             int column, const Vector<kInput>& vector) {
-  constexpr int kBytes = kInput == Float::kFloat32 ? 4 : 2;
   if (kWide) {
     if (column < arguments.k) {
-      uint4* const to = reinterpret_cast<uint4*>(row + std::int64_t{column} * kBytes);
-#pragma unroll
-      for (int i = 0; i < Vector<kInput>::kWords / 4; ++i) {
-        to[i] = make_uint4(vector.words[4 * i], vector.words[4 * i + 1], vector.words[4 * i + 2],
-                           vector.words[4 * i + 3]);
-      }
+      *reinterpret_cast<uint4*>(row + column) =
+          make_uint4(vector.words[0], vector.words[1], vector.words[2], vector.words[3]);
     }
   } else {
 #pragma unroll
     for (int i = 0; i < kVectorCodes; ++i) {
       const int at = column + i - arguments.phase;
       if (at < 0 || at >= arguments.k) continue;
-      if (kInput == Float::kFloat32) {
-        reinterpret_cast<std::uint32_t*>(row)[at] = vector.words[i % Vector<kInput>::kWords];
-      } else {
-        reinterpret_cast<std::uint16_t*>(row)[at] =
-            static_cast<std::uint16_t>(vector.words[i / 2] >> (i % 2 * 16));
-      }
+      row[at] = static_cast<std::uint16_t>(vector.words[i / 2] >> (i % 2 * 16));
     }
   }
 }
@@ -154,22 +127,20 @@ __device__ __forceinline__ float SiluMul(float gate, float up) {
 // A row of x, from which the prologue makes the row that is quantized.
 template <Float kInput, bool kWide, Prologue kPrologue>
 struct Row {
-  static constexpr int kBytes = kInput == Float::kFloat32 ? 4 : 2;
   static constexpr bool kIsNorm =
       kPrologue == Prologue::kRmsNorm || kPrologue == Prologue::kAddRmsNorm;
 
   const QuantizeArguments& arguments;
-  const std::uint8_t *x, *other;  // the residual, or the second half of x
-  std::uint8_t* total;
+  const std::uint16_t *x, *other;  // the residual, or the second half of x
+  std::uint16_t* total;
 
   __device__ __forceinline__ Row(const QuantizeArguments& given, std::int64_t row)
       : arguments(given),
-        x(static_cast<const std::uint8_t*>(given.x) + row * given.stride * kBytes),
+        x(static_cast<const std::uint16_t*>(given.x) + row * given.stride),
         other(kPrologue == Prologue::kAddRmsNorm
-                  ? static_cast<const std::uint8_t*>(given.residual) +
-                        row * given.residual_stride * kBytes
-                  : x + std::int64_t{given.k} * kBytes),
-        total(static_cast<std::uint8_t*>(given.total) + row * given.k * kBytes) {}
+                  ? static_cast<const std::uint16_t*>(given.residual) + row * given.residual_stride
+                  : x + given.k),
+        total(static_cast<std::uint16_t*>(given.total) + row * given.k) {}
 
   // Eight consecutive columns of what the prologue reads.
   struct Source {
@@ -211,7 +182,7 @@ struct Row {
     float made[kVectorCodes];
     if (kIsNorm) {
       const auto gain = LoadVector<kInput, kWide>(
-          arguments, static_cast<const std::uint8_t*>(arguments.gain), column);
+          arguments, static_cast<const std::uint16_t*>(arguments.gain), column);
 #pragma unroll
       for (int i = 0; i < kVectorCodes; ++i) {
         made[i] = __fmul_rn(__fmul_rn(source.Sum(i), factor), gain.Get(i));

@@ -26,7 +26,7 @@ CASES += [
     for geometry in (*HOPPER_LARGE, ("8:10", 3584, 0), ("4:6", 8192, 0))
     for m in (12, 150, 600)
 ]
-TYPES = [(torch.bfloat16, INT8), (torch.bfloat16, FP8), (torch.float16, INT8), (torch.float32, FP8)]
+TYPES = [(torch.bfloat16, INT8), (torch.bfloat16, FP8), (torch.float16, INT8), (torch.float16, FP8)]
 
 
 def wide_of(x: Tensor, start: int) -> Tensor:
