@@ -9,7 +9,8 @@
 
 namespace slidesparse::hopper {
 
-constexpr int kVectorCodes = 8;  // columns that a thread loads and quantizes together
+constexpr int kVectorCodes = 8;   // columns that a thread loads and quantizes together
+constexpr int kElementBytes = 2;  // of an element of x; addresses in bytes take fewer registers
 
 // What is quantized.
 enum class Prologue : int {
@@ -77,11 +78,12 @@ struct Vector {
 // kWide: by vector loads, for phase 0, a multiple of 8 columns, and rows aligned to 16 bytes.
 template <Float kInput, bool kWide>
 __device__ __forceinline__ Vector<kInput> LoadVector(const QuantizeArguments& arguments,
-                                                     const std::uint16_t* row, int column) {
+                                                     const std::uint8_t* row, int column) {
   Vector<kInput> vector;
   if (kWide) {
     if (column < arguments.k) {
-      const uint4 found = *reinterpret_cast<const uint4*>(row + column);
+      const uint4 found =
+          *reinterpret_cast<const uint4*>(row + std::int64_t{column} * kElementBytes);
       vector.words[0] = found.x;
       vector.words[1] = found.y;
       vector.words[2] = found.z;
@@ -92,7 +94,9 @@ __device__ __forceinline__ Vector<kInput> LoadVector(const QuantizeArguments& ar
     for (int i = 0; i < kVectorCodes; ++i) {
       const int at = column + i - arguments.phase;
       if (at < 0 || at >= arguments.k) continue;
-      vector.words[i / 2] |= static_cast<std::uint32_t>(row[at]) << (i % 2 * 16);
+      vector.words[i / 2] |=
+          static_cast<std::uint32_t>(reinterpret_cast<const std::uint16_t*>(row)[at])
+          << (i % 2 * 16);
     }
   }
   return vector;
@@ -100,11 +104,11 @@ __device__ __forceinline__ Vector<kInput> LoadVector(const QuantizeArguments& ar
 
 // The inverse: columns that x does not have are not written.
 template <Float kInput, bool kWide>
-__device__ __forceinline__ void StoreVector(const QuantizeArguments& arguments, std::uint16_t* row,
+__device__ __forceinline__ void StoreVector(const QuantizeArguments& arguments, std::uint8_t* row,
                                             int column, const Vector<kInput>& vector) {
   if (kWide) {
     if (column < arguments.k) {
-      *reinterpret_cast<uint4*>(row + column) =
+      *reinterpret_cast<uint4*>(row + std::int64_t{column} * kElementBytes) =
           make_uint4(vector.words[0], vector.words[1], vector.words[2], vector.words[3]);
     }
   } else {
@@ -112,7 +116,8 @@ __device__ __forceinline__ void StoreVector(const QuantizeArguments& arguments, 
     for (int i = 0; i < kVectorCodes; ++i) {
       const int at = column + i - arguments.phase;
       if (at < 0 || at >= arguments.k) continue;
-      row[at] = static_cast<std::uint16_t>(vector.words[i / 2] >> (i % 2 * 16));
+      reinterpret_cast<std::uint16_t*>(row)[at] =
+          static_cast<std::uint16_t>(vector.words[i / 2] >> (i % 2 * 16));
     }
   }
 }
@@ -131,16 +136,17 @@ struct Row {
       kPrologue == Prologue::kRmsNorm || kPrologue == Prologue::kAddRmsNorm;
 
   const QuantizeArguments& arguments;
-  const std::uint16_t *x, *other;  // the residual, or the second half of x
-  std::uint16_t* total;
+  const std::uint8_t *x, *other;  // the residual, or the second half of x
+  std::uint8_t* total;
 
   __device__ __forceinline__ Row(const QuantizeArguments& given, std::int64_t row)
       : arguments(given),
-        x(static_cast<const std::uint16_t*>(given.x) + row * given.stride),
+        x(static_cast<const std::uint8_t*>(given.x) + row * given.stride * kElementBytes),
         other(kPrologue == Prologue::kAddRmsNorm
-                  ? static_cast<const std::uint16_t*>(given.residual) + row * given.residual_stride
-                  : x + given.k),
-        total(static_cast<std::uint16_t*>(given.total) + row * given.k) {}
+                  ? static_cast<const std::uint8_t*>(given.residual) +
+                        row * given.residual_stride * kElementBytes
+                  : x + std::int64_t{given.k} * kElementBytes),
+        total(static_cast<std::uint8_t*>(given.total) + row * given.k * kElementBytes) {}
 
   // Eight consecutive columns of what the prologue reads.
   struct Source {
@@ -182,7 +188,7 @@ struct Row {
     float made[kVectorCodes];
     if (kIsNorm) {
       const auto gain = LoadVector<kInput, kWide>(
-          arguments, static_cast<const std::uint16_t*>(arguments.gain), column);
+          arguments, static_cast<const std::uint8_t*>(arguments.gain), column);
 #pragma unroll
       for (int i = 0; i < kVectorCodes; ++i) {
         made[i] = __fmul_rn(__fmul_rn(source.Sum(i), factor), gain.Get(i));
