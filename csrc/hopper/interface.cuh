@@ -34,10 +34,11 @@ enum SlidesparsePrologue {
 struct SlidesparseLayer {
   std::int32_t n;        // 0 for a plan that only quantizes
   std::int32_t k;        // columns of x
-  std::int32_t length;   // columns of a block of the pattern
+  std::int32_t length;   // columns of a block of the pattern; 8: the weight is coded, else slid
   std::int32_t phase;    // zero columns before the first block; length 4 at phase 0 lifts nothing
   std::int32_t fp8;      // 1: codes are E4M3; 0: INT8
-  std::int32_t columns;  // of a row of codes: a multiple of 16, at least K'; zeros beyond K'
+  std::int32_t columns;  // of a row of codes: a multiple of 16, at least K'; zeros beyond K'.  If
+                         // the weight is coded: a multiple of 32, at least phase + k
 };
 
 // Which blocks a packed weight is made of.
@@ -113,7 +114,8 @@ SLIDESPARSE_EXPORT std::int64_t slidesparse_hopper_scratch_bytes(const Slidespar
 
 // ---- running a plan ----
 //
-//   x           [m, k], with SILU_MUL [m, 2 k], of `type`, rows `stride` elements apart
+//   x           [m, k], with SILU_MUL [m, 2 k], of `type`, BF16 or FP16, rows `stride` elements
+//               apart
 //   prologue    a SlidesparsePrologue with its gain [k], its residual [m, k], whose rows are
 //               `residual_stride` elements apart, and total [m, k], all of x's type; null where
 //               the prologue has none
@@ -155,10 +157,10 @@ SLIDESPARSE_EXPORT void slidesparse_hopper_pack_bytes(const SlidesparseLayer* la
                                                       std::int64_t* packed, std::int64_t* scratch);
 
 // Slides a layer's weight [n, k] of one-byte codes, rows `stride` bytes apart, that is pruned to
-// blocks of `length` after `phase` zero columns, and packs its windows.  The 32-bit counter
-// `broken` is increased by the number of blocks with too many non-zeros; with any, the packed
-// weight is invalid.  If `mixed`, the caller has written the table at the beginning of `packed`;
-// length must be 4 and phase 0.
+// blocks of `length` after `phase` zero columns, and packs its windows, or codes it.  The 32-bit
+// counter `broken` is increased by the number of blocks with too many non-zeros; with any, the
+// packed weight is invalid.  If `mixed`, the caller has written the table at the beginning of
+// `packed`; length must be 4 and phase 0.
 SLIDESPARSE_EXPORT const char* slidesparse_hopper_pack(const SlidesparseLayer* layer,
                                                        const void* weight, std::int64_t stride,
                                                        std::int32_t mixed, void* packed,

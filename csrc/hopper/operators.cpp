@@ -84,7 +84,9 @@ std::int32_t TypeOf(std::int32_t number) {
                                      : SLIDESPARSE_NONE;
 }
 
-const char kFloats[] = "bfloat16, float16 or float32";
+bool Is16Bit(std::int32_t type) {
+  return type == SLIDESPARSE_BFLOAT16 || type == SLIDESPARSE_FLOAT16;
+}
 
 std::string DtypeText(std::int32_t number) {
   return number == numbers.bfloat16  ? "bfloat16"
@@ -240,12 +242,12 @@ Outputs Run(std::int32_t prologue, const Arguments& arguments) {
   const std::int64_t width = prologue == SLIDESPARSE_SILU_MUL ? 2 * k : k;
   View x(arguments.x);
   const std::int32_t type = TypeOf(x.type), out_type = TypeOf(arguments.out_dtype);
-  if (type == SLIDESPARSE_NONE || !x.IsMatrix(width)) {
+  if (!Is16Bit(type) || !x.IsMatrix(width)) {
     Refuse("x", x,
-           "[M, " + std::to_string(width) + "] of " + kFloats +
+           "[M, " + std::to_string(width) + "] of bfloat16 or float16" +
                (width == k ? "" : ", gates before as many values"));
   }
-  if (out_type != SLIDESPARSE_BFLOAT16 && out_type != SLIDESPARSE_FLOAT16) {
+  if (!Is16Bit(out_type)) {
     throw std::runtime_error("the Hopper kernels write bfloat16 or float16, asked for " +
                              DtypeText(arguments.out_dtype) + ": use the backend cusparselt");
   }
@@ -264,7 +266,7 @@ Outputs Run(std::int32_t prologue, const Arguments& arguments) {
     const View found(arguments.bias);
     bias_type = TypeOf(found.type);
     if (bias_type == SLIDESPARSE_NONE || !found.IsVector(n) || !found.IsOn(x)) {
-      Refuse("bias", found, VectorText(n, kFloats));
+      Refuse("bias", found, VectorText(n, "bfloat16, float16 or float32"));
     }
     bias = found.data;
   }

@@ -203,33 +203,30 @@ __device__ __forceinline__ void PackSparse(const PackArguments& arguments, int s
   }
 }
 
-// The values and the code of eight columns, as CodedConsumer expands them.
+// Six values of eight columns, the first in the lowest byte, and the number of the pair that is
+// left out, as CodedConsumer expands them.
 struct Coded {
-  std::uint8_t values[kCodedLength - 2];
-  int code;
+  std::uint64_t values;
+  int number;
 };
 
 __device__ __forceinline__ Coded Encode(const PackArguments& arguments, const std::uint8_t* row,
                                         int k, int column) {
-  std::uint8_t codes[kCodedLength];
-  int dropped[2] = {}, zeros = 0;
-  for (int i = 0; i < kCodedLength; i += 2) {
-    const std::uint32_t pair = LoadPair(arguments, row, k, column + i);
-    codes[i] = static_cast<std::uint8_t>(pair);
-    codes[i + 1] = static_cast<std::uint8_t>(pair >> 8);
-  }
-  Coded found = {};
+  std::uint64_t values = 0;
+  int first = 0, second = 1, zeros = 0;
   for (int i = 0; i < kCodedLength; ++i) {
-    if (codes[i] == 0 && zeros < 2) {
-      dropped[zeros++] = i;
-    } else if (i - zeros < kCodedLength - 2) {
-      found.values[i - zeros] = codes[i];
+    const std::uint32_t pair = LoadPair(arguments, row, k, column + i / 2 * 2);
+    const std::uint64_t value = pair >> i % 2 * 8 & 0xFF;
+    if (value == 0 && zeros < 2) {
+      (zeros == 0 ? first : second) = i;
+      ++zeros;
+    } else {
+      values |= value << 8 * (i - zeros);
     }
   }
   if (zeros < 2) atomicAdd(arguments.broken, 1);
   // The number of pairs before this one in lexicographic order.
-  found.code = dropped[0] * (2 * kCodedLength - 1 - dropped[0]) / 2 + dropped[1] - dropped[0] - 1;
-  return found;
+  return {values, first * (2 * kCodedLength - 1 - first) / 2 + second - first - 1};
 }
 
 // Each thread writes what one thread of the consumer's warpgroup reads.
@@ -244,13 +241,13 @@ __device__ __forceinline__ void PackCoded(const PackArguments& arguments, int st
       const int k = row < arguments.n ? arguments.k : 0;
       const std::uint8_t* from = arguments.weight + (k > 0 ? row * arguments.stride : 0);
       const Coded coded = Encode(arguments, from, k, column - arguments.phase);
-      all |= static_cast<std::uint64_t>(coded.code) << 5 * group;
+      all |= static_cast<std::uint64_t>(coded.number) << 5 * group;
       // Of 24 bytes for half of a block, 16 are in one array and 8 in the next.
       for (int i = 0; i < kCodedLength - 2; ++i) {
         const int byte = wgmma % 2 * 12 + (i < 4 ? lower * 4 + i : 8 + lower * 2 + i - 4);
         packed[half * (kCodedValueBytes / 2) +
                (byte < 16 ? thread * 16 + byte : 128 * 16 + thread * 8 + byte - 16)] =
-            coded.values[i];
+            static_cast<std::uint8_t>(coded.values >> 8 * i);
       }
     }
     for (int i = 0; i < 5; ++i) {

@@ -73,7 +73,7 @@ std::int64_t ExchangeOf(const Plan& plan, std::int64_t m) {
 
 std::int64_t ScalesOf(std::int64_t m) { return CeilDiv(4 * m, kScaleBytes) * kScaleBytes; }
 
-bool IsType(int type) { return type >= SLIDESPARSE_BFLOAT16 && type <= SLIDESPARSE_FLOAT32; }
+bool Is16Bit(int type) { return type == SLIDESPARSE_BFLOAT16 || type == SLIDESPARSE_FLOAT16; }
 
 const char* ParseText(const char* text, Configuration* configuration) {
   if (Parse(text, configuration)) return nullptr;
@@ -113,8 +113,8 @@ const char* FindGemm(const Plan& plan, std::int64_t m, const GemmTensors& tensor
                      std::int64_t weight_bytes, const Gemm** gemm) {
   const int bias_type = static_cast<int>(tensors.bias_type);
   const int out_type = static_cast<int>(tensors.out_type);
-  if ((tensors.bias != nullptr) != IsType(bias_type) ||
-      (out_type != SLIDESPARSE_BFLOAT16 && out_type != SLIDESPARSE_FLOAT16)) {
+  if ((tensors.bias != nullptr) != (Is16Bit(bias_type) || bias_type == SLIDESPARSE_FLOAT32) ||
+      !Is16Bit(out_type)) {
     return Fail(
         "a bias at %p of type %d, an output of type %d: a bias is of types 1 to 3, or null of "
         "type 0; an output of 1 or 2",
@@ -138,11 +138,11 @@ const char* Quantize(const Plan& plan, std::int64_t m, const void* x, std::int32
                      void* scale_x, void* flags, int flag_count, void* stream) {
   const bool adds = prologue == SLIDESPARSE_ADD_RMS_NORM;
   const bool norm = adds || prologue == SLIDESPARSE_RMS_NORM;
-  if (!IsType(type) || prologue < 0 || prologue > SLIDESPARSE_SILU_MUL ||
+  if (!Is16Bit(type) || prologue < 0 || prologue > SLIDESPARSE_SILU_MUL ||
       norm != (gain != nullptr) || adds != (residual != nullptr) || adds != (total != nullptr)) {
     return Fail(
         "type %d and prologue %d with a gain at %p, a residual at %p and its sum at %p: types are "
-        "1 to 3, prologues 0 to 3, norms have a gain, norms of sums all three, the others none",
+        "1 and 2, prologues 0 to 3, norms have a gain, norms of sums all three, the others none",
         type, prologue, gain, residual, total);
   }
   QuantizeArguments arguments = plan.quantize;

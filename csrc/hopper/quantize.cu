@@ -76,7 +76,7 @@ cudaError_t LoadKernels(bool fp8) {
   std::lock_guard lock(mutex);
   if (loaded.count({device, fp8}) > 0) return cudaSuccess;
   for (const auto find : kFindKernel) {
-    for (Float input : {Float::kBFloat16, Float::kFloat16, Float::kFloat32}) {
+    for (Float input : {Float::kBFloat16, Float::kFloat16}) {
       for (int vectors : {0, 1, 2, 4}) {
         const QuantizeKernel kernel = find(input, fp8, vectors > 0, vectors);
         if (cudaError_t error = LoadKernel(reinterpret_cast<const void*>(kernel))) return error;
@@ -143,10 +143,9 @@ const char* EnqueueQuantize(QuantizeArguments arguments, std::int64_t m, Float i
   arguments.parts = division.parts;
   arguments.part = PartOf(arguments, division.parts);
   arguments.part_codes = arguments.part / arguments.length * arguments.windows * 4;
-  const int element = input == Float::kFloat32 ? 4 : 2;
   const bool wide = arguments.phase == 0 && arguments.k % kVectorCodes == 0 &&
-                    arguments.stride * element % 16 == 0 &&
-                    arguments.residual_stride * element % 16 == 0 && IsAligned(arguments.x) &&
+                    arguments.stride % kVectorCodes == 0 &&
+                    arguments.residual_stride % kVectorCodes == 0 && IsAligned(arguments.x) &&
                     IsAligned(arguments.residual) && IsAligned(arguments.total) &&
                     IsAligned(arguments.gain);
   const int codes = std::min(arguments.part, arguments.padded);

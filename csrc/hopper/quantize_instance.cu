@@ -24,16 +24,8 @@ QuantizeKernel FindCodes(bool fp8, bool wide, int vectors) {
 
 template <>
 QuantizeKernel FindQuantize<kPrologue>(Float input, bool fp8, bool wide, int vectors) {
-  switch (input) {
-    case Float::kBFloat16:
-      return FindCodes<Float::kBFloat16>(fp8, wide, vectors);
-    case Float::kFloat16:
-      return FindCodes<Float::kFloat16>(fp8, wide, vectors);
-    case Float::kFloat32:
-      return FindCodes<Float::kFloat32>(fp8, wide, vectors);
-    default:
-      return nullptr;
-  }
+  return input == Float::kBFloat16 ? FindCodes<Float::kBFloat16>(fp8, wide, vectors)
+                                   : FindCodes<Float::kFloat16>(fp8, wide, vectors);
 }
 
 }  // namespace slidesparse::hopper

@@ -9,7 +9,8 @@
 
 namespace slidesparse::hopper {
 
-constexpr int kVectorCodes = 8;  // columns that a thread loads and quantizes together
+constexpr int kVectorCodes = 8;   // columns that a thread loads and quantizes together
+constexpr int kElementBytes = 2;  // of an element of x; addresses in bytes take fewer registers
 
 // What is quantized.
 enum class Prologue : int {
@@ -44,12 +45,10 @@ struct QuantizeArguments {
 // Eight consecutive columns of a row, as they are in memory.
 template <Float kInput>
 struct Vector {
-  static constexpr int kWords = kInput == Float::kFloat32 ? 8 : 4;
-  std::uint32_t words[kWords] = {};
+  std::uint32_t words[4] = {};
 
   __device__ __forceinline__ float Get(int i) const {
-    if (kInput == Float::kFloat32) return __uint_as_float(words[i % kWords]);
-    const std::uint32_t word = words[i / 2 % kWords];
+    const std::uint32_t word = words[i / 2];
     if (kInput == Float::kBFloat16) {
       return __uint_as_float(i % 2 ? word & 0xFFFF0000u : word << 16);
     }
@@ -60,11 +59,8 @@ struct Vector {
   __device__ __forceinline__ static Vector Of(const float (&values)[kVectorCodes]) {
     Vector rounded;
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      rounded.words[i] =
-          kInput == Float::kFloat32
-              ? __float_as_uint(values[i])
-              : Narrow(values[2 * i % kVectorCodes], values[(2 * i + 1) % kVectorCodes], kInput);
+    for (int i = 0; i < 4; ++i) {
+      rounded.words[i] = Narrow(values[2 * i], values[2 * i + 1], kInput);
     }
     return rounded;
   }
@@ -83,33 +79,24 @@ struct Vector {
 template <Float kInput, bool kWide>
 __device__ __forceinline__ Vector<kInput> LoadVector(const QuantizeArguments& arguments,
                                                      const std::uint8_t* row, int column) {
-  constexpr int kBytes = kInput == Float::kFloat32 ? 4 : 2;
   Vector<kInput> vector;
   if (kWide) {
     if (column < arguments.k) {
-      const uint4* from = reinterpret_cast<const uint4*>(row + std::int64_t{column} * kBytes);
-#pragma unroll
-      for (int i = 0; i < Vector<kInput>::kWords / 4; ++i) {
-        const uint4 found = from[i];
-        vector.words[4 * i] = found.x;
-        vector.words[4 * i + 1] = found.y;
-        vector.words[4 * i + 2] = found.z;
-        vector.words[4 * i + 3] = found.w;
-      }
+      const uint4 found =
+          *reinterpret_cast<const uint4*>(row + std::int64_t{column} * kElementBytes);
+      vector.words[0] = found.x;
+      vector.words[1] = found.y;
+      vector.words[2] = found.z;
+      vector.words[3] = found.w;
     }
   } else {
 #pragma unroll
     for (int i = 0; i < kVectorCodes; ++i) {
       const int at = column + i - arguments.phase;
       if (at < 0 || at >= arguments.k) continue;
-      if (kInput == Float::kFloat32) {
-        vector.words[i % Vector<kInput>::kWords] =
-            __float_as_uint(reinterpret_cast<const float*>(row)[at]);
-      } else {
-        vector.words[i / 2] |=
-            static_cast<std::uint32_t>(reinterpret_cast<const std::uint16_t*>(row)[at])
-            << (i % 2 * 16);
-      }
+      vector.words[i / 2] |=
+          static_cast<std::uint32_t>(reinterpret_cast<const std::uint16_t*>(row)[at])
+          << (i % 2 * 16);
     }
   }
   return vector;
@@ -119,27 +106,18 @@ __device__ __forceinline__ Vector<kInput> LoadVector(const QuantizeArguments& ar
 template <Float kInput, bool kWide>
 __device__ __forceinline__ void StoreVector(const QuantizeArguments& arguments, std::uint8_t* row,
                                             int column, const Vector<kInput>& vector) {
-  constexpr int kBytes = kInput == Float::kFloat32 ? 4 : 2;
   if (kWide) {
     if (column < arguments.k) {
-      uint4* const to = reinterpret_cast<uint4*>(row + std::int64_t{column} * kBytes);
-#pragma unroll
-      for (int i = 0; i < Vector<kInput>::kWords / 4; ++i) {
-        to[i] = make_uint4(vector.words[4 * i], vector.words[4 * i + 1], vector.words[4 * i + 2],
-                           vector.words[4 * i + 3]);
-      }
+      *reinterpret_cast<uint4*>(row + std::int64_t{column} * kElementBytes) =
+          make_uint4(vector.words[0], vector.words[1], vector.words[2], vector.words[3]);
     }
   } else {
 #pragma unroll
     for (int i = 0; i < kVectorCodes; ++i) {
       const int at = column + i - arguments.phase;
       if (at < 0 || at >= arguments.k) continue;
-      if (kInput == Float::kFloat32) {
-        reinterpret_cast<std::uint32_t*>(row)[at] = vector.words[i % Vector<kInput>::kWords];
-      } else {
-        reinterpret_cast<std::uint16_t*>(row)[at] =
-            static_cast<std::uint16_t>(vector.words[i / 2] >> (i % 2 * 16));
-      }
+      reinterpret_cast<std::uint16_t*>(row)[at] =
+          static_cast<std::uint16_t>(vector.words[i / 2] >> (i % 2 * 16));
     }
   }
 }
@@ -154,7 +132,6 @@ __device__ __forceinline__ float SiluMul(float gate, float up) {
 // A row of x, from which the prologue makes the row that is quantized.
 template <Float kInput, bool kWide, Prologue kPrologue>
 struct Row {
-  static constexpr int kBytes = kInput == Float::kFloat32 ? 4 : 2;
   static constexpr bool kIsNorm =
       kPrologue == Prologue::kRmsNorm || kPrologue == Prologue::kAddRmsNorm;
 
@@ -164,12 +141,12 @@ struct Row {
 
   __device__ __forceinline__ Row(const QuantizeArguments& given, std::int64_t row)
       : arguments(given),
-        x(static_cast<const std::uint8_t*>(given.x) + row * given.stride * kBytes),
+        x(static_cast<const std::uint8_t*>(given.x) + row * given.stride * kElementBytes),
         other(kPrologue == Prologue::kAddRmsNorm
                   ? static_cast<const std::uint8_t*>(given.residual) +
-                        row * given.residual_stride * kBytes
-                  : x + std::int64_t{given.k} * kBytes),
-        total(static_cast<std::uint8_t*>(given.total) + row * given.k * kBytes) {}
+                        row * given.residual_stride * kElementBytes
+                  : x + std::int64_t{given.k} * kElementBytes),
+        total(static_cast<std::uint8_t*>(given.total) + row * given.k * kElementBytes) {}
 
   // Eight consecutive columns of what the prologue reads.
   struct Source {

@@ -26,7 +26,7 @@ CASES += [
     for geometry in (*HOPPER_LARGE, ("8:10", 3584, 0), ("4:6", 8192, 0))
     for m in (12, 150, 600)
 ]
-TYPES = [(torch.bfloat16, INT8), (torch.bfloat16, FP8), (torch.float16, INT8), (torch.float32, FP8)]
+TYPES = [(torch.bfloat16, INT8), (torch.bfloat16, FP8), (torch.float16, INT8), (torch.float16, FP8)]
 
 
 def wide_of(x: Tensor, start: int) -> Tensor:
@@ -86,8 +86,8 @@ def test_quantize_with_activations_of_every_bfloat16_gate() -> None:
         up = (normal(1, 2**16, 3, torch.float32)[0] * size).to(torch.bfloat16)
         x = torch.stack([gate.to(gpu()), up], 1).reshape(64, 1024, 2).transpose(1, 2).reshape(64, 2048)
         expected = reference.quant_slide(compiled_activation()(x).cpu(), SlidePattern(10).layout(1024), INT8)
-        actual = hopper_quantize(x, Layer.of(0, 1024, SlidePattern(10), 0, INT8, ALIGNMENT), SiluMul())
-        assert_same_codes(actual, expected)
+        q, scale = hopper_quantize(x, Layer.of(0, 1024, SlidePattern(10), 0, INT8, ALIGNMENT), SiluMul())
+        assert_same_codes((q[:, : expected[0].shape[1]], scale), expected)
 
 
 @pytest.mark.parametrize("dtype", [INT8, FP8])

@@ -37,7 +37,7 @@ from slidesparse.quantize import FP8, INT8
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_hopper")]
 
 PATTERNS = ["2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16"]
-SOURCES = (torch.bfloat16, torch.float16, torch.float32)
+SOURCES = (torch.bfloat16, torch.float16)
 OUTPUTS = (torch.bfloat16, torch.float16)
 OURS = getattr(torch.ops, ops.NAMESPACE)
 BACKEND = cast("Hopper", gemm.get("hopper"))

@@ -183,6 +183,7 @@ X, NORM = tokens(), tokens(1)[0]
 # operator -> the changed arguments by their places, and the error
 REFUSED: list[tuple[str, dict[int, Any], str]] = [
     ("linear", {0: X.double()}, r"x is float64 \[5, 150\] .* must be \[M, 150\] of bfloat16"),
+    ("linear", {0: X.float()}, r"x is float32"),
     ("linear", {0: tokens(k=151)}, r"x is bfloat16 \[5, 151\]"),
     ("linear", {0: X[None]}, r"x is bfloat16 \[1, 5, 150\]"),
     ("linear", {1: PACKED.view(70, 10)}, r"the weight is uint8 \[70, 10\]"),

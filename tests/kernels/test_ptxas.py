@@ -30,8 +30,6 @@ FRAMES = {
     r"GemmStreamKINS0_(4Int8|3Fp8)ELi5ELi64ELNS0_6BlocksE[01]E": 16,
     # As above.
     r"GemmStreamKINS0_(4Int8|3Fp8)ELi3ELi32ELNS0_6BlocksE2E": 8,
-    # Rows of float32, of which a vector has 8 words, where 1024 threads have 64 registers each.  Models are 16-bit.
-    r"8QuantizeILNS0_5FloatE3ELb[01]ELb1ELi[14]ELNS0_8PrologueE[123]E": 192,
 }
 
 BAD = """

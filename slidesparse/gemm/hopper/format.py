@@ -143,8 +143,11 @@ def pack_coded(weight: Tensor, phase: int = 0) -> Tensor:
     Raises PatternError for eight columns with more than six non-zeros.
     """
     n, k = weight.shape
-    require_pattern(weight, SlidePattern(CODED_LENGTH), "weight", phase)
-    strips, blocks = strips_of(n), blocks_of(k + phase)
+    pattern = SlidePattern(CODED_LENGTH)
+    require_pattern(weight, pattern, "weight", phase)
+    strips, blocks = strips_of(n), blocks_of(pattern.layout(k, phase).padded)
+    if not blocks:
+        return weight.new_empty(0, dtype=torch.uint8)
     right = blocks * BLOCK - phase - k
     codes = torch.nn.functional.pad(weight.view(torch.uint8), (phase, right, 0, strips * STRIP - n))
     groups = codes.view(strips * STRIP, blocks * BLOCK // CODED_LENGTH, CODED_LENGTH)
