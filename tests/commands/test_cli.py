@@ -218,7 +218,9 @@ def test_budget_prints_losses(
     result = Done("convert", source, tmp_path / "out", "--max-loss", "50%", *calib)
     assert result.code == 0, result.err
     assert "budget    --max-loss 50%" in result.out
-    assert re.search(r"loss      perplexity [+-][\d.e-]+% on ids.npy, relative to the unpruned model", result.out)
+    assert re.search(
+        r"loss      perplexity [+-][\d.e-]+% on ids.npy, relative to the unpruned model", result.out
+    )
 
 
 def test_calibration_logs_progress(
