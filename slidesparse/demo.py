@@ -25,6 +25,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from slidesparse import doctor
@@ -40,13 +41,13 @@ from slidesparse.serving import find_errors
 MARK = ".slidesparse-demo"  # file that marks a folder as the demo's own, which it may empty
 MODEL = "smollm2"
 CONVERT = (
-    "--sparsity 6:8 --calib self --samples 8 --seqlen 256 --rotate off"  # options of `slidesparse convert`
+    "--sparsity 6:8 --calib self --samples 16 --seqlen 128 --rotate off"  # options of `slidesparse convert`
 )
 PROMPTS = (
     "The capital of France is",
-    "Water boils at a temperature of",
     "The opposite of hot is",
-    "The first president of the United States was",
+    "The sun rises in the",
+    "Monday, Tuesday, Wednesday,",
 )
 TOKENS = 16  # that continue each prompt
 START_SECONDS = 300
@@ -106,7 +107,7 @@ def demo(
     for column in ("prompt", *jobs):
         table.add_column(column)
     for row in zip(PROMPTS, original.texts, stock.texts, ours.texts, strict=True):
-        table.add_row(*row)
+        table.add_row(*(escape(" ".join(text.split())) for text in row))
     Console(width=None if sys.stdout.isatty() else 150).print(table)
     layers = ", ".join(f"{count} layers at {pattern}" for pattern, count in ours.facts["layers"].items())
     out.print(f"SlideSparse served {layers} by the backend {ours.facts['backend']}.")

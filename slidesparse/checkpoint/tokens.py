@@ -184,11 +184,7 @@ def tokenizer_of(folder: Path) -> Callable[[Document], list[int]]:
     Messages are formatted by the tokenizer's chat template.  Raises SlideSparseError for a folder without a readable
     tokenizer, or without a template where it is needed.
     """
-    if not any(path.is_file() for kind in ("tokenizer*", "vocab*") for path in folder.glob(kind)):
-        raise SlideSparseError(
-            f"{folder} has no tokenizer ({TOKENIZER}), which texts need; fetch it, or give token ids instead of "
-            "texts: ids.npy"
-        )
+    _require_files(folder)
     automatic = cache(automatic_tokenizer)
     if (folder / TOKENIZER).is_file():
         from tokenizers import Tokenizer
@@ -224,13 +220,22 @@ def tokenizer_of(folder: Path) -> Callable[[Document], list[int]]:
 
 
 def automatic_tokenizer(folder: Path) -> Any:
-    """Return transformers' tokenizer of a checkpoint.  Raises SlideSparseError if it cannot be read."""
+    """Return transformers' tokenizer of a checkpoint.  Raises SlideSparseError if there is none that can be read."""
     from transformers import AutoTokenizer
 
+    _require_files(folder)  # without any, it might return one without tokens
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise _unreadable(folder, error) from error
+
+
+def _require_files(folder: Path) -> None:
+    if not any(path.is_file() for kind in ("tokenizer*", "vocab*") for path in folder.glob(kind)):
+        raise SlideSparseError(
+            f"{folder} has no tokenizer ({TOKENIZER}), which texts need; fetch it, or give token ids instead of "
+            "texts: ids.npy"
+        )
 
 
 def _unreadable(folder: Path, error: Exception) -> SlideSparseError:

@@ -216,7 +216,7 @@ def prune_within(
             limit = next_limit(tried, outcome.allowed, most)
         if limit is None:
             calibrate(fitted(choice), reader, work, progress)  # of a resumed run: check that all is there
-            part = max(*measured, 0.0) / choice.loss
+            part = max(*measured, 0.0) / (choice.loss or 1.0)  # 0 of weights that are sparse already
             return replace(outcome, choice=choice, measured=measured, part=part)
         attempts.append(Attempt(limit, ()))
         work.clear()
@@ -264,7 +264,10 @@ def next_limit(tried: Sequence[Tried], allowed: float, most: bool) -> float | No
     if len(tried) >= ROUNDS:
         # Repeat the best choice within the allowed loss, unless it was the last
         return max(x.limit for x in good) if good and last in bad and len(tried) == ROUNDS else None
-    points = [(math.log(x.predicted), math.log(max(x.loss / allowed, LEAST) / AIM)) for x in tried]
+    points = [
+        (math.log(x.predicted or LEAST * allowed), math.log(max(x.loss / allowed, LEAST) / AIM))
+        for x in tried
+    ]
     (x, y), *others = sorted(points, key=lambda point: abs(point[1]))
     power = 1.0
     if others and others[0][0] != x:

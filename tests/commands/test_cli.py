@@ -113,7 +113,7 @@ def test_calibrated_conversion_is_summarized(source: Path, tmp_path: Path, calib
     layers = ("--layer", "down_proj=8:10", "--layer", "1.*o_proj=dense")
     result = Done(*convert_command(source, tmp_path / "out", *calib, *layers))
     assert result.code == 0, result.err
-    assert result.err == "note: ids.npy give 6 samples of at most 24 tokens, 128 were requested\n"
+    assert result.err == "note: ids.npy gives 6 samples of at most 24 tokens, 128 were requested\n"
     for fact in (
         "13 linear layers, INT8 W8A8",
         "2 of them at 8:10",
@@ -218,7 +218,9 @@ def test_budget_prints_losses(
     result = Done("convert", source, tmp_path / "out", "--max-loss", "50%", *calib)
     assert result.code == 0, result.err
     assert "budget    --max-loss 50%" in result.out
-    assert re.search(r"loss      perplexity [+-][\d.e-]+% relative to the unpruned model", result.out)
+    assert re.search(
+        r"loss      perplexity [+-][\d.e-]+% on ids.npy, relative to the unpruned model", result.out
+    )
 
 
 def test_calibration_logs_progress(
