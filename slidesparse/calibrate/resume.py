@@ -73,7 +73,7 @@ class WorkFolder:
     """The folder of a run, which holds a lock on it."""
 
     folder: Path
-    _whole: dict[str, float] = field(default_factory=dict)  # files whose checksum is right -> time of change
+    _whole: dict[str, int] = field(default_factory=dict)  # files whose checksum is right -> time of change
 
     def has(self, number: int, patterns: Mapping[str, str]) -> bool:
         """Return whether a block is finished, with these patterns of its layers."""

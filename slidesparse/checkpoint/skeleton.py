@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slidesparse.checkpoint.names import WEIGHT, architecture_of
+from slidesparse.checkpoint.names import BIAS, WEIGHT, architecture_of
 from slidesparse.checkpoint.storage import (
     CONFIG,
+    FLOATS,
     QUANTIZATION,
     TEXT_CONFIG,
     Checkpoint,
@@ -118,11 +119,12 @@ class Skeleton:
             and not name.startswith(computed)
         ]
 
-    def require_tensors(self, widths: Mapping[str, int]) -> None:
-        """Raise CheckpointError for a layer without a tensor, and for a tensor whose shape config.json contradicts.
+    def require_tensors(self, widths: Mapping[str, int], is_quantized: Callable[[str, str], bool]) -> None:
+        """Raise CheckpointError for a layer without a tensor, and for a tensor that config.json contradicts.
 
         Args:
             widths: K of layers whose weights may be stored with other columns.
+            is_quantized: whether config.json quantizes a linear layer outside the blocks, by the dtype of its weight.
         """
         if missing := self._missing():
             wrapped = next(
@@ -136,14 +138,32 @@ class Skeleton:
                 f"{missing[0]} is missing ({len(missing)} such); the checkpoint is incomplete, or the config another "
                 "model's: fetch it again"
             )
-        shapes = {name: tuple(p.shape) for name, p in self.model.state_dict().items()}
+        state, layers = self.model.state_dict(), {*self.layers}
         for parameter, name in self.stored.items():
-            stored, layer = self.checkpoint.tensors[name].spec.shape, name.removesuffix(WEIGHT)
+            (_, dtype, stored), layer = self.checkpoint.tensors[name].spec, name.removesuffix(WEIGHT)
             stored = (*stored[:-1], widths[layer]) if layer in widths else stored
-            if stored != shapes[parameter] and self.checkpoint.require(name).dtype != "U8":
+            described = state[parameter]
+            if stored != tuple(described.shape) and dtype != "U8":
                 raise CheckpointError(
-                    f"tensor {name} has shape {list(stored)}, but config.json describes {list(shapes[parameter])}; "
+                    f"tensor {name} has shape {list(stored)}, but config.json describes {list(described.shape)}; "
                     "fetch the config again"
+                )
+            module = self.model.get_submodule(parameter.rpartition(".")[0])
+            is_weight = isinstance(module, nn.Linear) and layer != name
+            if (
+                described.is_floating_point()
+                and described.dim() < 3  # several experts are refused by their own words
+                and dtype not in (*FLOATS, "F64")
+                and not (is_weight and (layer in layers or is_quantized(layer, dtype)))
+            ):
+                raise CheckpointError(
+                    f"tensor {name} is {dtype}, which neither config.json nor vLLM takes for quantized; start from the "
+                    "original checkpoint"
+                )
+            if is_weight and module.bias is None and layer + BIAS in self.checkpoint.tensors:
+                raise CheckpointError(
+                    f"tensor {layer + BIAS} belongs to a layer that has no bias by config.json, so it would be left "
+                    "out; fetch the config again"
                 )
         block = re.compile(re.escape(self.list_path) + r"\.(\d+)\.")
         numbers = {name: match for name in self.checkpoint.tensors if (match := block.match(name))}

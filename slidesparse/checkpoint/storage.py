@@ -20,7 +20,7 @@ import math
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,6 +148,8 @@ class Checkpoint:
     index: Mapping[str, Any] | None
     files: tuple[str, ...]
     tensors: Mapping[str, StoredTensor]
+    # file -> what `_state` says of it
+    opened: Mapping[str, tuple[int, ...]] = field(default_factory=dict, kw_only=True)
 
     @classmethod
     def open(cls, folder: str | Path) -> Checkpoint:
@@ -162,6 +164,7 @@ class Checkpoint:
         files = _single_file(folder) if index is None else _indexed_files(folder, index)
         for file in files:
             _require_file(folder, file)
+        opened = {file: _state(folder / file) for file in (CONFIG, *files)}
         places = (index or {}).get("weight_map", {})
         tensors: dict[str, StoredTensor] = {}
         for tensor in (tensor for file in files for tensor in read_header(folder / file)):
@@ -180,7 +183,7 @@ class Checkpoint:
                     f"{folder / INDEX} places tensor {shown(name)} in {file}, which does not hold it; "
                     "the index belongs to other files: fetch the checkpoint again"
                 )
-        checkpoint = cls(folder, config, index, tuple(files), tensors)
+        checkpoint = cls(folder, config, index, tuple(files), tensors, opened=opened)
         with checkpoint.reader() as reader:
             return replace(checkpoint, tensors=_joined(checkpoint, reader))
 
@@ -212,9 +215,21 @@ class Checkpoint:
             )
         return self.tensors[name].spec
 
+    def require_unchanged(self) -> None:
+        """Raise CheckpointError if a file was written or replaced since the checkpoint was opened."""
+        for file, state in self.opened.items():
+            path = self.folder / file
+            if not path.exists() or _state(path) != state:
+                raise CheckpointError(f"{path} was changed while it was read; convert again once it is whole")
+
     def reader(self) -> Reader:
         """Return a context manager for reading tensors; `Reader.rows` may be called from several threads."""
         return Reader(self)
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def is_embedding_model(folder: Path) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -137,7 +138,7 @@ def read_ids(path: Path) -> np.ndarray:
     try:
         with np.errstate(over="ignore"):  # sizes of a damaged header
             ids = np.load(path, allow_pickle=False, mmap_mode="r")
-    except (ValueError, EOFError, OSError, OverflowError) as reason:
+    except (ValueError, EOFError, OSError, OverflowError, BadZipFile) as reason:
         raise SlideSparseError(f"{path} is not an array of numbers that NumPy wrote: {reason}") from reason
     if (
         not isinstance(ids, np.ndarray)

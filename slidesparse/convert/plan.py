@@ -16,6 +16,7 @@ from torch import nn
 import slidesparse
 from slidesparse.calibrate.model import Model
 from slidesparse.checkpoint import names as naming
+from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, KEY, QUANT_METHOD, STAMP, LayerEntry, Metadata
 from slidesparse.checkpoint.names import SCALE, WEIGHT
 from slidesparse.checkpoint.skeleton import Skeleton
@@ -149,7 +150,13 @@ class Planner:
             self.source.require_calibration()
         self.skeleton = Skeleton(checkpoint)
         pruned = self.source.metadata.layers if self.source.metadata else {}
-        self.skeleton.require_tensors({name: entry.in_features for name, entry in pruned.items()})
+        self.skeleton.require_tensors(
+            {name: entry.in_features for name, entry in pruned.items()}, self._is_quantized
+        )
+
+    def _is_quantized(self, layer: str, dtype: str) -> bool:
+        """Return whether config.json quantizes a linear layer whose weight has a dtype."""
+        return is_bitnet(self.checkpoint.config) or bool(self.source.quantization.scheme(layer, dtype))
 
     @cached_property
     def model(self) -> Model:

@@ -338,6 +338,7 @@ def _write(plan: ConversionPlan, out: Path, reader: Reader, codes: Reader | None
         write_tensors(plan, reader, codes, folder, progress)
         for file, content in plan.small_files():
             (folder / file).write_bytes(content)
+        plan.checkpoint.require_unchanged()
         publish(folder, out)
 
 

@@ -9,6 +9,6 @@ def test_damaged_state_of_other_runs_is_refused_or_replaced() -> None:
     defects: list[tuple[int, str, str]] = []
     counts = fuzz_state.run(0, 40, lambda *defect: defects.append(defect))
     assert defects == []
-    assert counts["work: error"] > counts["work: ok"] > 1
+    assert counts["work: error"] > 5
     assert counts["losses: ok"] > 5
     assert counts["tuned: error"] > 2

@@ -221,6 +221,7 @@ REFUSED: dict[str, tuple[bytes | str, str]] = {
     "empty.jsonl": ('\n""\n', "gives no sample of 500 tokens; give more text"),
     "short.jsonl": ('"a b c"\n', "gives no sample of 500 tokens; give more text, or a smaller --seqlen"),
     "empty.npy": (b"", "empty.npy is not an array of numbers"),
+    "zip.npy": (b"PK\3\4", "zip.npy is not an array of numbers"),
     "none.npy": (npy("(0,)"), "gives no sample of 500 tokens; give more text"),
     "large.npy": (npy(f"({2**50},)"), "large.npy is not an array of numbers"),
     "larger.npy": (npy(f"({2**62}, 8)"), "larger.npy is not an array of numbers"),

@@ -327,6 +327,19 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "no final norm": (tensor("model.norm.weight", lambda t: None), ["model.norm.weight is missing (1 such)"]),
     "no head": (tensor("lm_head.weight", lambda t: None), ["lm_head.weight is missing (1 such)"]),
     "no bias": (tensor(f"{Q}.bias", lambda t: None), [f"{Q}.bias is missing (1 such)"]),
+    "a bias too many": (config(attention_bias=False), ["_proj.bias belongs to a layer that has no bias"]),
+    **{
+        f"{name} in {dtype}": (
+            tensor(name, lambda t, dtype=dtype: t.to(dtype)),
+            [f"tensor {name} is ", "neither config.json nor vLLM takes for quantized"],
+        )
+        for name, dtype in (
+            ("model.embed_tokens.weight", torch.int8),
+            ("lm_head.weight", FP8),
+            ("model.norm.weight", torch.int8),
+            (f"{Q}.bias", torch.bool),
+        )
+    },
     "a block too many": (config(num_hidden_layers=1), ["model.layers.1.", "none of the 1 blocks"]),
     "another width": (config(hidden_size=62), ["has shape", "but config.json describes"]),
     "no heads": (config(num_attention_heads=0), ["describes no model that transformers can build"]),

@@ -21,10 +21,10 @@ def count_outcomes(first: int, count: int) -> tuple[list[str], dict[str, int]]:
 
 
 def test_damaged_checkpoints_are_refused_or_read_right() -> None:
-    defects, counts = count_outcomes(0, 200)
+    defects, counts = count_outcomes(0, 300)
     assert defects == []
     for outcome in ("ok", "violations", "error"):
-        assert counts[f"inspect: {outcome}"] > 2
+        assert counts[f"inspect: {outcome}"] > 1
     assert counts["convert: ok"] > 20
     assert counts["convert: error"] > 20
 

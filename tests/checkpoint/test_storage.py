@@ -284,6 +284,19 @@ def test_consolidated_weights_of_mistral_are_skipped(tmp_path: Path) -> None:
     assert Checkpoint.open(source).files == (MODEL,)
 
 
+@pytest.mark.parametrize("file", [MODEL, "config.json"])
+def test_source_changed_while_it_is_read_is_refused(tmp_path: Path, file: str) -> None:
+    """Such as by a download that goes on: half of the output would be another model's."""
+    source = llama(tmp_path / "source")
+
+    def change(phase: str, done: int, total: int) -> None:
+        os.utime(source / file)
+
+    with pytest.raises(CheckpointError, match=f"{file} was changed while it was read"):
+        convert(source, tmp_path / "out", progress=change)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
 def test_file_truncated_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A memory map would end in a bus error, which kills the process."""
     source = llama(tmp_path / "source")

@@ -43,7 +43,7 @@ needs_torchvision = pytest.mark.skipif(
 HYBRIDS = [("FalconH1", 12), ("GraniteMoeHybrid", 8), ("Lfm2", 8)]
 
 
-@pytest.mark.parametrize(("name", "sparse"), [*HYBRIDS, pytest.param("Qwen3_5", 8, marks=needs_torchvision)])
+@pytest.mark.parametrize(("name", "sparse"), [*HYBRIDS, pytest.param("Qwen3_5", 9, marks=needs_torchvision)])
 @pytest.mark.usefixtures("warm")
 def test_layers_of_other_names_are_served_sparse(
     engines: Engines, tmp_path: Path, name: str, sparse: int
@@ -52,10 +52,11 @@ def test_layers_of_other_names_are_served_sparse(
     doctor, the server and stock agree.
     """
     model = hybrid(name, tmp_path)
-    answer = engines.serve(model, env={"USE_CUSPARSELT": "1"})
+    options = {"dtype": hybrids.MODELS[name][1].get("dtype", "float32")}
+    answer = engines.serve(model, env={"USE_CUSPARSELT": "1"}, options=options)
     (served,) = summaries(answer.log)
     assert served["layers"] == {"6:8": sparse}
-    assert answer.tokens == engines.serve(model, env=STOCK).tokens
+    assert answer.tokens == engines.serve(model, env=STOCK, options=options).tokens
     report = doctor.examine("model", model)
     assert (report.code, report.patterns) == (0, served["layers"])
 

@@ -32,10 +32,10 @@ MLA = {
 }
 GATED_DELTA = {
     "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,  # vLLM's kernel for CPUs takes no less
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
 }
 # name -> the class of its config, its settings
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -71,7 +71,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             **GATED_DELTA,
             "layer_types": ["linear_attention", "full_attention"],
             "head_dim": 32,
-            "dtype": "bfloat16",  # all that vLLM's gated delta rule takes on CPUs
+            "dtype": "bfloat16",  # this and the next: all that vLLM's gated delta rule takes on CPUs
+            "mamba_ssm_dtype": "float32",
         },
     ),
     "DeepseekV2": (
