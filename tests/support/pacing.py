@@ -18,6 +18,7 @@ def set_pace(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(distill, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
     patch.setattr(distill, "RATE", 0.01)
     patch.setitem(distill.STEP_TOKENS, "cpu", 960)
+    patch.setitem(distill.PASS_TOKENS, "cpu", 240)
 
 
 def paced_worker(*arguments: Any) -> None:
