@@ -55,8 +55,9 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
     "mixed blocks that are slid": (lambda: pack(64, 128, 8, 0, 1), "4 at phase 0"),
     "a plan of an odd length": (lambda: plan(64, 64, 5, 0, 0, 64), "blocks of 5 columns"),
     "a plan of a whole block before": (lambda: plan(64, 64, 8, 8, 0, 96), "phase 8"),
-    "too few columns": (lambda: plan(64, 64, 8, 0, 0, 80), "become 96"),
-    "unaligned columns": (lambda: plan(64, 64, 8, 0, 0, 100), "a multiple of 16"),
+    "too few columns": (lambda: plan(64, 64, 6, 0, 0, 80), "become 88"),
+    "unaligned columns": (lambda: plan(64, 64, 6, 0, 0, 100), "a multiple of 16"),
+    "unaligned columns of a coded weight": (lambda: plan(64, 64, 8, 0, 0, 80), "a multiple of 32"),
     "no out-features": (lambda: plan(0, 64, 8, 0, 0, 96), "0 out-features"),
     "no configuration": (lambda: native.fit("x" * 500, INT8), "is no configuration of the Hopper kernels"),
     **{
