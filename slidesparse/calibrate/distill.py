@@ -31,9 +31,12 @@ import os
 import pickle
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from datetime import timedelta
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -60,6 +63,7 @@ PRODUCTS = {"cpu": torch.float32, "cuda": torch.bfloat16}  # dtype of weights an
 STEP_TOKENS = {"cpu": 2048, "cuda": 32768}  # of all processes together
 PASS_TOKENS = {"cpu": 2048, "cuda": 16384}  # of a forward pass of one process
 SAVE_SECONDS = 180.0  # least time between two evaluations, each of which saves the state
+SAVE_TIMEOUT = timedelta(hours=1)  # of the processes that wait until the first has written the state
 SAVE_PART = 10  # evaluations take at most 1 / SAVE_PART of the time
 FACTS = "facts"  # tensor saved with the weights: seconds, steps, initial and best losses, float64
 LOGITS_PER_CHUNK = 2**27  # logits computed at a time
@@ -113,12 +117,14 @@ def distill(task: Task, reader: Reader, work: WorkFolder, opened: Opened, progre
     assert task.texts
     if task.device.type == "cuda":
         torch.cuda.empty_cache()  # pieces of other sizes, of pruning
-    if (processes := _processes(task.device)) == 1:
-        _train(task, reader, work, progress)
-    else:
-        _run_processes(processes, task, work, opened, progress)
     facts = _read_facts(work)
-    assert facts
+    if facts is None or facts[0] < 60 * task.calibration.training_minutes:
+        if (processes := _processes(task.device)) == 1:
+            _train(task, reader, work, progress)
+        else:
+            _run_processes(processes, task, work, opened, progress)
+        facts = _read_facts(work)
+        assert facts
     return Distilled(task.texts[0].summary, facts[0], int(facts[1]), Loss(*facts[2:4]), Loss(*facts[4:]))
 
 
@@ -234,7 +240,7 @@ def _worker(rank: int, count: int, store: str, pickled: bytes, queue: Any) -> No
     try:
         task, work, opened = pickle.loads(pickled)
         backend = "cpu:gloo,cuda:nccl" if task.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store, rank=rank, world_size=count)
+        dist.init_process_group(backend, store, SAVE_TIMEOUT, rank=rank, world_size=count)
         with task.model.checkpoint.reader() as reader:
             dense = opened(task, reader, work)
             _train(task, dense, work, lambda *message: queue.put(message) if rank == 0 else None)
@@ -472,7 +478,7 @@ class _Training:
                     "the pruned model's predictions on the text of --distill are not finite (NaN or Inf); leave "
                     "--distill out, or prune to a milder pattern"
                 )
-        if self._is_gpu and self._seconds < limit:
+        if self._is_gpu:
             float(self._step(torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0])))  # compiles, and changes nothing
         started = saved = time.monotonic()
         pause, previous = SAVE_SECONDS, None
@@ -581,36 +587,36 @@ class _Training:
             self._best = loss
             self._write(DISTILLED, [weight.output() for weights in self._weights for weight in weights])
         facts = [self._seconds, self._steps, *astuple(self._before), *astuple(self._best)]
-        state = {FACTS: (len(facts), torch.tensor(facts, dtype=torch.float64))}
-        self._write(DISTILLING, [state, *([] if end else self._states())])
+        states = self._states() if not end else []
+        self._write(DISTILLING, states, {FACTS: torch.tensor(facts, dtype=torch.float64)})
 
     def _states(self) -> list[dict[str, Shard]]:
         return [weight.state() for weights in self._weights for weight in weights]
 
-    def _write(self, file: str, shards: Iterable[Mapping[str, Shard]]) -> None:
-        """Write tensors, of which each process has some rows; the first process writes."""
-        parts = {name: shard for some in shards for name, shard in some.items()}
-        specs = [
-            TensorSpec(name, DTYPE_NAMES[x.dtype], (count, *x.shape[1:]))
-            for name, (count, x) in parts.items()
-        ]
+    def _write(
+        self, file: str, shards: Iterable[Mapping[str, Shard]], others: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Write tensors, of which each process has some rows, and ``others``; the first process writes."""
+        parts, others = {name: shard for some in shards for name, shard in some.items()}, others or {}
+        shapes = {name: (x.dtype, (count, *x.shape[1:])) for name, (count, x) in parts.items()}
+        shapes |= {name: (x.dtype, tuple(x.shape)) for name, x in others.items()}
+        specs = [TensorSpec(name, DTYPE_NAMES[dtype], shape) for name, (dtype, shape) in shapes.items()]
         whole = ((name, self._gathered(*shard)) for name, shard in parts.items())
         if self._rank == 0:
-            self._work.write_each(file, specs, whole)
+            self._work.write_each(file, specs, chain(others.items(), whole))
         else:
-            for _ in whole:
-                pass
+            deque(whole, 0)
 
     def _gathered(self, count: int, rows: Tensor) -> Tensor:
         """Return all ``count`` rows of a tensor."""
-        if len(rows) == count:
+        if self._world == 1:
             return rows
-        each = -(-count // self._world)
-        padded = rows.new_zeros(each, *rows.shape[1:])
+        padded = rows.new_zeros(-(-count // self._world), *rows.shape[1:])
         padded[: len(rows)] = rows
-        parts = [torch.empty_like(padded) for _ in range(self._world)]
-        dist.all_gather([part.view(torch.uint8) for part in parts], padded.view(torch.uint8))
-        return torch.cat(parts)[:count]
+        raw = padded.view(torch.uint8)
+        parts = [torch.empty_like(raw) for _ in range(self._world)]
+        dist.all_gather(parts, raw)
+        return torch.cat(parts).view(rows.dtype)[:count]
 
     def _restore(self) -> bool:
         """Load the saved state; return whether there was any."""
@@ -618,16 +624,13 @@ class _Training:
             return False
         self._seconds, steps, *losses = facts
         self._steps, self._before, self._best = int(steps), Loss(*losses[:2]), Loss(*losses[2:])
-        if self._best != self._before and not self._work.open_files(DISTILLED).files:
-            raise self._work.damaged(f"{DISTILLED} is missing")
         saved = self._work.open_files(DISTILLING)
-        if len(saved.tensors) > 1:  # it has not ended
-            with saved.reader() as reader:
-                for weight in (weight for weights in self._weights for weight in weights):
-                    for name, (_, x) in weight.state().items():
-                        rows = reader.rows(name, slice(weight.start, weight.start + len(x)))
-                        x.copy_(rows.view(x.shape))
-                    _local(weight.parameter.detach()).copy_(_served(weight.value, weight.dtype))
+        with saved.reader() as reader:
+            for weight in (weight for weights in self._weights for weight in weights):
+                for name, (_, x) in weight.state().items():
+                    rows = reader.rows(name, slice(weight.start, weight.start + len(x)))
+                    x.copy_(rows.view(x.shape))
+                _local(weight.parameter.detach()).copy_(_served(weight.value, weight.dtype))
         return True
 
 
@@ -638,6 +641,8 @@ def _read_facts(work: WorkFolder) -> list[float] | None:
         return None
     with saved.reader() as reader:
         facts: list[float] = reader.whole(FACTS).tolist()
+    if facts[2:4] != facts[4:] and not work.open_files(DISTILLED).files:
+        raise work.damaged(f"{DISTILLED} is missing")
     return facts
 
 

@@ -96,15 +96,19 @@ class WorkFolder:
         self, name: str, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]
     ) -> None:
         """Write a safetensors file of the tensors ``specs``, one after the other, with a checksum, atomically."""
-        partial, sums = self.folder / f".{name}", dict[str, bytes]()
+        partial, sums, by_name = (
+            self.folder / f".{name}",
+            dict[str, bytes](),
+            {spec.name: spec for spec in specs},
+        )
         partial.unlink(missing_ok=True)
         with Writer(partial, [*specs, TensorSpec(SUM, "U8", (32,))]) as writer:
-            for spec, (_, tensor) in zip(specs, tensors, strict=True):
+            for tensor_name, tensor in tensors:
                 values = tensor.cpu().contiguous()
-                digest = hashlib.sha256(repr(spec).encode())
+                digest = hashlib.sha256(repr(by_name[tensor_name]).encode())
                 digest.update(bytes_of(values))
-                sums[spec.name] = digest.digest()
-                writer.write(spec.name, 0, values)
+                sums[tensor_name] = digest.digest()
+                writer.write(tensor_name, 0, values)
             writer.write(SUM, 0, torch.tensor(list(_joined(name, sums)), dtype=torch.uint8))
         os.rename(partial, self.folder / name)
         files.sync(self.folder)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
-from calibration import DEVICES, calibrated, open_model, save, write_ids
+from calibration import DEVICES, Killed, calibrated, open_model, save, write_ids
 from checkpoints import LLAMA, bert, edit_json, llama, snapshot, tensors_of
 from pacing import paced_worker, set_pace
 from torch import Tensor
@@ -143,20 +143,35 @@ def test_blocks_of_one_structure_share_compiled_graphs(
 def test_processes_train_as_one(
     source: Path, tmp_path: Path, ids: str, text: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two processes end where one does, up to the order of sums."""
+    """Two processes end where one does, up to the order of sums, also from where another run was interrupted."""
     monkeypatch.setattr(distill, "_worker", paced_worker)
-    losses = []
-    for count in (1, 2):
-        monkeypatch.setattr(distill, "_processes", lambda _, count=count: count)
-        report = calibrated(source, tmp_path / f"out{count}", ids, distill=text, rotate="on", **QUICK)
+
+    def run(name: str, processes: int, resume: bool = False) -> distill.Distilled:
+        monkeypatch.setattr(distill, "_processes", lambda _: processes)
+        options: dict[str, Any] = {"distill": text, "quant": "fp8", "resume": resume, **QUICK}
+        report = calibrated(source, tmp_path / name, ids, **options)
         assert report.distilled
-        losses.append(report.distilled)
-    assert losses[0].steps == losses[1].steps == STEPS
-    assert losses[1].before.divergence == pytest.approx(losses[0].before.divergence, rel=1e-5)
-    assert losses[1].after.divergence == pytest.approx(losses[0].after.divergence, rel=0.02)
-    one, two = (tensors_of(tmp_path / f"out{count}") for count in (1, 2))
-    for name, w in one.items():
-        assert (w.float() - two[name].float()).norm() < 0.05 * w.float().norm()
+        return report.distilled
+
+    one, save_state = run("one", 1), distill._Training._save
+
+    def interrupt(self: distill._Training, end: bool) -> None:
+        save_state(self, end)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(distill, "SAVE_SECONDS", 5.0)
+        patch.setattr(distill._Training, "_save", interrupt)
+        with pytest.raises(Killed):
+            run("resumed", 1)
+    for name in ("two", "resumed"):
+        two = run(name, 2, resume=name == "resumed")
+        assert one.steps == two.steps == STEPS
+        assert two.before.divergence == pytest.approx(one.before.divergence, rel=1e-5)
+        assert two.after.divergence == pytest.approx(one.after.divergence, rel=0.02)
+        tensors, expected = tensors_of(tmp_path / name), tensors_of(tmp_path / "one")
+        for tensor, w in expected.items():
+            assert (w.float() - tensors[tensor].float()).norm() < 0.05 * w.float().norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, None])

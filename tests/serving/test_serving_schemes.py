@@ -11,13 +11,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from models import QWEN, quantization_config
 
 from slidesparse import gemm
 from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata
 from slidesparse.gemm import BackendError
+from slidesparse.gemm.problem import TWO_FOUR, Layer
 from slidesparse.pattern import SlidePattern
+from slidesparse.prune import prune
 from slidesparse.resolve import ResolveError
+from slidesparse.slide import slide
 
 pytestmark = pytest.mark.vllm
 
@@ -90,6 +94,23 @@ def test_another_scheme_of_vllm_is_refused(
         scheme(config(layout))
     if not flags:
         assert scheme(config(layout), "model.layers.1.mlp.down_proj") == "CompressedTensorsW8A16Fp8"
+
+
+@pytest.mark.parametrize("backend", ["hopper", "cusparselt"])
+def test_slided_weights_are_unslid_for_a_backend_that_codes_them(backend: str) -> None:
+    from slidesparse.vllm_patch.scheme import SlideSparseScheme
+
+    weight = prune(torch.randn(16, 48, generator=torch.Generator().manual_seed(0)) * 40, SIX_EIGHT).to(
+        torch.int8
+    )
+    layer: Any = object.__new__(SlideSparseScheme)
+    layer.patterns, layer.slided, layer.backend = [SIX_EIGHT], True, gemm.get(backend)
+    layer.config = SimpleNamespace(resolution=SimpleNamespace(path=gemm.SPARSE))
+    layer._first_column, layer._unslid = 96, Layer.of(16, 48, None, 0, torch.int8, 128)
+    slided = slide(weight, SIX_EIGHT)
+    source, pattern, phase = layer._source(slided)
+    assert (pattern, phase) == ((SIX_EIGHT, 0) if backend == "hopper" else (TWO_FOUR, 0))
+    assert torch.equal(source, weight if backend == "hopper" else slided)
 
 
 def test_dense_layout_is_left_to_vllm_with_one_warning(
