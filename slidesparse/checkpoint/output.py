@@ -18,6 +18,7 @@ from slidesparse.errors import EnvironmentFault
 from slidesparse.files import locked, sync
 
 MAX_WORKERS = 8
+MAX_NAME = 255 - len("..partial-01234567")  # bytes of the name of an output folder
 
 
 def require_free_name(source: Path, out: Path) -> None:
@@ -25,6 +26,10 @@ def require_free_name(source: Path, out: Path) -> None:
 
     Raises EnvironmentFault if its parent cannot be written to.
     """
+    if (length := len(os.fsencode(out.resolve().name))) > MAX_NAME:
+        raise CheckpointError(
+            f"the name of the output folder has {length} bytes; choose one of at most {MAX_NAME}"
+        )
     if out.is_dir() and any(out.iterdir()):
         raise CheckpointError(f"output folder {out} is not empty; name a new one, or empty it first")
     if out.exists() and not out.is_dir():

@@ -440,6 +440,8 @@ def test_invalid_outputs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "file/new/below": f"below {tmp_path / 'file'}",
         "source/out": "inside the source",
         "current": "is the current folder, which would be replaced",
+        "x" * 240: "has 240 bytes; choose one of at most 237",
+        "x" * 300: "has 300 bytes; choose one of at most 237",
         "volume": f"{volume} is where a disk or volume is mounted; name a folder in it",
     }.items():
         refused(source, words, out=out)
