@@ -72,7 +72,7 @@ def test_engine_process_scores_and_says_what_served(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # would hide the plugin's line
     source, log = write_float(LLAMA, tmp_path / "source"), tmp_path / "log"
     slided = converted(source, tmp_path / "slided", "6:8", "slided")
-    options = {"dtype": "float32", "gpu_memory_utilization": 0.2}
+    options = {"dtype": "float32", "gpu_memory_utilization": 0.2, "enforce_eager": True}
     scores = score(slided, [[1, 2, 3, 4], [5, 6]], 2, options, log)
     assert scores.served_by.startswith(
         "6:8 (2 of every 8 pruned): 8 layers sparse, 1 dense (1 lm_head); slided layout"
@@ -81,7 +81,7 @@ def test_engine_process_scores_and_says_what_served(tmp_path: Path, monkeypatch:
     assert {name: array.shape for name, array in scores.arrays.items()} == shapes
     sampling = [{"max_tokens": 3, "temperature": 0.0, "ignore_eos": True}] * 2
     done: list[int] = []
-    outputs = generate(source, [[1, 2], [3]], sampling, {**options, "enforce_eager": True}, done.append)
+    outputs = generate(source, [[1, 2], [3]], sampling, options, done.append)
     assert [len(ids) for ids in outputs] == [3, 3]
     assert outputs == continued(source, [[1, 2], [3]])
     assert done == [2]
