@@ -14,7 +14,7 @@ CPP = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -n
 EXTRAS := $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),cuda,cpu)
 
 # What a result may not depend on: the instructions that libraries choose by the processor, which these variables limit.
-SSE := ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2
+SSE := ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 TORCHINDUCTOR_VEC_ISA_OK=0
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 NUMERICS := tests/math tests/golden tests/calibrate tests/kernels/test_operators.py \
