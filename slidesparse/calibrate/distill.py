@@ -244,6 +244,7 @@ def _worker(rank: int, count: int, store: str, pickled: bytes, queue: Any) -> No
         with task.model.checkpoint.reader() as reader:
             dense = opened(task, reader, work)
             _train(task, dense, work, lambda *message: queue.put(message) if rank == 0 else None)
+        dist.barrier()  # no connection is closed that another process uses
         dist.destroy_process_group()
     except (SlideSparseError, torch.OutOfMemoryError) as error:
         queue.put(error)

@@ -140,6 +140,7 @@ def test_blocks_of_one_structure_share_compiled_graphs(
     assert len(graphs) == 3
 
 
+@pytest.mark.alone  # it starts processes that wait for each other
 def test_processes_train_as_one(
     source: Path, tmp_path: Path, ids: str, text: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
