@@ -56,7 +56,7 @@ app = application(__doc__ or "", name="slidesparse.demo", no_args_is_help=False,
 
 
 class Served(NamedTuple):
-    """What a server answered."""
+    """Holds what a server answered."""
 
     texts: list[str]  # that continue PROMPTS
     ids: list[list[int]]  # their tokens

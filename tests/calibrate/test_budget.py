@@ -319,7 +319,7 @@ def test_exceeded_budget_is_reported(
 def test_loss_of_the_worst_kind_of_text_counts(
     model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of each source, or of one and the reference of Python, if the folder has a tokenizer."""
+    """They are of each source, or of one and the reference of Python, if the folder has a tokenizer."""
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
     write_tokenizer(folder, ["?", "the", "a", "of", "is", "and"])
