@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -131,11 +132,19 @@ const char* FindGemm(const Plan& plan, std::int64_t m, const GemmTensors& tensor
   return nullptr;
 }
 
+// Chooses the configuration of a grouped product by the mean number of rows of an expert.
+Configuration ChooseGrouped(double mean) {
+  int tokens = 8;  // most experts' rows fit into one tile
+  while (tokens < 256 && tokens < mean + 2 * std::sqrt(mean)) tokens *= 2;
+  return {true, 2, tokens, 1, 1, tokens <= 32 ? 3 : tokens <= 64 ? 2 : 1};
+}
+
 // slidesparse_hopper_quantize, which also clears the flags of a GEMM.
 const char* Quantize(const Plan& plan, std::int64_t m, const void* x, std::int32_t type,
                      std::int64_t stride, std::int32_t prologue, double eps, const void* gain,
                      const void* residual, std::int64_t residual_stride, void* total, void* q,
-                     void* scale_x, void* flags, int flag_count, void* stream) {
+                     void* scale_x, void* flags, int flag_count, void* stream,
+                     QuantizeArguments arguments) {
   const bool adds = prologue == SLIDESPARSE_ADD_RMS_NORM;
   const bool norm = adds || prologue == SLIDESPARSE_RMS_NORM;
   if (!Is16Bit(type) || prologue < 0 || prologue > SLIDESPARSE_SILU_MUL ||
@@ -145,7 +154,6 @@ const char* Quantize(const Plan& plan, std::int64_t m, const void* x, std::int32
         "1 and 2, prologues 0 to 3, norms have a gain, norms of sums all three, the others none",
         type, prologue, gain, residual, total);
   }
-  QuantizeArguments arguments = plan.quantize;
   arguments.x = x;
   arguments.stride = stride;
   arguments.eps = static_cast<float>(eps);
@@ -287,7 +295,7 @@ const char* slidesparse_hopper_quantize(const SlidesparseHopperPlan* plan, std::
                                         const void* residual, std::int64_t residual_stride,
                                         void* total, void* q, void* scale_x, void* stream) {
   return Quantize(*plan, m, x, type, stride, prologue, eps, gain, residual, residual_stride, total,
-                  q, scale_x, nullptr, 0, stream);
+                  q, scale_x, nullptr, 0, stream, plan->quantize);
 }
 
 const char* slidesparse_hopper_product(const SlidesparseHopperPlan* plan, std::int64_t m,
@@ -342,10 +350,53 @@ const char* slidesparse_hopper_linear(const SlidesparseHopperPlan* plan, std::in
   if (const char* error = FindGemm(*plan, m, tensors, weight_bytes, &gemm)) return error;
   if (const char* error =
           Quantize(*plan, m, x, type, stride, prologue, eps, gain, residual, residual_stride, total,
-                   q, scale_x, scratch, gemm->flags, stream)) {
+                   q, scale_x, scratch, gemm->flags, stream, plan->quantize)) {
     return error;
   }
   return LaunchGemm(*gemm, m, tensors, static_cast<cudaStream_t>(stream));
+}
+
+const char* slidesparse_hopper_grouped(const SlidesparseHopperPlan* plan, std::int64_t slots,
+                                       const void* x, std::int32_t type, std::int64_t stride,
+                                       std::int32_t silu_mul, const void* order, std::int32_t top_k,
+                                       const void* slot_scale, std::int32_t experts,
+                                       const void* offsets, const void* weights,
+                                       std::int64_t weight_bytes, const void* scale_w, void* out,
+                                       std::int32_t out_type, const char* configuration,
+                                       void* scratch, void* stream) {
+  if (slots == 0) return nullptr;
+  SlidesparseBlocks kind;
+  if (const char* error = FindKind(*plan, weight_bytes, &kind)) return error;
+  const Blocks blocks = plan->coded                   ? Blocks::kCoded
+                        : kind == SLIDESPARSE_ALL_2_4 ? Blocks::kSparse
+                                                      : Blocks::kMixed;
+  Configuration chosen = ChooseGrouped(static_cast<double>(slots) / experts);
+  if (configuration != nullptr) {
+    if (const char* error = ParseText(configuration, &chosen)) return error;
+  }
+  chosen.grouped = true;
+  Gemm gemm;
+  if (const char* error = FitLarger(chosen, plan->fp8, blocks, &gemm)) return error;
+  const GemmArguments& like = plan->tuned.front().gemms[0].arguments;
+  SetWeight(like.n, like.k_blocks * kBlockColumns, &gemm);
+  char* scale_x = static_cast<char*>(scratch);
+  char* q = scale_x + ScalesOf(slots);
+  QuantizeArguments arguments = plan->quantize;
+  arguments.offsets = static_cast<const std::int32_t*>(offsets);
+  arguments.order = static_cast<const std::int32_t*>(order);
+  arguments.slot_scale = static_cast<const float*>(slot_scale);
+  arguments.experts = experts;
+  arguments.top_k = top_k;
+  const int prologue = silu_mul != 0 ? SLIDESPARSE_SILU_MUL : SLIDESPARSE_NO_PROLOGUE;
+  if (const char* error = Quantize(*plan, slots, x, type, stride, prologue, 0.0, nullptr, nullptr,
+                                   0, nullptr, q, scale_x, nullptr, 0, stream, arguments)) {
+    return error;
+  }
+  const GemmTensors tensors = {
+      q,   plan->quantize.columns,       scale_x, weights, scale_w, nullptr, Float::kNone,
+      out, static_cast<Float>(out_type), nullptr};
+  return LaunchGrouped(gemm, slots, tensors, {arguments.offsets, experts, weight_bytes},
+                       static_cast<cudaStream_t>(stream));
 }
 
 }  // extern "C"
