@@ -44,6 +44,7 @@ __global__ void __launch_bounds__(1024) Route(const __grid_constant__ RouteArgum
   const int begin = min(warp * part, arguments.slots), end = min(begin + part, arguments.slots);
   for (int i = threadIdx.x; i < experts * warps; i += blockDim.x) counters[i] = 0;
   __syncthreads();
+  LaunchDependents();
   WaitForPredecessors();
   for (int first = begin; first < end; first += 32) {
     const int slot = first + lane, expert = slot < end ? ExpertOf(arguments, slot) : -1;

@@ -169,10 +169,9 @@ SLIDESPARSE_EXPORT const char* slidesparse_hopper_route(const void* ids, std::in
 
 // out [slots, n] = the products of the rows, by `weights` [experts, weight_bytes] and `scale_w`
 // [experts, n].  top_k > 0: row i is quantized from row order[i] / top_k of x.  top_k 0: from row i
-// of x, to which SILU_MUL is applied if `silu_mul`; `offsets` must be complete before the preceding
-// kernel on the stream starts.  `slot_scale`, float32 [slots] or null: multiplies scale_x.
-// `configuration`: a stream-K one of one multicast CTA for this call; null: a choice by the tokens
-// of an expert.  Scratch memory and other arguments as above.
+// of x, to which SILU_MUL is applied if `silu_mul`.  `slot_scale`, float32 [slots] or null:
+// multiplies scale_x. `configuration`: a stream-K one of one multicast CTA for this call; null: a
+// choice by the tokens of an expert.  Scratch memory and other arguments as above.
 SLIDESPARSE_EXPORT const char* slidesparse_hopper_grouped(
     const SlidesparseHopperPlan* plan, std::int64_t slots, const void* x, std::int32_t type,
     std::int64_t stride, std::int32_t silu_mul, const void* order, std::int32_t top_k,

@@ -56,6 +56,7 @@ namespace {
 
 using Plan = SlidesparseHopperPlan;
 
+constexpr int kSms = 132;                  // an H100's, for a heuristic
 constexpr std::int64_t kScaleBytes = 128;  // alignment of the codes, which follow the scales
 
 std::shared_mutex mutex;
@@ -132,10 +133,13 @@ const char* FindGemm(const Plan& plan, std::int64_t m, const GemmTensors& tensor
   return nullptr;
 }
 
-// Chooses the configuration of a grouped product by the mean number of rows of an expert.
-Configuration ChooseGrouped(double mean) {
+// Chooses the configuration of a grouped product of `slots` rows by weights of `strips` strips.
+Configuration ChooseGrouped(std::int64_t slots, int experts, int strips) {
+  const double mean = static_cast<double>(slots) / experts;
   int tokens = 8;  // most experts' rows fit into one tile
   while (tokens < 256 && tokens < mean + 2 * std::sqrt(mean)) tokens *= 2;
+  const bool few = std::min<std::int64_t>(slots, experts) * strips < 4 * kSms;
+  if (few && tokens == 8) return {true, 1, tokens, 1, 1, 4};
   return {true, 2, tokens, 1, 1, tokens <= 32 ? 3 : tokens <= 64 ? 2 : 1};
 }
 
@@ -365,19 +369,20 @@ const char* slidesparse_hopper_grouped(const SlidesparseHopperPlan* plan, std::i
                                        std::int32_t out_type, const char* configuration,
                                        void* scratch, void* stream) {
   if (slots == 0) return nullptr;
+  if (plan->tuned.empty()) return Fail("a plan without configurations only quantizes");
+  const GemmArguments& like = plan->tuned.front().gemms[0].arguments;
   SlidesparseBlocks kind;
   if (const char* error = FindKind(*plan, weight_bytes, &kind)) return error;
   const Blocks blocks = plan->coded                   ? Blocks::kCoded
                         : kind == SLIDESPARSE_ALL_2_4 ? Blocks::kSparse
                                                       : Blocks::kMixed;
-  Configuration chosen = ChooseGrouped(static_cast<double>(slots) / experts);
+  Configuration chosen = ChooseGrouped(slots, experts, like.strips);
   if (configuration != nullptr) {
     if (const char* error = ParseText(configuration, &chosen)) return error;
   }
   chosen.grouped = true;
   Gemm gemm;
   if (const char* error = FitLarger(chosen, plan->fp8, blocks, &gemm)) return error;
-  const GemmArguments& like = plan->tuned.front().gemms[0].arguments;
   SetWeight(like.n, like.k_blocks * kBlockColumns, &gemm);
   char* scale_x = static_cast<char*>(scratch);
   char* q = scale_x + ScalesOf(slots);

@@ -191,11 +191,11 @@ __global__ void __launch_bounds__(kMaxQuantizeThreads)
   const int vectors = (padded + kVectorCodes - 1) / kVectorCodes;
   const int held = kVectors * blockDim.x;
   if (parts > 1) ClusterArriveRelaxed();
-  // The GEMM loads weights meanwhile, and waits for the codes itself.  A kernel before a gathering
-  // quantizer may have written which weights.
-  if (arguments.top_k == 0) LaunchDependents();
+  // The GEMM loads weights meanwhile, and waits for the codes itself.  Offsets, which say whose
+  // weights, may come from the preceding kernel.
+  if (arguments.offsets == nullptr) LaunchDependents();
   WaitForPredecessors();
-  if (arguments.top_k > 0) LaunchDependents();
+  if (arguments.offsets != nullptr) LaunchDependents();
   std::int64_t source = row_index;
   if (arguments.offsets != nullptr) {
     if (row_index >= LoadGlobal32(arguments.offsets + arguments.experts)) return;
