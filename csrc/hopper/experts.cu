@@ -118,41 +118,28 @@ __global__ void __launch_bounds__(kCombineThreads)
   const int column = (blockIdx.y * kCombineThreads + threadIdx.x) * kVector;
   if (column >= arguments.n) return;
   const std::int64_t token = blockIdx.x, n = arguments.n;
-  const int width = min(kVector, arguments.n - column);
-  const bool whole = arguments.n % kVector == 0;
   float sums[kVector] = {};
 #pragma unroll 4
   for (int k = 0; k < arguments.top_k; ++k) {
     const int row = LoadGlobal32(arguments.rows + token * arguments.top_k + k);
     if (row < 0) continue;
-    const std::uint16_t* from = arguments.y + row * n + column;
-    std::uint16_t values[kVector] = {};
-    if (whole) {
-      *reinterpret_cast<uint4*>(values) = LoadGlobal128(reinterpret_cast<const uint4*>(from));
-    } else {
-      for (int i = 0; i < width; ++i) values[i] = from[i];
-    }
+    const uint4 found =
+        LoadGlobal128(reinterpret_cast<const uint4*>(arguments.y + row * n + column));
+    const std::uint32_t words[] = {found.x, found.y, found.z, found.w};
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-      sums[i] += arguments.type == Float::kBFloat16
-                     ? __bfloat162float(__ushort_as_bfloat16(values[i]))
-                     : __half2float(__ushort_as_half(values[i]));
+      const auto bits = static_cast<std::uint16_t>(words[i / 2] >> (i % 2 * 16));
+      sums[i] += arguments.type == Float::kBFloat16 ? __bfloat162float(__ushort_as_bfloat16(bits))
+                                                    : __half2float(__ushort_as_half(bits));
     }
   }
-  std::uint16_t* to = arguments.out + token * n + column;
-  if (whole) {
-    std::uint32_t words[kVector / 2];
+  std::uint32_t words[kVector / 2];
 #pragma unroll
-    for (int i = 0; i < kVector / 2; ++i) {
-      words[i] = Narrow(sums[2 * i], sums[2 * i + 1], arguments.type);
-    }
-    *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      if (i < width) to[i] = Narrow(sums[i], arguments.type);
-    }
+  for (int i = 0; i < kVector / 2; ++i) {
+    words[i] = Narrow(sums[2 * i], sums[2 * i + 1], arguments.type);
   }
+  *reinterpret_cast<uint4*>(arguments.out + token * n + column) =
+      make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 // Loads the kernels, once for each device.
@@ -204,7 +191,8 @@ const char* slidesparse_hopper_route(const void* ids, std::int32_t wide, std::in
 const char* slidesparse_hopper_combine(const void* y, std::int32_t type, std::int64_t slots,
                                        std::int32_t top_k, std::int32_t n, const void* rows,
                                        void* out, void* stream) {
-  if (slots == 0 || n == 0) return nullptr;
+  if (slots == 0) return nullptr;
+  if (n < 1 || n % kVector != 0) return Fail("rows of %d columns: a multiple of %d", n, kVector);
   const CombineArguments arguments = {static_cast<const std::uint16_t*>(y),
                                       static_cast<const std::int32_t*>(rows),
                                       static_cast<std::uint16_t*>(out),

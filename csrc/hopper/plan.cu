@@ -4,9 +4,11 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <shared_mutex>
 #include <tuple>
 #include <vector>
@@ -133,14 +135,34 @@ const char* FindGemm(const Plan& plan, std::int64_t m, const GemmTensors& tensor
   return nullptr;
 }
 
+// The configurations of grouped products, by tokens of a tile; the first is for few experts.
+constexpr Configuration kGrouped[] = {{true, 1, 8, 1, 1, 4, true},  {true, 2, 8, 1, 1, 3, true},
+                                      {true, 2, 16, 1, 1, 3, true}, {true, 2, 32, 1, 1, 3, true},
+                                      {true, 2, 64, 1, 1, 2, true}, {true, 2, 128, 1, 1, 1, true},
+                                      {true, 2, 256, 1, 1, 1, true}};
+
 // Chooses the configuration of a grouped product of `slots` rows by weights of `strips` strips.
-Configuration ChooseGrouped(std::int64_t slots, int experts, int strips) {
+const Configuration& ChooseGrouped(std::int64_t slots, int experts, int strips) {
   const double mean = static_cast<double>(slots) / experts;
-  int tokens = 8;  // most experts' rows fit into one tile
-  while (tokens < 256 && tokens < mean + 2 * std::sqrt(mean)) tokens *= 2;
-  const bool few = std::min<std::int64_t>(slots, experts) * strips < 4 * kSms;
-  if (few && tokens == 8) return {true, 1, tokens, 1, 1, 4};
-  return {true, 2, tokens, 1, 1, tokens <= 32 ? 3 : tokens <= 64 ? 2 : 1};
+  const double rows = mean + 2 * std::sqrt(mean);  // most experts' fit into one tile
+  if (rows <= 8 && std::min<std::int64_t>(slots, experts) * strips < 4 * kSms) return kGrouped[0];
+  const Configuration* found = kGrouped + 1;
+  while (found < std::end(kGrouped) - 1 && found->tokens < rows) ++found;
+  return *found;
+}
+
+// Loads all of them at the first call, because later ones may be captured into CUDA graphs.
+const char* LoadGrouped(const Plan& plan, Blocks blocks) {
+  static std::mutex loading;
+  static std::set<std::tuple<int, bool, Blocks>> loaded;
+  std::lock_guard lock(loading);
+  if (loaded.count({std::get<0>(plan.key), plan.fp8, blocks}) > 0) return nullptr;
+  for (const Configuration& one : kGrouped) {
+    Gemm gemm;
+    if (const char* error = FitLarger(one, plan.fp8, blocks, &gemm)) return error;
+  }
+  loaded.insert({std::get<0>(plan.key), plan.fp8, blocks});
+  return nullptr;
 }
 
 // slidesparse_hopper_quantize, which also clears the flags of a GEMM.
@@ -380,7 +402,9 @@ const char* slidesparse_hopper_grouped(const SlidesparseHopperPlan* plan, std::i
   if (configuration != nullptr) {
     if (const char* error = ParseText(configuration, &chosen)) return error;
   }
-  chosen.grouped = true;
+  chosen.stream_k = chosen.grouped = true;
+  chosen.multicast = chosen.splits = 1;
+  if (const char* error = LoadGrouped(*plan, blocks)) return error;
   Gemm gemm;
   if (const char* error = FitLarger(chosen, plan->fp8, blocks, &gemm)) return error;
   SetWeight(like.n, like.k_blocks * kBlockColumns, &gemm);
