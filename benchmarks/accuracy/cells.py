@@ -61,7 +61,6 @@ COLUMNS = (
 DENSE, BF16, NONE = "dense", "bf16", "-"
 HUMANEVAL = "humaneval"
 DRAWS = 2000  # of the bootstrap
-MEMORY = 0.5  # share of a GPU's memory that engines may take; the rest is for conversions beside them
 GOALS = ("--max-loss", "--min-speedup", "--zeros")
 SEED, DISTILL = "--seed", "--distill"
 LISTED = {*GOALS, SEED, DISTILL, "--minutes", "--sparsity", "--quant", "--calib", "--samples", "--seqlen"}
@@ -137,7 +136,7 @@ class Cell:
         if not self.options or not (self.calibrated or pruned):
             return NONE
         method = ("sparsegpt" if self.calibrated else "magnitude") if pruned else "calibrated"
-        method += ", distilled" if self.distilled else ""
+        method = "distilled" if self.distilled else method
         pairs = zip(("", *self.options), self.options, strict=False)
         rest = [word for before, word in pairs if not {before, word} & LISTED]
         return " ".join([method, *(word.removeprefix("--").rpartition("/")[2] for word in rest)])
@@ -276,7 +275,7 @@ def run(
     failures, lock = list[str](), threading.Lock()
 
     def work(number: int, gpu: str | None) -> None:
-        engine = Engine(MEMORY / each, gpu, texts.work / "cache" / str(number))
+        engine = Engine(gpu, texts.work / "cache" / str(number))
         folder = texts.work / "running" / str(number)
         while cell := waiting.take(gpu):
             trained = partial(waiting.trained, gpu) if cell.distilled else lambda: None
@@ -328,7 +327,7 @@ def find_baseline(cell: Cell, done: Sequence[Cell]) -> Cell | None:
     model, quant, pattern, method, _, seed = cell.columns.values()
     wanted = (model, BF16 if pattern == DENSE else quant, DENSE)
     kind = "calibrated" if pattern != DENSE and cell.calibrated else NONE
-    rest = method.replace(", distilled", "").partition(" ")[2]
+    rest = method.partition(" ")[2]
 
     def distance(other: Cell) -> tuple[bool, ...]:
         its_rest = other.columns["method"].partition(" ")[2]

@@ -28,7 +28,7 @@ CELLS: dict[str, tuple[tuple[str, ...], int | None]] = {
     ),
     "smollm2 --sparsity 6:8": (("int8", "6:8", "magnitude", "0", "0"), 2),
     "smollm2 --max-loss 3% --calib own --distill own --minutes 5": (
-        ("int8", "max-loss 3%", "sparsegpt, distilled", "5", "0"),
+        ("int8", "max-loss 3%", "distilled", "5", "0"),
         1,
     ),
 }
