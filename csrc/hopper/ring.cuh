@@ -527,23 +527,25 @@ class CodedConsumer : Consumer {
   __device__ __forceinline__ void Run(int count, bool accumulate,
                                       std::uint32_t (&sums)[kTokens / 2]) {
     Half first, second;
-    Stored later;
+    Stored now, later;
     if (!accumulate) Clear(sums);
     Pin(sums);
     Wait();
-    Load(first, later);
+    Load(now, later);
+    Expand(now, first);
     for (int i = 0; i < count; ++i) {
       Multiply<0>(first, sums);
       WgmmaWait<1>();  // the preceding stage and `second` are no longer read
       if (i > 0) Release();
       Expand(later, second);
       Multiply<1>(second, sums);
-      WgmmaWait<1>();
       next_.Advance(arguments_.stages);
       if (i + 1 < count) {
         Wait();
-        Load(first, later);
+        Load(now, later);
       }
+      WgmmaWait<1>();  // `first` is no longer read
+      if (i + 1 < count) Expand(now, first);
     }
     WgmmaWait<0>();
     Pin(sums);
@@ -580,18 +582,16 @@ class CodedConsumer : Consumer {
     std::uint32_t selectors[2 * kHalfWgmmas];
   };
 
-  // Loads both halves of the next stage, whose latencies overlap, and expands the first.
-  __device__ __forceinline__ void Load(Half& first, Stored& later) {
+  // Loads both halves of the next stage, whose latencies overlap.
+  __device__ __forceinline__ void Load(Stored& now, Stored& later) {
     const int thread = threadIdx.x % 128;
     const std::uint32_t block = block_ + next_.stage * kStageBytes;
     const std::uint32_t codes = block + kCodedValueBytes;
     const std::uint32_t low = LoadShared32(codes + 4 * thread);
     const std::uint32_t high = LoadShared8(codes + 128 * 4 + thread);
-    Stored now;
     // Codes begin at bit 2, because a table entry has four bytes.
     Load(now, block, low << 2);
     Load(later, block + kHalfBytes, __funnelshift_r(low, high, 20 - 2));
-    Expand(now, first);
   }
 
   __device__ __forceinline__ void Load(Stored& stored, std::uint32_t values, std::uint32_t codes) {
