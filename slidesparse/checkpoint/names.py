@@ -1,6 +1,6 @@
 """Names of tensors and layers in checkpoints, and of layers in vLLM.
 
-Routed experts run on vLLM's own kernels, which gain nothing from the pattern, so they are never pruned.
+vLLM stacks the matrices of a layer's routed experts, which therefore all have one pattern and type.
 """
 
 from __future__ import annotations

@@ -49,6 +49,9 @@ class Backend(Protocol):
         Raises PatternError for a weight that breaks the pattern.
         """
 
+    def refuses_experts(self, pattern: SlidePattern | None, dtype: torch.dtype) -> str | None:
+        """Return why experts of a pattern, None if unpruned, are left to vLLM, as text for the log; or None."""
+
 
 class Tunable(Backend, Protocol):
     """A backend whose algorithms `slidesparse tune` and the benchmarks can search."""
@@ -90,6 +93,10 @@ class TwoStep(ABC):
     fuses = False
     threads = False
     coded: Collection[int] = ()
+
+    def refuses_experts(self, pattern: SlidePattern | None, dtype: torch.dtype) -> str | None:
+        """See `Backend.refuses_experts`: only backends with grouped products run experts."""
+        return "which the backend does not run"
 
     @abstractmethod
     def scaled_matmul(self, tensors: Tensors) -> None:
@@ -144,6 +151,18 @@ def quantize(x: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
     q, scale = reference.quant_slide(x, layer.layout, layer.dtype, arithmetic_of(x))
     missing = layer.columns - layer.layout.slided
     return (torch.nn.functional.pad(q.view(torch.int8), (0, missing)).view(q.dtype) if missing else q), scale
+
+
+def pack_experts(backend: Backend, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
+    """Pack the weights [E, N, K] of experts one by one; the shorter results are padded with zeros.
+
+    Raises PatternError for a weight that breaks the pattern.
+    """
+    packed = [backend.pack(expert, pattern, phase) for expert in weight]
+    longest = max(map(len, packed))
+    if all(len(expert) == longest for expert in packed):
+        return torch.stack(packed)
+    return torch.nn.utils.rnn.pad_sequence(packed, batch_first=True)
 
 
 def require_unbroken_blocks(weight: Tensor, pattern: SlidePattern | None, phase: int, broken: int) -> None:

@@ -123,6 +123,10 @@ class Hopper(CudaBackend):
             return str(error)
         return None
 
+    def refuses_experts(self, pattern: SlidePattern | None, dtype: torch.dtype) -> str | None:
+        """See `Backend.refuses_experts`."""
+        return "for which there is no kernel yet"
+
     def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
         """See `Tunable.epilogue`: always "both" scales."""
         return "both"
