@@ -184,7 +184,7 @@ class _Experts:
     @property
     def is_monolithic(self) -> bool:
         """Whether the method routes by itself."""
-        return not self.layers and super().is_monolithic
+        return compat.experts_route() if self.layers else super().is_monolithic
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         """Return the scales for vLLM's kernel, if it runs."""
@@ -203,7 +203,7 @@ class _Experts:
         shared_experts_input: Tensor | None,
     ) -> Tensor:
         """Return the sum of the experts of each token, x [T, K] -> [T, K], as far as they are in this process."""
-        if not self.layers:
+        if self.layers is None:
             return super().apply(layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
         weights: Tensor | None = topk_weights.float()
         if layer.apply_router_weight_on_input:
@@ -212,6 +212,14 @@ class _Experts:
             (layer.w13_weight, layer.w2_weight), (layer.w13_weight_scale, layer.w2_weight_scale), self.layers
         )
         return ops.experts(x, experts, topk_ids, weights, layer.expert_map)
+
+    def apply_monolithic(
+        self, layer: Any, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
+    ) -> Tensor:
+        """Choose the experts, and `apply` them."""
+        if self.layers is None:
+            return super().apply_monolithic(layer, x, router_logits, input_ids)
+        return self.apply(layer, x, *compat.choose_experts(layer, x, router_logits), None, None)
 
 
 # The weights' loader looks for "CompressedTensors" in the name of the method

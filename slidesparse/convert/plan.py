@@ -45,7 +45,7 @@ BY_IGNORE, BY_SOURCE, NOT_LINEAR = (
 )
 UNSERVED = "vLLM does not quantize it"
 SPLIT = "stored as one matrix of several layers"
-JOINED = "routed experts in one tensor, which vLLM serves unquantized"
+JOINED = "routed experts in one tensor of another form, which vLLM serves unquantized"
 # Reasons for quantizing a linear layer without pruning it
 BY_LAYER, BY_BUDGET = "--layer", "by the budget"
 ROUTED = "routed experts, which budgets leave unpruned"
@@ -141,14 +141,14 @@ class Planner:
     """
 
     def __init__(self, checkpoint: Checkpoint, options: ConvertOptions, source: Source | None = None) -> None:
-        self.checkpoint, self.options, self.served = checkpoint, options, Served()
+        self.options, self.served, self.skeleton = options, Served(), Skeleton(checkpoint)
+        self.checkpoint = checkpoint = self.skeleton.with_single_experts()
         self.routed = naming.experts(checkpoint.tensors)
         self.source = source or source_of(checkpoint, options.quant, bool(self.routed))
         if isinstance(self.source, Converted):
             _require_layout_alone(self.source.metadata, options)
         elif options.calibration:
             self.source.require_calibration()
-        self.skeleton = Skeleton(checkpoint)
         pruned = self.source.metadata.layers if self.source.metadata else {}
         self.skeleton.require_tensors(
             {name: entry.in_features for name, entry in pruned.items()}, self._is_quantized
@@ -210,7 +210,7 @@ class Planner:
             options=options,
             pattern=metadata.pattern,
             quant=" and ".join(sorted({source.quant(name) for name in patterns})),
-            outputs=tuple(self._output(name, patterns, entries, dropped) for name in self.checkpoint.tensors),
+            outputs=tuple(self._output(name, patterns, entries, dropped) for name in self._written(kept)),
             kept=kept,
             skipped=skipped,
             config=self._config(source.config(patterns, self._ignored(kept)), metadata),
@@ -269,7 +269,11 @@ class Planner:
             )
         kept = {name: BY_SOURCE for name in layers if self.source.is_float(name)} | kept
         for name, stored in self.checkpoint.tensors.items():
-            if len(stored.spec.shape) == 3 and naming.joined_experts(name):
+            if (
+                len(stored.spec.shape) == 3
+                and naming.joined_experts(name)
+                and name not in self.skeleton.joined
+            ):
                 if stored.spec.dtype not in FLOATS:
                     raise CheckpointError(
                         f"tensor {name} holds several routed experts in {stored.spec.dtype}, which vLLM cannot load; "
@@ -315,6 +319,15 @@ class Planner:
         return kept
 
     # The output
+
+    def _written(self, kept: Collection[str]) -> Iterator[str]:
+        """Yield the tensors to write something for: of joined experts, each one alone, unless they are kept."""
+        joined = self.skeleton.joined
+        single = {name for names in joined.values() for name in names}
+        for name in self.checkpoint.tensors:
+            layer = name.removesuffix(WEIGHT)
+            if layer not in kept if layer in single else joined.get(name, {}).keys() <= {*kept}:
+                yield name
 
     def _output(
         self,
