@@ -76,13 +76,15 @@ def compiles_by_inductor(compilation: Any) -> bool:
     return int(compilation.mode or 0) in (2, 3) and compilation.backend in ("", "inductor")
 
 
-@cache
 def experts_route() -> bool:
     """Return whether methods for experts have to choose them: on CPUs up to vLLM 0.29."""
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsInt8
     from vllm.platforms import current_platform
 
-    return bool(current_platform.is_cpu() and CPUExpertsInt8.is_monolithic())
+    if not current_platform.is_cpu():
+        return False
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsInt8
+
+    return bool(CPUExpertsInt8.is_monolithic())
 
 
 def choose_experts(layer: Any, x: Any, router_logits: Any) -> tuple[Any, Any]:

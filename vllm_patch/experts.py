@@ -95,7 +95,7 @@ class _Experts:
         self.patterns = [config.patterns_of_experts()] * 2  # that each of the two weights may have
         self.backend = gemm.get(config.resolution.backend)
         self.layers: tuple[Layer, Layer] | None = None  # what our operators run, once the weights are loaded
-        self.kernel_missing = ""
+        self.kernel_missing, self._routes = "", compat.experts_route()
         try:
             super().__init__(weights, inputs, moe)
         except NotImplementedError as error:  # raised last: vLLM has no kernel, which may not be needed
@@ -184,7 +184,7 @@ class _Experts:
     @property
     def is_monolithic(self) -> bool:
         """Whether the method routes by itself."""
-        return compat.experts_route() if self.layers else super().is_monolithic
+        return self._routes if self.layers else super().is_monolithic
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         """Return the scales for vLLM's kernel, if it runs."""

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from slidesparse.calibrate.pipeline import BlockRun
 
 FLOOR = 8  # an expert with fewer than K / FLOOR tokens is pruned by those of the whole layer
-POOLED = "pooled"  # key of the report's rows: whether it was
 
 
 class _Products(TorchFunctionMode):
@@ -93,7 +92,7 @@ def prune_experts(run: BlockRun, sweeps: int) -> tuple[dict[str, Tensor], list[d
                         "error_pruned": output_error(w, part, hessian.matrix),
                         "error_quantized": output_error(w, served[name], hessian.matrix),
                         "tokens": own[number].tokens,
-                        POOLED: few,
+                        "pooled": few,
                         "seconds": round((time.monotonic() - started) / len(names), 3),
                     }
                 )
