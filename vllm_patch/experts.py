@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from slidesparse.vllm_patch import compat
+from slidesparse.vllm_patch.loading import AGAIN, require_numbers
 from slidesparse.vllm_patch.scheme import PACKED, ROWS, conclude
 from slidesparse.vllm_patch.summary import Found
 from torch import Tensor
@@ -21,6 +22,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 
 from slidesparse import gemm, ops
+from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.gemm import SPARSE
 from slidesparse.gemm.backend import pack_experts
 from slidesparse.gemm.problem import DTYPES, Layer
@@ -104,10 +106,12 @@ class _Experts:
             self.kernel_missing = "no FP8 kernel for experts supports this platform"
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        """Let vLLM's method create the parameters."""
+        """Let vLLM's method create the parameters; scales that are not loaded will be NaN."""
         self.dummy = compat.loads_dummy_weights()
         self.config.summary.expect(self.name, layer)
         super().create_weights(layer, *args, **kwargs)
+        for scale in (layer.w13_weight_scale, layer.w2_weight_scale):
+            scale.data.fill_(torch.nan)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Pack the weights, or hand the layer to vLLM's method.  May run again, for example after a reload.
@@ -117,6 +121,12 @@ class _Experts:
         if getattr(layer.w13_weight, PACKED, False):
             return
         weights = [layer.w13_weight.data, layer.w2_weight.data]
+        for weight, scale in zip(weights, (layer.w13_weight_scale, layer.w2_weight_scale), strict=True):
+            require_numbers(self.name, weight)
+            if not bool(torch.isfinite(scale).all()):
+                raise CheckpointError(
+                    f"{self.name}: the checkpoint lacks experts, or their scales hold NaN; {AGAIN}"
+                )
         columns = [0, self.moe.moe_parallel_config.tp_rank * weights[1].shape[2]]  # the first of this process
         if self.dummy and (slid := self._slides(self.patterns[0][0])):
             weights = [

@@ -202,7 +202,9 @@ class Planner:
             options.layout,
             entries,
             f"slidesparse {slidesparse.__version__}",
-            tuple(sorted(of_experts, key=lambda pattern: pattern.density)),
+            source.metadata.experts
+            if source.metadata
+            else tuple(sorted(of_experts, key=lambda p: p.density)),
         )
         dropped = source.dropped(patterns)
         return ConversionPlan(
