@@ -25,7 +25,7 @@ from vllm.platforms import current_platform
 from slidesparse import flags
 from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, KEY, QUANT_METHOD, LayerEntry, Metadata
 from slidesparse.errors import shown
-from slidesparse.flags import Flags
+from slidesparse.flags import REQUIRED, SPARSITY, Flags
 from slidesparse.gemm import SPARSE
 from slidesparse.pattern import DENSE_WEIGHT, Pattern, SlidePattern
 from slidesparse.resolve import (
@@ -39,6 +39,7 @@ from slidesparse.resolve import (
     ResolveError,
     claim,
     common_entry,
+    needs_plugin,
     or_unset,
     resolve,
     stamp,
@@ -103,9 +104,11 @@ class SlideSparseConfig(CompressedTensorsConfig):
         unknown = flags.unknown_names()
         if unknown and (resolution or config.get("quant_method") == COMPRESSED_TENSORS):
             compat.warn(f"environment variables that SlideSparse does not read: {', '.join(unknown)}")
+        if config.get("quant_method") == COMPRESSED_TENSORS and not (
+            resolution and needs_plugin(config, user_quant)
+        ):
+            _warn_without_effect(config, resolution is not None)
         if resolution is None:
-            if config.get("quant_method") == COMPRESSED_TENSORS:
-                _warn_without_effect(config)
             return None
         config_dicts = _config_dicts(hf_quant_cfg, hf_config)
         stamp(resolution, config_dicts)
@@ -323,14 +326,15 @@ def _machine() -> tuple[str, Capability]:
     return "cuda", None if capability is None else (capability.major, capability.minor)
 
 
-def _warn_without_effect(config: Mapping[str, Any]) -> None:
-    """Warn that vLLM cannot read a checkpoint without us, or that flags have no effect on it."""
-    if stored := unread_storage(config):
-        compat.warn(f"{stored}. USE_CUSPARSELT=1 serves it if it is W8A8; else {CONVERT_STORED}")
-    elif idle := flags.active_names():
+def _warn_without_effect(config: Mapping[str, Any], served: bool) -> None:
+    """Warn that vLLM cannot read a checkpoint, or that flags have no effect on it unless they ask for us."""
+    idle = [name for name in flags.active_names() if name == SPARSITY or not served]
+    if not served and (stored := unread_storage(config)):
+        compat.warn(f"{stored}; {CONVERT_STORED}")
+    elif idle:
         compat.warn(
-            f"{', '.join(idle)} has no effect on this checkpoint, which `slidesparse convert` did not make: vLLM's own "
-            "kernels serve it, unless USE_CUSPARSELT=1 is set"
+            f"{', '.join(idle)} has no effect on this checkpoint, which `slidesparse convert` did not make, unless "
+            f"{REQUIRED} is set"
         )
 
 

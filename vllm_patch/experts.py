@@ -24,11 +24,10 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from slidesparse import gemm, ops
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.gemm import SPARSE
-from slidesparse.gemm.backend import pack_experts
 from slidesparse.gemm.problem import DTYPES, Layer
 from slidesparse.pattern import Pattern, PatternError, SlidePattern
 from slidesparse.prune import prune
-from slidesparse.resolve import BREAKS, Resolution, ResolveError, left_to_vllm, require_invariance
+from slidesparse.resolve import BREAKS, ResolveError, batch_invariant, left_to_vllm
 from slidesparse.slide import violations
 
 if TYPE_CHECKING:
@@ -47,6 +46,8 @@ def method(config: SlideSparseConfig, layer: Any, name: str) -> Any:
     types = (weights.num_bits, weights.strategy, inputs.num_bits, inputs.strategy)
     if types != (8, "channel", 8, "token") or not inputs.dynamic or not inputs.symmetric:
         return ""
+    ours = CompressedTensorsExpertsInt8 if weights.type == "int" else CompressedTensorsExpertsFp8
+    backend = gemm.get(config.resolution.backend)
     moe, parallel = layer.moe_config, layer.moe_config.moe_parallel_config
     limits = (getattr(moe, limit, None) for limit in ("swiglu_limit", "swiglu_alpha", "swiglu_beta"))
     reasons = {
@@ -56,16 +57,14 @@ def method(config: SlideSparseConfig, layer: Any, name: str) -> Any:
         "with LoRA": moe.is_lora_enabled,
         "balanced between processes": parallel.enable_eplb,
         "of data-parallel processes": parallel.dp_size > 1 or parallel.pcp_size > 1,
-        "in threads": compat.starts_threads(),
+        f"in {str(moe.in_dtype).removeprefix('torch.')}": moe.in_dtype not in backend.outputs,
+        "whose results must not depend on the batch": batch_invariant() and ours.quant == "fp8",
     }
     if reason := next((reason for reason, holds in reasons.items() if holds), ""):
         return reason
-    ours = CompressedTensorsExpertsInt8 if weights.type == "int" else CompressedTensorsExpertsFp8
-    left = [_left(config.resolution, pattern, ours.quant) for pattern in config.patterns_of_experts()]
-    if all(left):
-        return left[0]
-    require_invariance(config.resolution.backend, ours.quant)
-    return ours(config, name, weights, inputs, moe)
+    made = ours(config, name, weights, inputs, moe)
+    left = [made.left(pattern) for pattern in config.patterns_of_experts()]
+    return left[0] if all(left) else made
 
 
 def missing_kernel(name: str, problem: object) -> ResolveError:
@@ -74,13 +73,6 @@ def missing_kernel(name: str, problem: object) -> ResolveError:
         f"{name}: vLLM cannot serve quantized experts here: {str(problem).rstrip('.')}. Convert the original model "
         "with --ignore '\\.experts\\.', which leaves them as they are"
     )
-
-
-def _left(resolution: Resolution, pattern: Pattern, quant: str) -> str | None:
-    """Return why vLLM's method serves experts that obey a pattern, or None."""
-    slid = pattern if isinstance(pattern, SlidePattern) else None
-    backend = gemm.get(resolution.backend)
-    return left_to_vllm(resolution, pattern) or backend.refuses_experts(slid, DTYPES[quant])
 
 
 class _Experts:
@@ -138,7 +130,7 @@ class _Experts:
             for weight, patterns, first in zip(weights, self.patterns, columns, strict=True)
         ]
         obeyed = [pattern for pattern in found if pattern]
-        left = [_left(self.config.resolution, pattern, self.quant) for pattern in obeyed]
+        left = [self.left(pattern) for pattern in obeyed]
         reason = next(filter(None, left), None) if len(obeyed) == len(weights) else BREAKS
         if reason is None:
             self._serve(layer, weights, obeyed, columns)
@@ -158,6 +150,12 @@ class _Experts:
         summary.by_weights[self.name] = Found(ratio, 0, 0)
         if summary.count(self.name, reason and f"MoE experts {reason}", ratio):
             conclude(self.config)
+
+    def left(self, pattern: Pattern) -> str | None:
+        """Return why vLLM's method serves experts that obey a pattern, or None."""
+        slid = pattern if isinstance(pattern, SlidePattern) else None
+        refused = self.backend.refuses_experts(self.moe.num_local_experts, slid, DTYPES[self.quant])
+        return left_to_vllm(self.config.resolution, pattern) or refused
 
     def _slides(self, pattern: Pattern) -> SlidePattern | None:
         """Return the pattern that a weight is slid for, None if it is not."""
@@ -179,7 +177,7 @@ class _Experts:
         ):
             slid = self._slides(pattern)
             phase = slid.shard_phase(first_column) if slid else 0
-            packed = torch.nn.Parameter(pack_experts(self.backend, weight, slid, phase), requires_grad=False)
+            packed = torch.nn.Parameter(self.backend.pack_experts(weight, slid, phase), requires_grad=False)
             setattr(packed, PACKED, True)
             setattr(layer, f"{name}_weight", packed)
             scale = getattr(layer, f"{name}_weight_scale").data.float().flatten(1)

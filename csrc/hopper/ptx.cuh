@@ -303,6 +303,12 @@ __device__ __forceinline__ uint4 LoadGlobal128(const uint4* from) {
   return value;
 }
 
+__device__ __forceinline__ std::int32_t LoadGlobal32(const std::int32_t* from) {
+  std::int32_t value;
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
 // A predicated load: if `condition` is false the words keep their values.
 __device__ __forceinline__ void LoadGlobal128If(bool condition, const uint4* from, std::uint32_t& x,
                                                 std::uint32_t& y, std::uint32_t& z,

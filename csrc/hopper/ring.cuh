@@ -87,8 +87,13 @@ struct CtaTiles {
 
 // The tile scheduler: a CTA's position in its tiles, first the whole ones, then its shared part.
 struct TileScheduler {
+  using Tiles = CtaTiles;
   int visited, tile, k_block;
   int strip, token;  // of the tile's first output, in the multicast group's first CTA
+
+  static __device__ __forceinline__ const std::uint8_t* Weight(const GemmArguments& arguments) {
+    return arguments.weight;
+  }
 
   // Tiles are rasterized in groups of `group_m_tiles` token tiles; within a group tokens vary
   // fastest, so that consecutive tiles use the same blocks of the weight while L2 holds them.
@@ -141,8 +146,9 @@ struct PipelineState {
 // Fills the ring.  The whole warp runs this and an elected lane issues the copies, so that the
 // compiler sees warp-uniform values, keeps them in uniform registers, and needs no loop over the
 // active lanes around a copy.
-template <int kStrips, int kTokens, Blocks kBlocks>
+template <int kStrips, int kTokens, Blocks kBlocks, class Scheduler = TileScheduler>
 class TmaProducer {
+  using Tiles = typename Scheduler::Tiles;
   using S = TileShape<kStrips, kTokens>;
   static constexpr bool kMixed = kBlocks == Blocks::kMixed;
   static constexpr int kStageBytes = S::StageBytes(kBlocks);
@@ -150,8 +156,8 @@ class TmaProducer {
 
  public:
   __device__ TmaProducer(const GemmArguments& arguments, const MulticastGroup& group,
-                         const TileScheduler& begin, const CtaTiles& tiles, int count,
-                         std::uint32_t ring, std::uint32_t full, std::uint32_t empty)
+                         const Scheduler& begin, const Tiles& tiles, int count, std::uint32_t ring,
+                         std::uint32_t full, std::uint32_t empty)
       : arguments_(arguments),
         group_(group),
         begin_(begin),
@@ -178,7 +184,7 @@ class TmaProducer {
   // other stages.  Returns only when no CTA of the group will arrive at this CTA's mbarriers any
   // more: an arrival at a CTA that has exited fails the launch.
   __device__ void Run() {
-    TileScheduler scheduler = begin_;
+    Scheduler scheduler = begin_;
     for (int i = 0; i < first_; ++i) {
       LoadTokens(scheduler, i);
       if (++scheduler.k_block == arguments_.k_blocks) {
@@ -210,9 +216,10 @@ class TmaProducer {
       const std::size_t block =
           static_cast<std::size_t>(strip) * arguments_.k_blocks + next_.k_block;
       if constexpr (kMixed) {
-        entries_[i] = __ldg(arguments_.table + block);
+        entries_[i] =
+            __ldg(reinterpret_cast<const std::uint32_t*>(next_.Weight(arguments_)) + block);
       } else {
-        weights_[i] = arguments_.weight + block * kBlockBytes;
+        weights_[i] = next_.Weight(arguments_) + block * kBlockBytes;
       }
     }
   }
@@ -226,7 +233,7 @@ class TmaProducer {
       for (int i = 0; i < kStrips; ++i) {
         // The shuffle tells the compiler that the value is warp-uniform.
         const std::uint32_t entry = __shfl_sync(0xFFFFFFFF, entries_[i], 0);
-        weights_[i] = arguments_.weight + static_cast<std::size_t>(entry / 2) * kTableUnit;
+        weights_[i] = next_.Weight(arguments_) + static_cast<std::size_t>(entry / 2) * kTableUnit;
         dense |= (entry & 1) << i;
         bytes += (entry & 1) * (kDenseBytes - kPackedBytes);
       }
@@ -241,7 +248,7 @@ class TmaProducer {
     }
   }
 
-  __device__ __forceinline__ void LoadTokens(const TileScheduler& at, int stage) {
+  __device__ __forceinline__ void LoadTokens(const Scheduler& at, int stage) {
     const std::uint32_t barrier = full_ + 8 * stage;
     const std::uint32_t to = ring_ + stage * kStageBytes;
     const int column = at.k_block * kBlockColumns;
@@ -270,11 +277,11 @@ class TmaProducer {
 
   const GemmArguments& arguments_;
   const MulticastGroup& group_;
-  const TileScheduler begin_;
-  TileScheduler next_;
+  const Scheduler begin_;
+  Scheduler next_;
   const std::uint8_t* weights_[kStrips];  // the blocks at `next_`
   std::uint32_t entries_[kStrips];        // the table's entries at `next_`, if mixed
-  CtaTiles tiles_;
+  Tiles tiles_;
   int first_, count_;  // stages: that Begin fills, and all
   std::uint32_t ring_, full_, empty_, dense_;
 };
@@ -520,23 +527,25 @@ class CodedConsumer : Consumer {
   __device__ __forceinline__ void Run(int count, bool accumulate,
                                       std::uint32_t (&sums)[kTokens / 2]) {
     Half first, second;
-    Stored later;
+    Stored now, later;
     if (!accumulate) Clear(sums);
     Pin(sums);
     Wait();
-    Load(first, later);
+    Load(now, later);
+    Expand(now, first);
     for (int i = 0; i < count; ++i) {
       Multiply<0>(first, sums);
       WgmmaWait<1>();  // the preceding stage and `second` are no longer read
       if (i > 0) Release();
       Expand(later, second);
       Multiply<1>(second, sums);
-      WgmmaWait<1>();
       next_.Advance(arguments_.stages);
       if (i + 1 < count) {
         Wait();
-        Load(first, later);
+        Load(now, later);
       }
+      WgmmaWait<1>();  // `first` is no longer read
+      if (i + 1 < count) Expand(now, first);
     }
     WgmmaWait<0>();
     Pin(sums);
@@ -573,18 +582,16 @@ class CodedConsumer : Consumer {
     std::uint32_t selectors[2 * kHalfWgmmas];
   };
 
-  // Loads both halves of the next stage, whose latencies overlap, and expands the first.
-  __device__ __forceinline__ void Load(Half& first, Stored& later) {
+  // Loads both halves of the next stage, whose latencies overlap.
+  __device__ __forceinline__ void Load(Stored& now, Stored& later) {
     const int thread = threadIdx.x % 128;
     const std::uint32_t block = block_ + next_.stage * kStageBytes;
     const std::uint32_t codes = block + kCodedValueBytes;
     const std::uint32_t low = LoadShared32(codes + 4 * thread);
     const std::uint32_t high = LoadShared8(codes + 128 * 4 + thread);
-    Stored now;
     // Codes begin at bit 2, because a table entry has four bytes.
     Load(now, block, low << 2);
     Load(later, block + kHalfBytes, __funnelshift_r(low, high, 20 - 2));
-    Expand(now, first);
   }
 
   __device__ __forceinline__ void Load(Stored& stored, std::uint32_t values, std::uint32_t codes) {

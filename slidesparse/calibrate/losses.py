@@ -32,7 +32,7 @@ from slidesparse.calibrate.pipeline import (
 )
 from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.calibrate.samples import Samples
-from slidesparse.calibrate.sparsegpt import pruner
+from slidesparse.calibrate.sparsegpt import pruner, recordings
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.checkpoint.storage import Checkpoint, Reader
@@ -62,6 +62,7 @@ def layer_groups(task: Task) -> list[LayerGroup]:
 
 
 @torch.inference_mode()
+@recordings()
 def layer_losses(
     task: Task,
     patterns: Sequence[SlidePattern],

@@ -27,7 +27,7 @@ from slidesparse.calibrate.model import Block
 from slidesparse.calibrate.permutation import find_order, may_permute
 from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.calibrate.roles import find_roles, layer_orders
-from slidesparse.calibrate.sparsegpt import compensated_target, damping_for, factor, pruner
+from slidesparse.calibrate.sparsegpt import compensated_target, damping_for, factor, pruner, recordings
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.names import SCALE, WEIGHT
 from slidesparse.checkpoint.skeleton import Expert
@@ -77,6 +77,7 @@ class BlockRun:
 
 
 @torch.inference_mode()
+@recordings()
 def calibrate(task: Task, reader: Reader, work: WorkFolder, progress: Progress) -> None:
     """Prune and quantize the layers of ``task``, and save each finished block in ``work``.
 

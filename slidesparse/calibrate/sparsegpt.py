@@ -41,9 +41,10 @@ in rows where they reduce the error.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
@@ -55,6 +56,7 @@ DAMPING = 0.01  # relative to the mean of H's diagonal, to which it is added, as
 SHRINKAGE = 0.2  # times K / tokens: the damping where tokens are few, see `damping_for`
 BATCH_COLUMNS = 128  # columns that are updated at once before all columns to their right
 CHOICE_ELEMENTS = 2**24  # costs computed at a time
+GRAPH_BYTES = 2**28  # most bytes of tensors that a CUDA graph reads
 
 
 # (w [N, K], its pattern, E [N, K] or None) -> a new [N, K] that obeys the pattern, in float32.
@@ -160,13 +162,18 @@ def sparsegpt(w: Tensor, upper: Tensor, pattern: SlidePattern, grid: Tensor | No
     if (length := pattern.length) is None:
         return out
     out = F.pad(out, (0, -w.shape[1] % length))
-    upper = _padded(upper, length)
-    corners = _blocks(upper, length)
+    out = _recorded(_prune_padded, out, _padded(upper, length), length, grid)
+    return out[:, : w.shape[1]].contiguous()
+
+
+def _prune_padded(out: Tensor, upper: Tensor, length: int, grid: Tensor | None) -> Tensor:
+    """Prune ``out`` [N, K] of whole blocks of ``length``, as `sparsegpt` does."""
+    out, corners = out.clone(), _blocks(upper, length)
     rules = _rules(corners.mT @ corners)
     step = max(1, BATCH_COLUMNS // length) * length
     for start in range(0, out.shape[1], step):
         stop = min(start + step, out.shape[1])
-        errors = out.new_zeros(len(w), stop - start)
+        errors = out.new_zeros(len(out), stop - start)
         for first in range(start, stop, length):
             last, corner = first + length, corners[first // length]
             block, error = out[:, first:last], errors[:, first - start : last - start]
@@ -176,7 +183,7 @@ def sparsegpt(w: Tensor, upper: Tensor, pattern: SlidePattern, grid: Tensor | No
             out[:, first:stop].addmm_(error, upper[first:last, first:stop], alpha=-1)
             block.masked_fill_(removed, 0.0) if rounded is None else block.copy_(rounded)
         out[:, stop:].addmm_(errors, upper[start:stop, stop:], alpha=-1)
-    return out[:, : w.shape[1]].contiguous()
+    return out
 
 
 def _round_block(block: Tensor, removed: Tensor, corner: Tensor, grid: Tensor, error: Tensor) -> Tensor:
@@ -222,26 +229,33 @@ def refine(
     out, start_from = (F.pad(x.to(pruned.dtype), (0, -w.shape[1] % length)) for x in (pruned, w))
     h = _padded(damped(hessian, damping), length)
     inverses = torch.linalg.inv(_blocks(h, length)).to(out.dtype)
-    rules, h = _rules(inverses), h.to(out.dtype)
-    step = max(1, BATCH_COLUMNS // length) * length
+    h = h.to(out.dtype)
     for _ in range(sweeps):
-        gradient = (out - start_from) @ h
-        for start in range(0, out.shape[1], step):
-            stop = min(start + step, out.shape[1])
-            before = out[:, start:stop].clone()
-            for first in range(start, stop, length):
-                last, inverse, rule = first + length, inverses[first // length], rules[first // length]
-                block = out[:, first:last]
-                best = torch.addmm(block, gradient[:, first:last], inverse, alpha=-1)
-                share, removed = choose_removed(best, rule)
-                if grid is None:
-                    best.addmm_(share, inverse, alpha=-1).masked_fill_(removed, 0.0)
-                else:
-                    best = _best_on_grid(block, best, removed, inverse, h[first:last, first:last], grid)
-                gradient[:, last:stop].addmm_(best - block, h[first:last, last:stop])
-                block.copy_(best)
-            gradient[:, stop:].addmm_(out[:, start:stop] - before, h[start:stop, stop:])
+        out = _recorded(_sweep, out, start_from, h, inverses, grid)
     return out[:, : w.shape[1]].contiguous()
+
+
+def _sweep(out: Tensor, start_from: Tensor, h: Tensor, inverses: Tensor, grid: Tensor | None) -> Tensor:
+    """Optimize every block of ``out`` [N, K] once; ``inverses`` [blocks, L, L] are those of the blocks of ``h``."""
+    rules, length = _rules(inverses), inverses.shape[1]
+    step = max(1, BATCH_COLUMNS // length) * length
+    out, gradient = out.clone(), (out - start_from) @ h
+    for start in range(0, out.shape[1], step):
+        stop = min(start + step, out.shape[1])
+        before = out[:, start:stop].clone()
+        for first in range(start, stop, length):
+            last, inverse, rule = first + length, inverses[first // length], rules[first // length]
+            block = out[:, first:last]
+            best = torch.addmm(block, gradient[:, first:last], inverse, alpha=-1)
+            share, removed = choose_removed(best, rule)
+            if grid is None:
+                best.addmm_(share, inverse, alpha=-1).masked_fill_(removed, 0.0)
+            else:
+                best = _best_on_grid(block, best, removed, inverse, h[first:last, first:last], grid)
+            gradient[:, last:stop].addmm_(best - block, h[first:last, last:stop])
+            block.copy_(best)
+        gradient[:, stop:].addmm_(out[:, start:stop] - before, h[start:stop, stop:])
+    return out
 
 
 def _best_on_grid(
@@ -252,6 +266,62 @@ def _best_on_grid(
     rounded = _round_block(best, removed, corner, grid, torch.empty_like(best))
     costs = [((w - best) @ h * (w - best)).sum(1, keepdim=True) for w in (rounded, current)]
     return torch.where(costs[0] < costs[1], rounded, current)
+
+
+# CUDA graphs
+
+
+class _Recording(NamedTuple):
+    """A CUDA graph, what it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+    out: Tensor
+
+
+_recordings: dict[tuple[Any, ...], _Recording] | None = None  # within `recordings`
+
+
+def _recorded(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Return ``function(*arguments)``, within `recordings` on a GPU by a CUDA graph for each of their shapes.
+
+    Its loops launch thousands of small kernels, which takes longer than to run them.  Large tensors are not copied into
+    a graph, and no graph can round to a grid, as factorizations wait for the GPU.
+    """
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    *_, grid = arguments
+    device = tensors[0].device
+    large = sum(x.nbytes for x in tensors) > GRAPH_BYTES
+    if _recordings is None or device.type != "cuda" or grid is not None or large:
+        return function(*arguments)
+    key = function, device, *((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in arguments)
+    if key not in _recordings:
+        copies = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            function(*copies)  # loads kernels
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                out = function(*copies)
+        torch.cuda.current_stream(device).wait_stream(stream)
+        _recordings[key] = _Recording(graph, [x for x in copies if isinstance(x, Tensor)], out)
+    recording = _recordings[key]
+    for copy, x in zip(recording.inputs, tensors, strict=True):
+        copy.copy_(x)
+    recording.graph.replay()
+    return recording.out.clone()
+
+
+@contextmanager
+def recordings() -> Iterator[None]:
+    """Keep the CUDA graphs of `_recorded` until the end."""
+    global _recordings
+    _recordings = {}
+    try:
+        yield
+    finally:
+        _recordings = None
 
 
 class Rule(NamedTuple):

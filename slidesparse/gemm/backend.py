@@ -49,8 +49,14 @@ class Backend(Protocol):
         Raises PatternError for a weight that breaks the pattern.
         """
 
-    def refuses_experts(self, pattern: SlidePattern | None, dtype: torch.dtype) -> str | None:
-        """Return why experts of a pattern, None if unpruned, are left to vLLM, as text for the log; or None."""
+    def pack_experts(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
+        """Pack the weights [E, N, K] of experts, each as `pack` does, into [E, ...].
+
+        Raises PatternError for a weight that breaks the pattern.
+        """
+
+    def refuses_experts(self, experts: int, pattern: SlidePattern | None, dtype: torch.dtype) -> str | None:
+        """Return why vLLM serves that many experts of a pattern, None if unpruned, as text for the log; or None."""
 
 
 class Tunable(Backend, Protocol):
@@ -94,7 +100,15 @@ class TwoStep(ABC):
     threads = False
     coded: Collection[int] = ()
 
-    def refuses_experts(self, pattern: SlidePattern | None, dtype: torch.dtype) -> str | None:
+    def pack(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
+        """See `Backend.pack`."""
+        raise NotImplementedError
+
+    def pack_experts(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
+        """See `Backend.pack_experts`."""
+        return torch.stack([self.pack(expert, pattern, phase) for expert in weight])
+
+    def refuses_experts(self, experts: int, pattern: SlidePattern | None, dtype: torch.dtype) -> str | None:
         """See `Backend.refuses_experts`: only backends with grouped products run experts."""
         return "which the backend does not run"
 
@@ -151,18 +165,6 @@ def quantize(x: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
     q, scale = reference.quant_slide(x, layer.layout, layer.dtype, arithmetic_of(x))
     missing = layer.columns - layer.layout.slided
     return (torch.nn.functional.pad(q.view(torch.int8), (0, missing)).view(q.dtype) if missing else q), scale
-
-
-def pack_experts(backend: Backend, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
-    """Pack the weights [E, N, K] of experts one by one; the shorter results are padded with zeros.
-
-    Raises PatternError for a weight that breaks the pattern.
-    """
-    packed = [backend.pack(expert, pattern, phase) for expert in weight]
-    longest = max(map(len, packed))
-    if all(len(expert) == longest for expert in packed):
-        return torch.stack(packed)
-    return torch.nn.utils.rnn.pad_sequence(packed, batch_first=True)
 
 
 def require_unbroken_blocks(weight: Tensor, pattern: SlidePattern | None, phase: int, broken: int) -> None:

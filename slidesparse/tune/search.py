@@ -1,11 +1,13 @@
-"""Search for a library's fastest algorithm: run all once, time the fast ones, then time the best precisely.
+"""Search for a library's fastest algorithm: run all once, time the fast ones, then time the best in turns.
 
-An algorithm that is refused is skipped, and one with a wrong result is dropped; both are counted.
+An algorithm that is refused is skipped, and one with a wrong result is dropped; both are counted.  Turns, after a
+warm-up, give all the same clocks: long launches bring a GPU to its power limit, where it slows down over 0.1 s.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +19,8 @@ from slidesparse.tune.inputs import Operands
 from slidesparse.tune.measure import EXACT_US, QUICK_US, SAMPLES, Clock, Launch, Replay, Timing
 
 FINALISTS = 6  # that are timed precisely; quick estimates of equally fast algorithms differ by some percent
-FINAL_SAMPLES = 5  # samples of each finalist; the winner gets the rest of SAMPLES
+ROUNDS = 5  # in which the finalists take turns, every other one in reverse
+WARM_UP_SECONDS, WARM_UP_US = 0.5, 200.0  # of all finalists together, if launches take at least WARM_UP_US
 MAX_SLOWDOWN = 2.0  # algorithms slower than this many times the best so far are not timed further
 NOISE_US = 30.0  # timing noise of one eager launch
 LONG_US = 1000.0  # launches of at least this long are timed without a graph, as gaps do not matter
@@ -54,14 +57,13 @@ def search(
             timed[name] = _estimate_us(clock, launch, operands.copies, best), launch
         except LibraryError:
             continue
-    finalists: list[tuple[str, Replay, list[float]]] = []
+    finalists: dict[str, Replay] = {}
     wrong = 0
     for name, (us, launch) in sorted(timed.items(), key=lambda item: item[1][0]):
         if not outputs_agree(_launch_output(operands, launch), expected, problem):
             wrong += 1
             continue
-        replay = clock.prepare(launch, operands.copies, us, EXACT_US)
-        finalists.append((name, replay, replay.samples(FINAL_SAMPLES)))
+        finalists[name] = clock.prepare(launch, operands.copies, us, EXACT_US)
         if len(finalists) == FINALISTS:
             break
     if not finalists:
@@ -69,9 +71,22 @@ def search(
             f"{library.name}: none of the {len(names)} algorithms for {problem} can be used: "
             f"{len(names) - len(timed)} cannot run here and {wrong} give wrong results"
         )
-    winner, replay, samples = min(finalists, key=lambda finalist: Timing.of(finalist[2]).p50)
-    timing = Timing.of(samples + replay.samples(SAMPLES - FINAL_SAMPLES), replay.graphed)
-    return SearchResult(winner, timing, len(names), len(names) - len(timed), wrong)
+    timings = _take_turns(finalists, timed[next(iter(finalists))][0])
+    winner = min(timings, key=lambda name: timings[name].p50)
+    return SearchResult(winner, timings[winner], len(names), len(names) - len(timed), wrong)
+
+
+def _take_turns(finalists: dict[str, Replay], about_us: float) -> dict[str, Timing]:
+    """Time finalists, the first of which takes ``about_us`` microseconds."""
+    samples: dict[str, list[float]] = {name: [] for name in finalists}
+    end = time.monotonic() + (WARM_UP_SECONDS if about_us >= WARM_UP_US else 0.0)
+    while time.monotonic() < end:
+        for replay in finalists.values():
+            replay.samples(1)
+    for number in range(ROUNDS):
+        for name in list(finalists)[:: -1 if number % 2 else 1]:
+            samples[name] += finalists[name].samples(SAMPLES // ROUNDS)
+    return {name: Timing.of(samples[name], replay.graphed) for name, replay in finalists.items()}
 
 
 def _expected_output(

@@ -19,16 +19,16 @@ from slidesparse.calibrate.samples import python_reference
 
 # with their columns but the model's, and the line of the baseline
 CELLS: dict[str, tuple[tuple[str, ...], int | None]] = {
-    "smollm2": (("bf16", "dense", "-", "-"), None),
-    "smollm2 --sparsity dense --calib own": (("int8", "dense", "calibrated", "0"), 0),
-    "smollm2 --sparsity dense": (("int8", "dense", "-", "0"), 0),
+    "smollm2": (("bf16", "dense", "-", "0", "-"), None),
+    "smollm2 --sparsity dense --calib own": (("int8", "dense", "calibrated", "0", "0"), 0),
+    "smollm2 --sparsity dense": (("int8", "dense", "-", "0", "0"), 0),
     "smollm2 --sparsity 2_8 --calib own --rotate off --seed 1": (
-        ("int8", "6:8", "sparsegpt rotate off", "1"),
+        ("int8", "6:8", "sparsegpt rotate off", "0", "1"),
         1,
     ),
-    "smollm2 --sparsity 6:8": (("int8", "6:8", "magnitude", "0"), 2),
-    "smollm2 --max-loss 3% --calib own --distill a/b.npy": (
-        ("int8", "max-loss 3%", "sparsegpt distill b.npy", "0"),
+    "smollm2 --sparsity 6:8": (("int8", "6:8", "magnitude", "0", "0"), 2),
+    "smollm2 --max-loss 3% --calib own --distill own --minutes 5": (
+        ("int8", "max-loss 3%", "distilled", "5", "0"),
         1,
     ),
 }
@@ -47,7 +47,7 @@ def test_cells_name_their_columns_and_baselines(cells: list[Cell]) -> None:
     closer = Cell.parse("smollm2 --sparsity dense --calib own --rotate off")
     assert find_baseline(cells[3], [*cells, closer]) == closer
     assert find_baseline(cells[5], [*cells, closer]) == cells[1]
-    assert len({cell.tag for cell in cells}) == 6
+    assert len(cells) == 6
     with pytest.raises(CellError, match="llama"):
         Cell.parse("llama --sparsity 6:8")
 
@@ -58,14 +58,14 @@ def test_finished_cells_are_not_measured_again(
     """Two cells at a time on each of two GPUs; a failure leaves the others, and is tried again."""
     calls, failing = list[tuple[str, str | None]](), ["magnitude"]
 
-    def measure(cell: Cell, texts: Texts, engine: Engine, folder: Path) -> dict[str, Any]:
+    def measure(cell: Cell, texts: Texts, engine: Engine, folder: Path, converted: Any) -> dict[str, Any]:
         calls.append((cell.columns["method"], engine.gpu))
         if cell.columns["method"] in failing:
             raise RuntimeError("out of memory")
         loss = np.log(1.1) * (2 if cell.columns["pattern"] != "dense" else bool(cell.options))
         return {
+            "line": cell.line,
             "zeros": 25.0,
-            "minutes": 1.0,
             "nll": {"own": [3.0 + loss, 2.0 + loss]},
             "humaneval": [True, False],
         }
@@ -91,8 +91,38 @@ def test_finished_cells_are_not_measured_again(
     assert own == ["", *["10.00"] * 5]  # of INT8 over BF16, and of the pruned ones over INT8
     assert {row["humaneval"] for row in rows if row["text"] == "humaneval"} == {"50.0"}
     assert rows[0]["perplexity"] == f"{np.exp(2.5):.3f}"
-    (found,) = compare(cells[4], cells[2], tmp_path / "results").values()
+    (found,) = compare(cells[4], cells[2], tmp_path).values()
     assert found == pytest.approx((10.0,) * 3)  # every window loses as much
+
+
+def test_one_model_at_a_time_is_distilled_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [f"smollm2 --sparsity 6:8 --calib own --distill own --minutes {n}" for n in range(1, 7)]
+    training, most = list[str | None](), dict[str | None, int]()
+
+    def measure(cell: Cell, texts: Texts, engine: Engine, folder: Path, converted: Any) -> dict[str, Any]:
+        training.append(engine.gpu)
+        most[engine.gpu] = max(most.get(engine.gpu, 0), training.count(engine.gpu))
+        time.sleep(0.05)
+        training.remove(engine.gpu)
+        converted()
+        return {"line": cell.line, "zeros": 25.0, "nll": {}}
+
+    monkeypatch.setattr(runner, "measure", measure)
+    distilled = [Cell.parse(line) for line in lines]
+    assert run(distilled, Texts(tmp_path, None, None), ("0", "1"), 3, tmp_path / "table.csv", print) == []
+    assert most == {"0": 1, "1": 1}
+    assert runner.load(tmp_path).keys() == {*distilled}
+
+
+def test_a_seed_changes_the_order_of_own_text(tmp_path: Path) -> None:
+    ids = np.arange(40).reshape(20, 2)
+    np.save(tmp_path / "smollm2.own.npy", ids)
+    (tmp_path / "out").mkdir()
+    *words, own = Cell.parse("smollm2 --seed 1 --calib own").arguments(tmp_path, tmp_path / "out")
+    assert words == ["--calib"]
+    found = np.load(own)
+    assert not np.array_equal(found, ids)
+    assert np.array_equal(found[found[:, 0].argsort()], ids)
 
 
 def test_share_of_zeros_is_that_of_the_patterns(tmp_path: Path) -> None:

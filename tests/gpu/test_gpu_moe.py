@@ -11,10 +11,6 @@ from checkpoints import convert
 from engines import STOCK, Engines
 from moe import MODELS
 
-from slidesparse import gemm
-from slidesparse.pattern import SlidePattern
-from slidesparse.quantize import INT8
-
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 
 PROMPTS = [[(7 * i * j + 3) % 500 for j in range(1, 40 + i)] for i in range(1, 9)]
@@ -38,8 +34,6 @@ def test_texts_equal_stock(
 ) -> None:
     if torch.cuda.device_count() < options.get("tensor_parallel_size", 1):
         pytest.skip("two GPUs are needed")
-    if reason := gemm.get("hopper").refuses_experts(SlidePattern.parse(pattern), INT8):
-        pytest.skip(f"experts {reason}")
     convert(MODELS[name].write(tmp_path / "source"), tmp_path / "out", pattern, quant=quant)
     settings: dict[str, Any] = {
         "options": {"dtype": "bfloat16", "disable_custom_all_reduce": True, **options},

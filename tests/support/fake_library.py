@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -109,7 +110,8 @@ class FakeClock:
     def __init__(self, *libraries: FakeLibrary) -> None:
         self._libraries = libraries
         self.prepared: list[tuple[str, int, float]] = []  # algorithm, copies, target
-        self.sampled: dict[str, int] = {}
+        self.sampled: Counter[str] = Counter()
+        self.turns: list[str] = []
 
     def _run(self, launch: Launch) -> tuple[str, float]:
         for library in self._libraries:
@@ -137,7 +139,8 @@ class _FakeReplay(Replay):
         self._clock, self._name, self._us = clock, name, us
 
     def samples(self, count: int) -> list[float]:
-        self._clock.sampled[self._name] = self._clock.sampled.get(self._name, 0) + count
+        self._clock.sampled[self._name] += count
+        self._clock.turns.append(self._name)
         return [self._us + 0.01 * i for i in range(count)]
 
 
