@@ -100,9 +100,9 @@ class TwoStep(ABC):
     threads = False
     coded: Collection[int] = ()
 
+    @abstractmethod
     def pack(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
         """See `Backend.pack`."""
-        raise NotImplementedError
 
     def pack_experts(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
         """See `Backend.pack_experts`."""

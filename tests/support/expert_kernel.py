@@ -50,7 +50,7 @@ def _apply(self: Any, hidden_states: Tensor, w1: Tensor, w2: Tensor, **routing: 
         gate, up = (
             _product(hidden_states[tokens], w1[expert], self.w1_scale[expert]).to(slots.dtype).chunk(2, -1)
         )
-        activated = functional.silu(gate.float()).to(slots.dtype) * up
+        activated = (functional.silu(gate.float()) * up.float()).to(slots.dtype)
         result = _product(activated, w2[expert], self.w2_scale[expert])
         slots[tokens, place] = (result * weights[tokens, place, None]).to(slots.dtype)
     out = slots.float().sum(1).to(slots.dtype)
