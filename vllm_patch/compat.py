@@ -77,6 +77,31 @@ def compiles_by_inductor(compilation: Any) -> bool:
     return int(compilation.mode or 0) in (2, 3) and compilation.backend in ("", "inductor")
 
 
+def experts_route() -> bool:
+    """Return whether methods for experts have to choose them: on CPUs up to vLLM 0.29."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return False
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsInt8
+
+    return bool(CPUExpertsInt8.is_monolithic())
+
+
+def choose_experts(layer: Any, x: Any, router_logits: Any) -> tuple[Any, Any]:
+    """Return the weights and the numbers of the experts of each token, both [T, top_k], where `experts_route`."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import select_experts
+
+    names = (
+        *("use_grouped_topk", "renormalize", "topk_group", "num_expert_group", "custom_routing_function"),
+        *("scoring_func", "routed_scaling_factor", "e_score_correction_bias", "top_k"),
+    )
+    chosen: tuple[Any, Any] = select_experts(
+        hidden_states=x, router_logits=router_logits, **{name: getattr(layer, name) for name in names}
+    )
+    return chosen
+
+
 def checkpoint_name(layer: str) -> str:
     """Return a layer's name in the checkpoint; vLLM calls BERT's self-attention ``output``."""
     return layer.replace(".attention.output.qkv_proj", ".attention.self.qkv_proj")
