@@ -31,6 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from slidesparse.calibrate.graphs import can_record, record
 from slidesparse.calibrate.inputs import HiddenStates, Stream
 from slidesparse.calibrate.model import fast_products
 from slidesparse.checkpoint.names import WEIGHT
@@ -55,6 +56,7 @@ RATE_DECAY = 0.25  # factor on the learning rate after an epoch that raised the 
 VALIDATION_INTERVAL = 8
 
 _Piece = tuple[int, slice]  # index of a batch, and some of its samples
+_Graph = tuple[torch.cuda.CUDAGraph, list[tuple[Tensor, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,9 @@ class _Trainer:
         self._step_tokens = min(STEP_TOKENS, max(MIN_STEP_TOKENS, tokens // STEPS))
         max_tokens = min(PIECE_TOKENS[targets.device.type], self._step_tokens)
         self._training_pieces, self._validation_pieces = _pieces(targets.shapes, max_tokens)
+        self._records = can_record(targets.device)
+        # CUDA graphs of steps, and what they read, by shapes; none before the second step
+        self._graphs: dict[tuple[torch.Size, ...], _Graph | None] = {}
 
     def run(self, epochs: int) -> Finetuned:
         before = lowest = self._validation_error()
@@ -127,7 +132,11 @@ class _Trainer:
             for number, pieces in enumerate(steps):
                 part = learning_rate_factor((epoch * len(steps) + number + 0.5) / (epochs * len(steps)))
                 for group in optimizer.param_groups:
-                    group["lr"] = group["size"] * rate * part
+                    step_rate = group["size"] * rate * part
+                    if isinstance(group["lr"], Tensor):
+                        group["lr"].fill_(step_rate)
+                    else:
+                        group["lr"] = step_rate
                 self._step(optimizer, pieces)
             error = self._validation_error()
             if error < lowest:
@@ -146,7 +155,12 @@ class _Trainer:
             for name, w in self._values.items()
             if self._kept[name].any()
         ]
-        return torch.optim.Adam(groups, lr=0.0, betas=BETAS)
+        self._graphs.clear()
+        if self._targets.device.type == "cpu":
+            return torch.optim.Adam(groups, lr=0.0, betas=BETAS)
+        for group in groups:
+            group["lr"] = torch.zeros((), device=self._targets.device)
+        return torch.optim.Adam(groups, betas=BETAS, capturable=True)
 
     def _steps(self, order: torch.Generator) -> Iterator[list[_Piece]]:
         """Shuffle the pieces and yield them in groups, one group per optimizer step."""
@@ -161,20 +175,48 @@ class _Trainer:
             yield pieces
 
     def _step(self, optimizer: torch.optim.Optimizer, pieces: list[_Piece]) -> None:
+        """Take a step; where graphs are made, by that of an earlier step on samples of the same shapes."""
+        data = [self._read(piece) for piece in pieces]
+        shapes = tuple(x.shape for x, _ in data)
+        if shapes not in self._graphs:
+            self._train(optimizer, data)
+            self._graphs[shapes] = None
+            return
+        if (step := self._graphs[shapes]) is None and self._records:
+            try:
+                graph, _ = record(lambda: self._train(optimizer, data))
+            except RuntimeError:  # of a block that waits for the GPU, such as one that sorts tokens by expert
+                self._records = False
+            else:
+                step = self._graphs[shapes] = graph, data
+        if step is None:
+            self._train(optimizer, data)
+            return
+        graph, read = step
+        for copies, tensors in zip(read, data, strict=True):
+            for copy, x in zip(copies, tensors, strict=True):
+                copy.copy_(x)
+        graph.replay()
+
+    def _train(self, optimizer: torch.optim.Optimizer, data: list[tuple[Tensor, Tensor]]) -> None:
         optimizer.zero_grad(set_to_none=True)
-        tokens = sum(self._tokens(piece) for piece in pieces)
+        tokens = sum(x.shape[:-1].numel() for x, _ in data)
         kind = self._targets.device.type
-        for piece in pieces:
+        for x, target in data:
             with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
                 self._load_weights()
-                loss = self._loss(piece) / tokens
+                loss = self._loss(x, target) / tokens
             loss.backward()
         optimizer.step()
 
-    def _loss(self, piece: _Piece) -> Tensor:
-        """Return the loss summed over the tokens of a piece."""
+    def _read(self, piece: _Piece) -> tuple[Tensor, Tensor]:
+        """Return the input and the target of a piece."""
         batch, samples = piece
         x, target = (states[batch][samples].clone() for states in (self._states, self._targets))
+        return x, target
+
+    def _loss(self, x: Tensor, target: Tensor) -> Tensor:
+        """Return the loss summed over tokens."""
         error = (self._block.output(x) - target).square().sum(-1)
         return (error / target.square().sum(-1).clamp(min=torch.finfo(target.dtype).tiny)).sum()
 
@@ -187,7 +229,8 @@ class _Trainer:
     def _validation_error(self) -> float:
         self._load_weights()
         tokens = sum(self._tokens(piece) for piece in self._validation_pieces)
-        return float(sum(self._loss(piece).double() for piece in self._validation_pieces)) / tokens
+        losses = (self._loss(*self._read(piece)).double() for piece in self._validation_pieces)
+        return float(sum(losses)) / tokens
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: w.detach() * self._kept[name] for name, w in self._values.items()}

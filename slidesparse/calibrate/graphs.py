@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 INPUT_BYTES = (
     2**28
@@ -22,42 +25,66 @@ class _Recording(NamedTuple):
     out: Tensor
 
 
-_recordings: dict[tuple[Any, ...], _Recording] | None = None  # within `recordings`
+class _Recordings:
+    """Graphs by function and arguments, with one pool of memory, as no two of them run at once."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[Any, ...], _Recording] = {}
+        self._first: torch.cuda.CUDAGraph | None = None  # the pool lives as long as one of its graphs
+
+    def record(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        graph, stream, current = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(current)
+        pool = self._first.pool() if self._first else None
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            out = work()
+        current.wait_stream(stream)
+        self._first = self._first or graph
+        return graph, out
+
+
+_recordings: _Recordings | None = None  # within `recordings`
 
 
 @contextmanager
 def recordings() -> Iterator[None]:
-    """Let `recorded` make graphs, and keep them until the end."""
+    """Let `recorded` and `record` make graphs, and keep their memory until the end."""
     global _recordings
-    _recordings = {}
+    _recordings = _Recordings()
     try:
         yield
     finally:
         _recordings = None
 
 
+def can_record(device: torch.device) -> bool:
+    """Return whether graphs are made: on a GPU within `recordings`."""
+    return _recordings is not None and device.type == "cuda"
+
+
+def record(work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Return a graph of ``work()``, which must not wait for the GPU and has run before, and what it returns."""
+    assert _recordings
+    return _recordings.record(work)
+
+
 def recorded(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Return ``function(*arguments)``, on a GPU within `recordings` by a graph for each of the arguments' shapes.
+    """Return ``function(*arguments)``, where graphs are made by one for each of the arguments' shapes.
 
     The function must not wait for the GPU.
     """
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     device = tensors[0].device
-    if _recordings is None or device.type != "cuda" or sum(x.nbytes for x in tensors) > INPUT_BYTES:
+    if not can_record(device) or sum(x.nbytes for x in tensors) > INPUT_BYTES:
         return function(*arguments)
+    assert _recordings
     key = function, device, *((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in arguments)
-    if key not in _recordings:
+    if key not in _recordings.made:
         copies = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            function(*copies)  # loads kernels
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                out = function(*copies)
-        torch.cuda.current_stream(device).wait_stream(stream)
-        _recordings[key] = _Recording(graph, [x for x in copies if isinstance(x, Tensor)], out)
-    recording = _recordings[key]
+        function(*copies)  # loads kernels
+        graph, out = record(partial(function, *copies))
+        _recordings.made[key] = _Recording(graph, [x for x in copies if isinstance(x, Tensor)], out)
+    recording = _recordings.made[key]
     for copy, x in zip(recording.inputs, tensors, strict=True):
         copy.copy_(x)
     recording.graph.replay()
