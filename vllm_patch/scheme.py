@@ -285,43 +285,48 @@ class SlideSparseScheme(CompressedTensorsScheme):
         return scale.reshape(-1).expand(len(widths)).repeat_interleave(widths).reshape(-1, 1)
 
     def _report(self) -> None:
-        """Count the layer; after the last one, log the summary, or raise PatternError if no layer obeys the pattern."""
-        summary, resolution, metadata = self.config.summary, self.config.resolution, self.config.metadata
+        """Count the layer; after the last one, conclude."""
+        summary, metadata = self.config.summary, self.config.metadata
         pattern = self.patterns[0]
         last = summary.count(self.name, self.dense_because, pattern.ratio)
         if metadata and not self.pruned_by_us and len(self.patterns) == 1:
             summary.by_weights[self.name] = Found(pattern.ratio, self.in_features, self.load_check.weights)
         elif self.dense_because == BREAKS:
             summary.by_weights[self.name] = Found(BREAKS, self.in_features, 0)
-        if not last:
-            return
-        if resolution.profile:  # calls while loading are not profiled
-            profiling.enable()
-        if summary.by_weights:  # which neither the flags nor the metadata tell
-            fusion.add_cache_key(f"by weights: {sorted(summary.by_weights.items())}")
-        if problem := self.config.unclaimed():
-            if resolution.asked:
-                raise PatternError(problem)
-            compat.warn(problem)
-        pruned = summary.claimed or summary.pruned_by_weights
-        absent = metadata and metadata.layers and not pruned  # as in a pipeline stage or a draft model
-        numbers, line = summary.lines(resolution, ABSENT if absent else "")
-        needed = metadata or (resolution.asked and not summary.sparse)
-        if needed and not (metadata and metadata.layers):
-            scope = "of this checkpoint" if compat.stages() == 1 else "in this stage of the pipeline"
-            raise PatternError(
-                f"{line}. No layer {scope} satisfies the pattern, so there is nothing "
-                f"to run sparse. Convert it: slidesparse convert SRC OUT --sparsity {resolution.pattern}; "
-                "or set DISABLE_SLIDESPARSE=1"
-            )
-        logger.info("%s", numbers)
-        logger.info("%s", line)
+        if last:
+            conclude(self.config)
 
     def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Run the layer: x [..., K] -> [..., N] of x's dtype."""
         if self.layer is None:
             return self.inner.apply_weights(layer, x, bias)
         return ops.linear(x, layer.weight, layer.weight_scale, bias, self.layer, self.backend.name)
+
+
+def conclude(config: SlideSparseConfig) -> None:
+    """Log the summary, after the last layer, or raise PatternError if none obeys the pattern."""
+    summary, resolution, metadata = config.summary, config.resolution, config.metadata
+    if resolution.profile:  # calls while loading are not profiled
+        profiling.enable()
+    if summary.by_weights:  # which neither the flags nor the metadata tell
+        fusion.add_cache_key(f"by weights: {sorted(summary.by_weights.items())}")
+    if problem := config.unclaimed():
+        if resolution.asked:
+            raise PatternError(problem)
+        compat.warn(problem)
+    pruned = summary.claimed or summary.pruned_by_weights
+    absent = metadata and metadata.layers and not pruned  # as in a pipeline stage or a draft model
+    numbers, line = summary.lines(resolution, ABSENT if absent else "")
+    needed = metadata or (resolution.asked and not summary.sparse)
+    if needed and not (metadata and metadata.layers):
+        scope = "of this checkpoint" if compat.stages() == 1 else "in this stage of the pipeline"
+        raise PatternError(
+            f"{line}. No layer {scope} satisfies the pattern, so there is nothing "
+            f"to run sparse. Convert it: slidesparse convert SRC OUT --sparsity {resolution.pattern}; "
+            "or set DISABLE_SLIDESPARSE=1"
+        )
+    logger.info("%s", numbers)
+    logger.info("%s", line)
 
 
 def _release_unused(weight: Tensor) -> None:

@@ -25,6 +25,7 @@ import shlex
 import shutil
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ class Cell:
 
     @property
     def distilled(self) -> bool:
-        """Whether the remaining weights are trained, for which the cell has a GPU of its own."""
+        """Whether the remaining weights are trained, for which no other conversion runs on the GPU."""
         return bool(self._option(DISTILL))
 
     def arguments(self, work: Path, folder: Path) -> list[str]:
@@ -176,18 +177,20 @@ def measure(
 
     Args:
         folder: for the checkpoint, which is deleted.
-        converted: called when the model is converted.
+        converted: called when the conversion has ended.
 
     Raises SlideSparseError when a step fails.
     """
     source = model = texts.work / cell.model
     figures: dict[str, Any] = {"line": cell.line, "zeros": 0.0}
-    folder.mkdir(parents=True)
-    if cell.options:
-        model, began = folder / "checkpoint", time.monotonic()
-        log = engine.convert([str(source), str(model), *cell.arguments(texts.work, folder)])
-        figures |= {"seconds": time.monotonic() - began, "zeros": 100 * zeros(model), "log": log}
-    converted()
+    try:
+        if cell.options:
+            folder.mkdir(parents=True)
+            model, began = folder / "checkpoint", time.monotonic()
+            log = engine.convert([str(source), str(model), *cell.arguments(texts.work, folder)])
+            figures |= {"seconds": time.monotonic() - began, "zeros": 100 * zeros(model), "log": log}
+    finally:
+        converted()
     found, tokenizer = texts.of(cell.model), automatic_tokenizer(source)
     problems = humaneval.problems(texts.code) if cell.model in CODERS else []
     prompts = [humaneval.prompt_ids(tokenizer, problem) for problem in problems]
@@ -226,30 +229,28 @@ def zeros(folder: Path) -> float:
 
 
 class _Queue:
-    """Cells to measure, and the GPUs on which a model is being distilled: one at a time on each."""
+    """Cells to measure, in order.  A GPU on which a model is distilled runs no other conversion."""
 
     def __init__(self, cells: Sequence[Cell]) -> None:
-        self._cells, self._training = list(cells), set[str | None]()
-        self._changed = threading.Condition()
+        self._cells, self._changed = deque(cells), threading.Condition()
+        self._running: dict[str | None, list[Cell]] = defaultdict(list)  # conversions of each GPU
 
     def take(self, gpu: str | None) -> Cell | None:
-        """Return the next cell for a GPU, or None if none is left; waits while all that are left are distilled."""
+        """Return the next cell when a GPU is free for it, or None if none is left."""
         with self._changed:
             while self._cells:
-                for cell in self._cells:
-                    if not (cell.distilled and gpu in self._training):
-                        self._cells.remove(cell)
-                        if cell.distilled:
-                            self._training.add(gpu)
-                        return cell
+                running = self._running[gpu]
+                if not (running and (self._cells[0].distilled or running[0].distilled)):
+                    running.append(self._cells[0])
+                    return self._cells.popleft()
                 self._changed.wait()
             self._changed.notify_all()
             return None
 
-    def trained(self, gpu: str | None) -> None:
-        """Let the next model be distilled on a GPU."""
+    def converted(self, cell: Cell, gpu: str | None) -> None:
+        """Take note that a conversion has ended."""
         with self._changed:
-            self._training.discard(gpu)
+            self._running[gpu].remove(cell)
             self._changed.notify_all()
 
 
@@ -262,8 +263,6 @@ def run(
     say: Callable[[str], None],
 ) -> list[str]:
     """Measure the cells that are not done, ``each`` at a time on every GPU, and write the table after each of them.
-
-    Cells are taken in their order, but on each GPU one model at a time is distilled.
 
     Args:
         gpus: values of CUDA_VISIBLE_DEVICES; none for a machine without a GPU.
@@ -278,12 +277,10 @@ def run(
         engine = Engine(gpu, texts.work / "cache" / str(number))
         folder = texts.work / "running" / str(number)
         while cell := waiting.take(gpu):
-            trained = partial(waiting.trained, gpu) if cell.distilled else lambda: None
             shutil.rmtree(folder, ignore_errors=True)
             try:
-                figures = measure(cell, texts, engine, folder, trained)
+                figures = measure(cell, texts, engine, folder, partial(waiting.converted, cell, gpu))
             except Exception as error:  # the others go on
-                trained()
                 failures.append(f"{cell.line}: {error}")
                 say(failures[-1])
                 continue

@@ -60,6 +60,7 @@ def test_finished_cells_are_not_measured_again(
 
     def measure(cell: Cell, texts: Texts, engine: Engine, folder: Path, converted: Any) -> dict[str, Any]:
         calls.append((cell.columns["method"], engine.gpu))
+        converted()
         if cell.columns["method"] in failing:
             raise RuntimeError("out of memory")
         loss = np.log(1.1) * (2 if cell.columns["pattern"] != "dense" else bool(cell.options))
@@ -95,23 +96,26 @@ def test_finished_cells_are_not_measured_again(
     assert found == pytest.approx((10.0,) * 3)  # every window loses as much
 
 
-def test_one_model_at_a_time_is_distilled_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [f"smollm2 --sparsity 6:8 --calib own --distill own --minutes {n}" for n in range(1, 7)]
-    training, most = list[str | None](), dict[str | None, int]()
+def test_no_conversion_runs_beside_a_distillation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "smollm2 --sparsity 6:8 --calib own --seed"
+    lines = [f"{words} {n}" + " --distill own --minutes 5" * (n % 5 > 2) for n in range(1, 16)]
+    order = [Cell.parse(line) for line in lines]
+    running: dict[str | None, list[Cell]] = {"0": [], "1": []}
+    found = set[bool]()
 
     def measure(cell: Cell, texts: Texts, engine: Engine, folder: Path, converted: Any) -> dict[str, Any]:
-        training.append(engine.gpu)
-        most[engine.gpu] = max(most.get(engine.gpu, 0), training.count(engine.gpu))
+        running[engine.gpu].append(cell)
         time.sleep(0.05)
-        training.remove(engine.gpu)
+        beside = [*running[engine.gpu]]
+        found.add(len(beside) > 1 and any(each.distilled for each in beside))
+        running[engine.gpu].remove(cell)
         converted()
         return {"line": cell.line, "zeros": 25.0, "nll": {}}
 
     monkeypatch.setattr(runner, "measure", measure)
-    distilled = [Cell.parse(line) for line in lines]
-    assert run(distilled, Texts(tmp_path, None, None), ("0", "1"), 3, tmp_path / "table.csv", print) == []
-    assert most == {"0": 1, "1": 1}
-    assert runner.load(tmp_path).keys() == {*distilled}
+    assert run(order, Texts(tmp_path, None, None), ("0", "1"), 3, tmp_path / "table.csv", print) == []
+    assert found == {False}
+    assert runner.load(tmp_path).keys() == {*order}
 
 
 def test_a_seed_changes_the_order_of_own_text(tmp_path: Path) -> None:

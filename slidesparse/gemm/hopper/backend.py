@@ -49,6 +49,7 @@ MAX_SHAPE_DISTANCE = 1.0  # see `tuned.nearest_algorithm`
 # How much slower than the best one, by the cost model, a configuration of another shape may be.  One more row of tiles
 # can need a second wave of clusters, which takes up to 1.9 times as long: the model foresees that.
 MAX_PREDICTED = 1.1
+MAX_EXPERTS = 512  # of a layer in one process
 MAX_CONFIGURATIONS = 4096  # more than there are
 # Rows of the table of a plan, beside the numbers of tokens that were tuned; the last is also used for more tokens
 TABLE_TOKENS = tuple(1 << i for i in range(16))
@@ -122,6 +123,10 @@ class Hopper(CudaBackend):
         except LibraryError as error:
             return str(error)
         return None
+
+    def refuses_experts(self, experts: int, pattern: SlidePattern | None, dtype: torch.dtype) -> str | None:
+        """See `Backend.refuses_experts`."""
+        return f"of more than {MAX_EXPERTS} a layer" if experts > MAX_EXPERTS else None
 
     def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
         """See `Tunable.epilogue`: always "both" scales."""
