@@ -15,6 +15,12 @@ namespace slidesparse::hopper {
 
 template <int kStrips, int kTokens>
 struct GroupedShape : StreamKShape<kStrips, kTokens> {
+  // Decoding takes more registers than in stream-K.
+  static constexpr int ResidentCtas(Blocks blocks) {
+    const int most = TileShape<kStrips, kTokens>::ResidentCtas(blocks);
+    return blocks == Blocks::kCoded && kTokens == 32 ? most - (most > 1) : most;
+  }
+
   // Instead of a CTA's tiles: for each expert the end of its tiles, then all offsets.
   static __host__ __device__ constexpr int SharedBytes(int stages, Blocks blocks) {
     return StreamKShape<kStrips, kTokens>::SharedBytes(stages, blocks) - sizeof(CtaTiles) +
@@ -112,7 +118,7 @@ struct GroupedScheduler {
 
 template <class Type, int kStrips, int kTokens, Blocks kBlocks>
 __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
-                                  TileShape<kStrips, kTokens>::ResidentCtas(kBlocks))
+                                  GroupedShape<kStrips, kTokens>::ResidentCtas(kBlocks))
     GemmGrouped(const __grid_constant__ GemmArguments arguments) {
   using S = StreamKShape<kStrips, kTokens>;
   constexpr int kHalfTokens = S::kWide ? kTokens / 2 : 0;
