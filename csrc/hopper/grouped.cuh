@@ -15,6 +15,12 @@ namespace slidesparse::hopper {
 
 template <int kStrips, int kTokens>
 struct GroupedShape : StreamKShape<kStrips, kTokens> {
+  // Decoding takes more registers than in stream-K.
+  static constexpr int ResidentCtas(Blocks blocks) {
+    const int most = TileShape<kStrips, kTokens>::ResidentCtas(blocks);
+    return blocks == Blocks::kCoded && kTokens == 32 ? most - (most > 1) : most;
+  }
+
   // Instead of a CTA's tiles: for each expert the end of its tiles, then all offsets.
   static __host__ __device__ constexpr int SharedBytes(int stages, Blocks blocks) {
     return StreamKShape<kStrips, kTokens>::SharedBytes(stages, blocks) - sizeof(CtaTiles) +
@@ -112,9 +118,10 @@ struct GroupedScheduler {
 
 template <class Type, int kStrips, int kTokens, Blocks kBlocks>
 __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
-                                  TileShape<kStrips, kTokens>::ResidentCtas(kBlocks))
+                                  GroupedShape<kStrips, kTokens>::ResidentCtas(kBlocks))
     GemmGrouped(const __grid_constant__ GemmArguments arguments) {
   using S = StreamKShape<kStrips, kTokens>;
+  constexpr int kHalfTokens = S::kWide ? kTokens / 2 : 0;
   extern __shared__ __align__(1024) std::uint8_t shared[];
   const std::uint32_t ring = SharedAddress(shared);
   const std::uint32_t staging = ring + arguments.stages * S::StageBytes(kBlocks);
@@ -166,7 +173,13 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
       StreamKScales<kTokens> scales;
       scales.Load(arguments, {scheduler.strip, scheduler.token, 0, arguments.k_blocks},
                   scheduler.expert);
-      consumer.Run(arguments.k_blocks, false, sums);
+      // Experts' last tiles are seldom full: wide ones multiply one half alone if that is enough.
+      if (scheduler.tokens > kHalfTokens) {
+        consumer.Run(arguments.k_blocks, false, sums);
+      } else if constexpr (kHalfTokens > 0) {
+        consumer.Run(arguments.k_blocks, false,
+                     reinterpret_cast<std::uint32_t (&)[kHalfTokens / 2]>(sums));
+      }
       // Again, because the position would take registers during the main loop.
       scheduler.Locate(arguments, tiles, kTokens, kStrips);
       StoreStrip<Type, kStrips, kTokens, true>(

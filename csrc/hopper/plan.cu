@@ -137,7 +137,7 @@ const char* FindGemm(const Plan& plan, std::int64_t m, const GemmTensors& tensor
 
 // The configurations of grouped products, by tokens of a tile; the first is for few experts.
 constexpr Configuration kGrouped[] = {{true, 1, 8, 1, 1, 4, true},  {true, 2, 8, 1, 1, 3, true},
-                                      {true, 2, 16, 1, 1, 3, true}, {true, 2, 32, 1, 1, 3, true},
+                                      {true, 2, 16, 1, 1, 3, true}, {true, 2, 32, 1, 1, 2, true},
                                       {true, 2, 64, 1, 1, 2, true}, {true, 2, 128, 1, 1, 1, true},
                                       {true, 2, 256, 1, 1, 1, true}};
 

@@ -420,9 +420,9 @@ class WideConsumer : Consumer {
   }
 
   // Multiplies the next `count` >= 1 stages: adds the products to `sums` if `accumulate`, otherwise
-  // overwrites them.
-  __device__ __forceinline__ void Run(int count, bool accumulate,
-                                      std::uint32_t (&sums)[kTokens / 2]) {
+  // overwrites them.  Fewer sums are those of the first tokens.
+  template <int kSums>
+  __device__ __forceinline__ void Run(int count, bool accumulate, std::uint32_t (&sums)[kSums]) {
     Block even, odd;  // double-buffered registers, for alternate stages
     int i = 0;
     Pin(sums);
@@ -462,15 +462,16 @@ class WideConsumer : Consumer {
   }
 
   // Multiplies stage `i`, and meanwhile loads the registers of the following stage.
+  template <int kSums>
   __device__ __forceinline__ void Step(const Block& current, Block& following, int& i, int count,
-                                       bool accumulate, std::uint32_t (&sums)[kTokens / 2]) {
+                                       bool accumulate, std::uint32_t (&sums)[kSums]) {
     const std::uint32_t stage = ring_ + next_.stage * kStageBytes;
     // Fence and commit are in both branches: otherwise ptxas serializes the wgmmas by waits.
     if (kMixed && current.dense) {
       WgmmaFence();
 #pragma unroll
       for (int wgmma = 0; wgmma < kDenseWgmmas; ++wgmma) {
-        Wgmma<Type, kTokens>::Dense(
+        Wgmma<Type, 2 * kSums>::Dense(
             sums, WeightDescriptor(stage + weight_ + wgmma * (kDenseBytes / kDenseWgmmas)),
             Descriptor(stage + wgmma * kDenseWgmmaColumns), accumulate || wgmma > 0);
       }
@@ -479,7 +480,7 @@ class WideConsumer : Consumer {
       WgmmaFence();
 #pragma unroll
       for (int wgmma = 0; wgmma < kWgmmas; ++wgmma) {
-        Wgmma<Type, kTokens>::Sparse(
+        Wgmma<Type, 2 * kSums>::Sparse(
             sums, WeightDescriptor(stage + weight_ + wgmma * (kValueBytes / kWgmmas)),
             Descriptor(stage + wgmma * kWgmmaColumns), current.metadata[wgmma],
             accumulate || wgmma > 0);
@@ -524,8 +525,8 @@ class CodedConsumer : Consumer {
   }
 
   // As WideConsumer::Run.  Half of a stage is expanded while the other half is multiplied.
-  __device__ __forceinline__ void Run(int count, bool accumulate,
-                                      std::uint32_t (&sums)[kTokens / 2]) {
+  template <int kSums>
+  __device__ __forceinline__ void Run(int count, bool accumulate, std::uint32_t (&sums)[kSums]) {
     Half first, second;
     Stored now, later;
     if (!accumulate) Clear(sums);
@@ -619,15 +620,15 @@ class CodedConsumer : Consumer {
     }
   }
 
-  template <int kHalf>
-  __device__ __forceinline__ void Multiply(const Half& half, std::uint32_t (&sums)[kTokens / 2]) {
+  template <int kHalf, int kSums>
+  __device__ __forceinline__ void Multiply(const Half& half, std::uint32_t (&sums)[kSums]) {
     const std::uint32_t tokens =
         ring_ + next_.stage * kStageBytes + kHalf * kHalfWgmmas * kDenseWgmmaColumns;
     WgmmaFence();
 #pragma unroll
     for (int i = 0; i < kHalfWgmmas; ++i) {
-      Wgmma<Type, kTokens>::DenseFromRegisters(sums, half[i],
-                                               Descriptor(tokens + i * kDenseWgmmaColumns));
+      Wgmma<Type, 2 * kSums>::DenseFromRegisters(sums, half[i],
+                                                 Descriptor(tokens + i * kDenseWgmmaColumns));
     }
     WgmmaCommit();
   }
