@@ -64,6 +64,15 @@ STEPS = {"prefill": "prefill, {} tokens per step", "decode": "decode, batch size
 # Rounds of h200/e2e.csv (h200/e2e.json): those of the table, and of other runs
 MAIN, OTHER, UNFUSED_RUNS = range(100), range(100, 200), range(200, 300)
 NOT_PRUNED = {DENSE: "not pruned"}
+BESIDE = {  # type and column of h100/e2e.csv, rounds from 101 on: what people would pick
+    ("int8", "bf16"): "BF16",
+    ("int8", "w4a16"): "W4A16 (Machete, groups of 128)",
+    ("int8", "w4a8"): "W4A8 in FP8 (CUTLASS, groups of 128)",
+    ("fp8", STOCK): "FP8, stock",
+    ("fp8", DENSE): "FP8, not pruned",
+    ("int8", STOCK): "INT8, stock",
+    **{("int8", name): f"INT8, {NOT_PRUNED.get(name, name)}" for name in (DENSE, "6:8", TWO_FOUR)},
+}
 SHARES = {DENSE: "dense", "2:4@33%": "a third", "2:4@50%": "a half", "2:4@67%": "two thirds", TWO_FOUR: "all"}
 REFERENCE_COLUMNS = ("results", "model", "dtype", "pattern", "M", "speedup")
 RESULTS = {  # kinds of figures in docs/benchmarks/reference.csv
@@ -185,6 +194,22 @@ def bitnet() -> str:
     """BitNet b1.58 2B over its own unpruned codes by the same kernels."""
     ratios = within_rounds(_rounds(OTHER), DENSE).loc[[BITNET]]
     return _whole_model_table(ratios, {name: name for name in PATTERNS[::-1]})
+
+
+def beside() -> str:
+    """Milliseconds of a decode step and thousand tokens per second of prefill, beside other types, on an H100."""
+    rows = whole_models(H100)
+    rows = rows[~rows["round"].isin(MAIN)]
+    decode = rows[(rows["stage"] == "decode") & (rows["context"] <= 32)].pivot_table(
+        "step_ms", ["dtype", "column"], "M", "median"
+    )
+    prefill = rows[rows["stage"] == PREFILL].groupby(["dtype", "column"])["rate"].median()
+    lines = [
+        (label, *(ratio(ms) for ms in decode.loc[key]), f"{prefill[key] / 1000:.1f}")
+        for key, label in BESIDE.items()
+        if key in prefill
+    ]
+    return table(("", *decode, PREFILL), lines)
 
 
 def contexts() -> str:
@@ -383,7 +408,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "whole_14b": partial(whole, "Qwen2.5-14B"),
     "whole_3b": partial(whole, "Llama3.2-3B"),
     "whole_h100": partial(whole, QWEN, H100),
-    **{make.__name__: make for make in (contexts, other, bitnet, fusion, layers, popular, ranges, blocks)},
+    **{
+        make.__name__: make
+        for make in (beside, contexts, other, bitnet, fusion, layers, popular, ranges, blocks)
+    },
     **{make.__name__: make for make in (gemms, reference, efficiency)},
     "real_models": real_models,
     "spmm_squares": partial(spmm.squares, H200),

@@ -27,9 +27,10 @@ def warn(message: str) -> None:
 
 
 def forget_input_quant_key(layer: object) -> None:
-    """Disable a layer's input of pre-quantized activations (since 0.27), as our layers quantize their own."""
-    if hasattr(layer, "input_quant_key"):
-        del layer.input_quant_key
+    """Let no other layer quantize the inputs of this one (vLLM's QuantizedActivation), as ours quantize their own."""
+    for name in ("input_quant_key", "_input_quant_key"):  # since 0.25 and since 0.30
+        if hasattr(layer, name):
+            delattr(layer, name)
 
 
 def current_config() -> Any:

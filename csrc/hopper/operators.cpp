@@ -348,45 +348,57 @@ void Operator(StableIValue* stack, std::uint64_t, std::uint64_t) {
 
 // ---- experts ----
 
-// Refuses a tensor that is not contiguous, of a type and `dim` dimensions, on x's device.
+// A tensor of torch's stack.
+struct Given {
+  Owned owned;
+  View view;
+
+  explicit Given(StableIValue value) : owned(stable::to<AtenTensorHandle>(value)), view(owned) {}
+};
+
+// Refuses a tensor unless it is contiguous, of `type` and `dim` dimensions with `size` elements
+// together, if that is not negative, and on x's device.
 void Require(const char* name, const View& found, std::int32_t type, std::int64_t dim,
              std::int64_t size, const View& x) {
-  std::int64_t stride = 1, elements = 1;
-  bool contiguous = true;
-  for (std::int64_t i = found.dim; i-- > 0; stride *= found.sizes[i]) {
-    contiguous &= found.sizes[i] < 2 || found.strides[i] == stride;
-    elements *= found.sizes[i];
+  std::int64_t elements = 1;
+  bool valid = found.type == type && found.dim == dim && found.IsOn(x);
+  for (std::int64_t i = found.dim; i-- > 0; elements *= found.sizes[i]) {
+    valid &= found.sizes[i] < 2 || found.strides[i] == elements;
   }
-  if (found.type == type && found.dim == dim && contiguous && (size < 0 || elements == size) &&
-      found.IsOn(x)) {
-    return;
-  }
+  if (valid && (size < 0 || elements == size)) return;
   Refuse(name, found,
-         std::to_string(dim) + "-dimensional and contiguous, " +
-             (size < 0 ? "" : std::to_string(size) + " of ") + DtypeText(type));
+         DtypeText(type) + " of " + std::to_string(dim) + " dimensions" +
+             (size < 0 ? "" : " and " + std::to_string(size) + " elements") +
+             ", contiguous, on x's device");
+}
+
+// The data of an optional vector; null if it is absent.
+const void* OptionalVector(const char* name, const Owned& tensor, std::int32_t type,
+                           std::int64_t size, const View& x, std::int64_t* found_size = nullptr) {
+  if (!tensor) return nullptr;
+  const View found(tensor);
+  Require(name, found, type, 1, size, x);
+  if (found_size != nullptr) *found_size = found.sizes[0];
+  return found.data;
 }
 
 // route(Tensor topk_ids, Tensor? expert_map, SymInt experts) -> (Tensor, Tensor, Tensor)
 void Route(StableIValue* stack, std::uint64_t, std::uint64_t) {
-  const Owned given(stable::to<AtenTensorHandle>(stack[0])), map = TakeOptional(stack[1]);
+  const Given given(stack[0]);
+  const Owned map = TakeOptional(stack[1]);
   const auto experts = static_cast<std::int32_t>(stable::to<std::int64_t>(stack[2]));
-  const View ids(given);
-  Require("topk_ids", ids, ids.type == numbers.int64 ? numbers.int64 : numbers.int32, 2, -1, ids);
-  const void* map_data = nullptr;
-  std::int32_t map_size = 0;
-  if (map) {
-    const View found(map);
-    Require("expert_map", found, numbers.int32, 1, -1, ids);
-    map_data = found.data;
-    map_size = static_cast<std::int32_t>(found.sizes[0]);
-  }
+  const View& ids = given.view;
+  const bool wide = ids.type == numbers.int64;
+  Require("topk_ids", ids, wide ? numbers.int64 : numbers.int32, 2, -1, ids);
+  std::int64_t map_size = 0;
+  const void* map_data = OptionalVector("expert_map", map, numbers.int32, -1, ids, &map_size);
   const std::int64_t slots = ids.sizes[0] * ids.sizes[1];
   void *order, *rows, *offsets;
   Owned made[] = {Empty(slots, 1, numbers.int32, ids, &order, 1),
                   Empty(slots, 1, numbers.int32, ids, &rows, 1),
                   Empty(experts + 1, 1, numbers.int32, ids, &offsets, 1)};
   const DeviceGuard guard(ids);
-  Check(kernels.route(ids.data, ids.type == numbers.int64, slots, map_data, map_size, experts,
+  Check(kernels.route(ids.data, wide, slots, map_data, static_cast<std::int32_t>(map_size), experts,
                       order, rows, offsets, StreamOf(ids)));
   for (int i = 0; i < 3; ++i) stack[i] = reinterpret_cast<StableIValue>(made[i].release());
 }
@@ -394,73 +406,60 @@ void Route(StableIValue* stack, std::uint64_t, std::uint64_t) {
 // grouped_linear(Tensor x, Tensor order, SymInt top_k, Tensor weight, Tensor scale_w, Tensor
 //     offsets, Tensor? slot_scale, bool silu_mul, SymInt[] layer, ScalarType out_dtype) -> Tensor
 void GroupedLinear(StableIValue* stack, std::uint64_t, std::uint64_t) {
-  const Owned given(stable::to<AtenTensorHandle>(stack[0]));
-  const Owned given_order(stable::to<AtenTensorHandle>(stack[1]));
-  const std::int64_t top_k = stable::to<std::int64_t>(stack[2]);
-  const Owned given_weight(stable::to<AtenTensorHandle>(stack[3]));
-  const Owned given_scale(stable::to<AtenTensorHandle>(stack[4]));
-  const Owned given_offsets(stable::to<AtenTensorHandle>(stack[5]));
-  const Owned given_slots = TakeOptional(stack[6]);
+  const Given given(stack[0]), order(stack[1]), weight(stack[3]), scale_w(stack[4]);
+  const Given offsets(stack[5]);
+  const auto top_k = static_cast<std::int32_t>(stable::to<std::int64_t>(stack[2]));
+  const Owned slot_scale = TakeOptional(stack[6]);
   const bool silu_mul = stable::to<bool>(stack[7]);
   const SlidesparseLayer layer = LayerOf(stack[8]);
   const std::int32_t out_dtype = stable::to<std::int32_t>(stack[9]);
-  const View x(given), order(given_order), weight(given_weight), scale_w(given_scale);
-  const View offsets(given_offsets);
+  const View& x = given.view;
   const std::int32_t type = TypeOf(x.type), out_type = TypeOf(out_dtype);
+  Require("order", order.view, numbers.int32, 1, -1, x);
+  Require("weight", weight.view, numbers.uint8, 2, -1, x);
+  const std::int64_t slots = order.view.sizes[0], experts = weight.view.sizes[0];
   const std::int64_t width = silu_mul ? 2 * std::int64_t{layer.k} : layer.k;
-  if (!Is16Bit(type) || !x.IsMatrix(width) || !x.HasContiguousRows()) {
-    Refuse("x", x, "[M, " + std::to_string(width) + "] of bfloat16 or float16, contiguous");
+  if (!Is16Bit(type) || !x.IsMatrix(width) || !x.HasContiguousRows() || top_k < 1 ||
+      x.sizes[0] * (silu_mul ? 1 : top_k) != slots) {
+    Refuse("x", x,
+           "[M, " + std::to_string(width) + "] of bfloat16 or float16 with contiguous rows, one " +
+               (silu_mul ? "" : "of " + std::to_string(top_k) + " ") + "for each of " +
+               std::to_string(slots) + " slots");
   }
   if (!Is16Bit(out_type)) {
     throw std::runtime_error("the Hopper kernels write bfloat16 or float16, asked for " +
                              DtypeText(out_dtype));
   }
-  Require("weight", weight, numbers.uint8, 2, -1, x);
-  const std::int64_t experts = weight.sizes[0];
-  Require("scale_w", scale_w, numbers.float32, 2, experts * layer.n, x);
-  Require("offsets", offsets, numbers.int32, 1, experts + 1, x);
-  Require("order", order, numbers.int32, 1, -1, x);
-  const std::int64_t slots = order.sizes[0];
-  if (top_k < 1 || x.sizes[0] * (silu_mul ? 1 : top_k) != slots) {
-    Refuse("x", x,
-           "a row for each of " + std::to_string(slots) + " slots, of " + std::to_string(top_k) +
-               " for a token");
-  }
-  const void* slot_scale = nullptr;
-  if (given_slots) {
-    const View found(given_slots);
-    Require("slot_scale", found, numbers.float32, 1, slots, x);
-    slot_scale = found.data;
-  }
+  Require("scale_w", scale_w.view, numbers.float32, 2, experts * layer.n, x);
+  Require("offsets", offsets.view, numbers.int32, 1, experts + 1, x);
+  const void* slot_scales = OptionalVector("slot_scale", slot_scale, numbers.float32, slots, x);
   void *y, *scratch;
   Owned out = Empty(slots, layer.n, out_dtype, x, &y);
   if (slots > 0) {
     const DeviceGuard guard(x);
     const SlidesparseHopperPlan* plan = PlanOf(x.device, layer);
     const Owned held = Empty(1, kernels.scratch_bytes(plan, slots), numbers.uint8, x, &scratch);
-    Check(kernels.grouped(plan, slots, x.data, type, x.strides[0], silu_mul, order.data,
-                          silu_mul ? 0 : static_cast<std::int32_t>(top_k), slot_scale,
-                          static_cast<std::int32_t>(experts), offsets.data, weight.data,
-                          weight.sizes[1], scale_w.data, y, out_type, nullptr, scratch,
-                          StreamOf(x)));
+    Check(kernels.grouped(plan, slots, x.data, type, x.strides[0], silu_mul, order.view.data,
+                          silu_mul ? 0 : top_k, slot_scales, static_cast<std::int32_t>(experts),
+                          offsets.view.data, weight.view.data, weight.view.sizes[1],
+                          scale_w.view.data, y, out_type, nullptr, scratch, StreamOf(x)));
   }
   stack[0] = reinterpret_cast<StableIValue>(out.release());
 }
 
 // combine(Tensor y, Tensor rows, SymInt top_k) -> Tensor
 void Combine(StableIValue* stack, std::uint64_t, std::uint64_t) {
-  const Owned given(stable::to<AtenTensorHandle>(stack[0]));
-  const Owned given_rows(stable::to<AtenTensorHandle>(stack[1]));
-  const std::int64_t top_k = stable::to<std::int64_t>(stack[2]);
-  const View y(given), rows(given_rows);
+  const Given given(stack[0]), rows(stack[1]);
+  const auto top_k = static_cast<std::int32_t>(stable::to<std::int64_t>(stack[2]));
+  const View& y = given.view;
   Require("y", y, y.type == numbers.float16 ? numbers.float16 : numbers.bfloat16, 2, -1, y);
-  Require("rows", rows, numbers.int32, 1, y.sizes[0], y);
+  Require("rows", rows.view, numbers.int32, 1, y.sizes[0], y);
   if (top_k < 1 || y.sizes[0] % top_k != 0) Refuse("y", y, "whole tokens");
   void* out;
   Owned made = Empty(y.sizes[0] / top_k, y.sizes[1], y.type, y, &out);
   const DeviceGuard guard(y);
-  Check(kernels.combine(y.data, TypeOf(y.type), y.sizes[0], static_cast<std::int32_t>(top_k),
-                        static_cast<std::int32_t>(y.sizes[1]), rows.data, out, StreamOf(y)));
+  Check(kernels.combine(y.data, TypeOf(y.type), y.sizes[0], top_k,
+                        static_cast<std::int32_t>(y.sizes[1]), rows.view.data, out, StreamOf(y)));
   stack[0] = reinterpret_cast<StableIValue>(made.release());
 }
 

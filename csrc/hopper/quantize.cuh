@@ -191,13 +191,14 @@ __global__ void __launch_bounds__(kMaxQuantizeThreads)
   const int vectors = (padded + kVectorCodes - 1) / kVectorCodes;
   const int held = kVectors * blockDim.x;
   if (parts > 1) ClusterArriveRelaxed();
+  const bool grouped = !RowOf::kIsNorm && arguments.offsets != nullptr;
   // The GEMM loads weights meanwhile, and waits for the codes itself.  Offsets, which say whose
   // weights, may come from the preceding kernel.
-  if (arguments.offsets == nullptr) LaunchDependents();
+  if (!grouped) LaunchDependents();
   WaitForPredecessors();
-  if (arguments.offsets != nullptr) LaunchDependents();
+  if (grouped) LaunchDependents();
   std::int64_t source = row_index;
-  if (arguments.offsets != nullptr) {
+  if (grouped) {
     if (row_index >= LoadGlobal32(arguments.offsets + arguments.experts)) return;
     if (arguments.top_k > 0) source = LoadGlobal32(arguments.order + row_index) / arguments.top_k;
   }
@@ -268,7 +269,7 @@ __global__ void __launch_bounds__(kMaxQuantizeThreads)
   for (int i = threadIdx.x; i < stores; i += blockDim.x) out[i] = LiftWords(arguments, codes, i);
   if (part == 0 && threadIdx.x == 0) {
     float made = scale.scale;
-    if (arguments.slot_scale != nullptr) {
+    if (grouped && arguments.slot_scale != nullptr) {
       made = __fmul_rn(made, arguments.slot_scale[LoadGlobal32(arguments.order + row_index)]);
     }
     arguments.scale[row_index] = made;

@@ -20,6 +20,7 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
 from slidesparse.calibrate.finetune import InputRounder
+from slidesparse.calibrate.graphs import recordings
 from slidesparse.calibrate.inputs import free_bytes, gather_statistics
 from slidesparse.calibrate.model import Block, Ends, Model, fast_products
 from slidesparse.calibrate.pipeline import (
@@ -32,7 +33,7 @@ from slidesparse.calibrate.pipeline import (
 )
 from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.calibrate.samples import Samples
-from slidesparse.calibrate.sparsegpt import pruner, recordings
+from slidesparse.calibrate.sparsegpt import pruner
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.checkpoint.storage import Checkpoint, Reader

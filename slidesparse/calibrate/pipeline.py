@@ -22,12 +22,13 @@ from torch import Tensor
 from slidesparse.blocks import obeys
 from slidesparse.calibrate.experts import prune_experts, replace_experts
 from slidesparse.calibrate.finetune import Finetuned, finetune
+from slidesparse.calibrate.graphs import recordings
 from slidesparse.calibrate.inputs import Hessian, HiddenStates, Stream, gather_statistics, output_error
 from slidesparse.calibrate.model import Block
 from slidesparse.calibrate.permutation import find_order, may_permute
 from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.calibrate.roles import find_roles, layer_orders
-from slidesparse.calibrate.sparsegpt import compensated_target, damping_for, factor, pruner, recordings
+from slidesparse.calibrate.sparsegpt import compensated_target, damping_for, factor, pruner
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.names import SCALE, WEIGHT
 from slidesparse.checkpoint.skeleton import Expert

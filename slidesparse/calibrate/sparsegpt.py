@@ -41,22 +41,21 @@ in rows where they reduce the error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
+from slidesparse.calibrate.graphs import recorded
 from slidesparse.pattern import Pattern, SlidePattern
 
 DAMPING = 0.01  # relative to the mean of H's diagonal, to which it is added, as in SparseGPT and GPTQ
 SHRINKAGE = 0.2  # times K / tokens: the damping where tokens are few, see `damping_for`
 BATCH_COLUMNS = 128  # columns that are updated at once before all columns to their right
 CHOICE_ELEMENTS = 2**24  # costs computed at a time
-GRAPH_BYTES = 2**28  # most bytes of tensors that a CUDA graph reads
 
 
 # (w [N, K], its pattern, E [N, K] or None) -> a new [N, K] that obeys the pattern, in float32.
@@ -162,11 +161,12 @@ def sparsegpt(w: Tensor, upper: Tensor, pattern: SlidePattern, grid: Tensor | No
     if (length := pattern.length) is None:
         return out
     out = F.pad(out, (0, -w.shape[1] % length))
-    out = _recorded(_prune_padded, out, _padded(upper, length), length, grid)
+    arguments = out, _padded(upper, length), length
+    out = recorded(_prune_padded, *arguments) if grid is None else _prune_padded(*arguments, grid)
     return out[:, : w.shape[1]].contiguous()
 
 
-def _prune_padded(out: Tensor, upper: Tensor, length: int, grid: Tensor | None) -> Tensor:
+def _prune_padded(out: Tensor, upper: Tensor, length: int, grid: Tensor | None = None) -> Tensor:
     """Prune ``out`` [N, K] of whole blocks of ``length``, as `sparsegpt` does."""
     out, corners = out.clone(), _blocks(upper, length)
     rules = _rules(corners.mT @ corners)
@@ -231,11 +231,14 @@ def refine(
     inverses = torch.linalg.inv(_blocks(h, length)).to(out.dtype)
     h = h.to(out.dtype)
     for _ in range(sweeps):
-        out = _recorded(_sweep, out, start_from, h, inverses, grid)
+        arguments = out, start_from, h, inverses
+        out = recorded(_sweep, *arguments) if grid is None else _sweep(*arguments, grid)
     return out[:, : w.shape[1]].contiguous()
 
 
-def _sweep(out: Tensor, start_from: Tensor, h: Tensor, inverses: Tensor, grid: Tensor | None) -> Tensor:
+def _sweep(
+    out: Tensor, start_from: Tensor, h: Tensor, inverses: Tensor, grid: Tensor | None = None
+) -> Tensor:
     """Optimize every block of ``out`` [N, K] once; ``inverses`` [blocks, L, L] are those of the blocks of ``h``."""
     rules, length = _rules(inverses), inverses.shape[1]
     step = max(1, BATCH_COLUMNS // length) * length
@@ -266,62 +269,6 @@ def _best_on_grid(
     rounded = _round_block(best, removed, corner, grid, torch.empty_like(best))
     costs = [((w - best) @ h * (w - best)).sum(1, keepdim=True) for w in (rounded, current)]
     return torch.where(costs[0] < costs[1], rounded, current)
-
-
-# CUDA graphs
-
-
-class _Recording(NamedTuple):
-    """A CUDA graph, what it reads and writes."""
-
-    graph: torch.cuda.CUDAGraph
-    inputs: list[Tensor]
-    out: Tensor
-
-
-_recordings: dict[tuple[Any, ...], _Recording] | None = None  # within `recordings`
-
-
-def _recorded(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Return ``function(*arguments)``, within `recordings` on a GPU by a CUDA graph for each of their shapes.
-
-    Its loops launch thousands of small kernels, which takes longer than to run them.  Large tensors are not copied into
-    a graph, and no graph can round to a grid, as factorizations wait for the GPU.
-    """
-    tensors = [x for x in arguments if isinstance(x, Tensor)]
-    *_, grid = arguments
-    device = tensors[0].device
-    large = sum(x.nbytes for x in tensors) > GRAPH_BYTES
-    if _recordings is None or device.type != "cuda" or grid is not None or large:
-        return function(*arguments)
-    key = function, device, *((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in arguments)
-    if key not in _recordings:
-        copies = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            function(*copies)  # loads kernels
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                out = function(*copies)
-        torch.cuda.current_stream(device).wait_stream(stream)
-        _recordings[key] = _Recording(graph, [x for x in copies if isinstance(x, Tensor)], out)
-    recording = _recordings[key]
-    for copy, x in zip(recording.inputs, tensors, strict=True):
-        copy.copy_(x)
-    recording.graph.replay()
-    return recording.out.clone()
-
-
-@contextmanager
-def recordings() -> Iterator[None]:
-    """Keep the CUDA graphs of `_recorded` until the end."""
-    global _recordings
-    _recordings = {}
-    try:
-        yield
-    finally:
-        _recordings = None
 
 
 class Rule(NamedTuple):

@@ -114,8 +114,8 @@ class Task:
 
     @property
     def epochs(self) -> int:
-        """The epochs of fine-tuning: 0 for ternary weights."""
-        return 0 if self.ternary else self.calibration.epochs
+        """The epochs of fine-tuning: 0 for ternary weights, and where distillation trains all blocks afterwards."""
+        return 0 if self.ternary or self.texts else self.calibration.epochs
 
     def patterns(self, number: int) -> dict[str, str]:
         """Return the patterns of the layers of a block that are pruned, by name."""

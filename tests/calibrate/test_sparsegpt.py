@@ -12,6 +12,7 @@ from strategies import NAMED
 from torch import Tensor
 
 from slidesparse.calibrate import sparsegpt as module
+from slidesparse.calibrate.graphs import recordings
 from slidesparse.calibrate.inputs import Drift, Hessian, output_error
 from slidesparse.calibrate.sparsegpt import (
     DAMPING,
@@ -20,7 +21,6 @@ from slidesparse.calibrate.sparsegpt import (
     damping_for,
     factor,
     pruner,
-    recordings,
     refine,
     sparsegpt,
 )

@@ -252,7 +252,7 @@ def test_refusals() -> None:
     order, _, offsets = OURS.route(torch.zeros(4, 2, dtype=torch.int32, device=gpu()), None, 3)
     with pytest.raises(RuntimeError, match="513 experts: 1 to 512"):
         OURS.route(torch.zeros(4, 2, dtype=torch.int32, device=gpu()), None, 513)
-    with pytest.raises(RuntimeError, match="a row for each of 8 slots"):
+    with pytest.raises(RuntimeError, match="one of 2 for each of 8 slots"):
         grouped(experts, x[:5], order, 2, offsets, None, False)
     with pytest.raises(LibraryError, match="no kernel"):
         run_tile(experts, x, order, offsets, torch.empty(8, 72, device=gpu()), "stream:4x8/1/1")

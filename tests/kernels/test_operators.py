@@ -224,10 +224,13 @@ def test_operators_of_experts_pass_their_arguments(operators: Operators) -> None
     out = operators.combine(tokens(4, 8), integers(5, 1, 2, 3), 2)
     assert (out.shape, out.dtype) == ((2, 8), torch.bfloat16)
     assert out.view(torch.int16).flatten()[:6].tolist() == [bits(x), 1, 4, 2, 8, 5]
-    for experts, refused in ((integers(1, 2, 3), "offsets is int32"), (offsets, "a row for each of 4 slots")):
+    for given, experts, refused in (
+        (x, integers(1, 2, 3), "offsets is int32"),
+        (tokens(3), offsets, "one of 2 for each of 4 slots"),
+    ):
         with pytest.raises(RuntimeError, match=refused):
             operators.grouped_linear(
-                tokens(3), order, 2, weight, scale_w, experts, None, False, [*LAYER], torch.float16
+                given, order, 2, weight, scale_w, experts, None, False, [*LAYER], torch.float16
             )
 
 
