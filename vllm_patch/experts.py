@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from slidesparse.vllm_patch import compat
 from slidesparse.vllm_patch.loading import AGAIN, require_numbers
-from slidesparse.vllm_patch.scheme import PACKED, ROWS, conclude
+from slidesparse.vllm_patch.scheme import PACKED, ROWS, conclude, release_unused
 from slidesparse.vllm_patch.summary import Found
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -177,6 +177,7 @@ class _Experts:
         ):
             slid = self._slides(pattern)
             phase = slid.shard_phase(first_column) if slid else 0
+            release_unused(weight)
             packed = torch.nn.Parameter(self.backend.pack_experts(weight, slid, phase), requires_grad=False)
             setattr(packed, PACKED, True)
             setattr(layer, f"{name}_weight", packed)

@@ -225,7 +225,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         """Pack the loaded weight, [N, K] or [N, K'], for the backend; None if vLLM's scheme serves the layer."""
         gemm.require(self.backend.name, weight.device)
         require_numbers(self.name, weight)
-        _release_unused(weight)
+        release_unused(weight)
         *sparser, last = self.patterns
         for pattern in sparser:
             if self._obeys(weight[:ROWS], pattern) and self._obeys(weight, pattern):
@@ -329,7 +329,7 @@ def conclude(config: SlideSparseConfig) -> None:
     logger.info("%s", line)
 
 
-def _release_unused(weight: Tensor) -> None:
+def release_unused(weight: Tensor) -> None:
     """Free the GPU memory of the last layer's dense weight before a large weight is packed.
 
     Otherwise the slightly smaller packed weight would be allocated in it and keep all of it, because torch does not

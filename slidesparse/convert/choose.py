@@ -17,7 +17,7 @@ from slidesparse.calibrate.losses import LayerGroup, Losses, layer_groups, layer
 from slidesparse.calibrate.pipeline import calibrate
 from slidesparse.calibrate.resume import CHOICE, LOSSES, WorkFolder
 from slidesparse.calibrate.task import HELD_BACK, TEXTS, Progress, Task
-from slidesparse.checkpoint.names import WEIGHT
+from slidesparse.checkpoint.names import WEIGHT, is_expert
 from slidesparse.checkpoint.storage import Reader
 from slidesparse.convert.budget import (
     PATTERNS,
@@ -114,7 +114,7 @@ def require_usable(task: Task, budget: Budget) -> None:
 
 def _problem(task: Task, losses: Losses, budget: Budget) -> AllocationProblem:
     shapes = {group: _shape(task, group) for group in losses}
-    fixed = [_shape(task, (name,)) for name in sorted(task.skipped)]
+    fixed = [_shape(task, (name,)) for name in sorted(task.skipped) if not is_expert(name)]
     return allocation_problem(losses, shapes, task.quant, budget, fixed)
 
 
