@@ -16,8 +16,8 @@ GemmKernel Instance(bool stream_k) {
   using SplitK = SplitKShape<kStrips, kTokens>;
   using StreamK = StreamKShape<kStrips, kTokens>;
   // Of the kernels for coded weights, those that are fastest or within a percent of it.
-  constexpr bool kHasStreamK = kBlocks != Blocks::kCoded || kTokens == 256 || kStrips == 3;
-  constexpr bool kHasSplitK = kBlocks != Blocks::kCoded || kStrips <= 3;
+  constexpr bool kHasStreamK = !IsCoded(kBlocks) || kTokens == 256 || kStrips == 3;
+  constexpr bool kHasSplitK = !IsCoded(kBlocks) || kStrips <= 3;
   if constexpr (kHasStreamK) {
     if (stream_k) {
       return {GemmStreamK<Type, kStrips, kTokens, kBlocks>, StreamK::kThreads,
@@ -35,9 +35,10 @@ GemmKernel Instance(bool stream_k) {
 
 template <int kStrips>
 GemmKernel Instance(bool stream_k, Blocks blocks) {
-  return blocks == Blocks::kSparse  ? Instance<kStrips, Blocks::kSparse>(stream_k)
-         : blocks == Blocks::kMixed ? Instance<kStrips, Blocks::kMixed>(stream_k)
-                                    : Instance<kStrips, Blocks::kCoded>(stream_k);
+  return blocks == Blocks::kSparse   ? Instance<kStrips, Blocks::kSparse>(stream_k)
+         : blocks == Blocks::kMixed  ? Instance<kStrips, Blocks::kMixed>(stream_k)
+         : blocks == Blocks::kCoded8 ? Instance<kStrips, Blocks::kCoded8>(stream_k)
+                                     : Instance<kStrips, Blocks::kCoded10>(stream_k);
 }
 
 }  // namespace

@@ -31,15 +31,14 @@ struct QuantizeArguments {
   std::int64_t stride, residual_stride;
   float eps;
   int k, columns;
-  int length, phase;
-  bool coded;           // for a coded weight, whose wgmmas take words in another order
-  int windows;          // in a block of `length` columns
-  std::uint32_t magic;  // 2^32 / windows, rounded up: divides by multiplying
-  int padded;           // columns of a row, in whole blocks and with the phase
-  int parts;            // CTAs that share a row
-  int part;             // padded columns of one part
-  int part_codes;       // columns of q that these become
-  int flag_count;       // kFlagWords each
+  int phase;
+  int group,
+      group_codes;  // columns that are ordered or lifted together, and how many codes they are
+  int padded;       // columns of a row, in whole groups and with the phase
+  int parts;        // CTAs that share a row
+  int part;         // padded columns of one part
+  int part_codes;   // columns of q that these become
+  int flag_count;   // kFlagWords each
 };
 
 // Eight consecutive columns of a row, as they are in memory.
