@@ -2,6 +2,7 @@
 # make test       lint, types and tests
 # make test-cpus  all tests as on a processor with SSE alone, with AVX2 alone, and with one thread
 # make compat     the serving tests by several releases of vLLM, into docs/compatibility.md
+# make release    what would be published, in dist/, checked and run in a fresh environment without a compiler
 # The first of them makes ./.venv, once; what goes in depends on whether `nvidia-smi -L` finds a GPU.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -23,10 +24,10 @@ NUMERICS := tests/math tests/golden tests/calibrate tests/kernels/test_operators
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-cpus compat lint format typecheck pytest clean venv
+.PHONY: help demo test test-cpus compat release lint format typecheck pytest clean venv
 
 help:
-	@sed -n 's/^# //p' Makefile | head -n 5
+	@sed -n 's/^# //p' Makefile | head -n 6
 
 venv: $(STAMP)
 
@@ -103,6 +104,16 @@ test-cpus: venv
 	@$(SSE) $(PARALLEL) $(BY_FILE) -m "not alone"
 	@$(AVX2) $(PARALLEL) $(BY_FILE) -m "not alone"
 	@$(ONE_THREAD) $(BIN)/python -m pytest -m "not alone"
+
+release: venv
+	@rm -rf dist build/fresh
+	@$(BIN)/python -m build
+	@$(BIN)/twine check --strict dist/*
+	@$(BIN)/check-wheel-contents dist/*.whl
+	@$(PYTHON) -m venv build/fresh
+	@build/fresh/bin/python -m pip --disable-pip-version-check -qq install dist/*.whl
+	@cd build/fresh && PATH=$$PWD/bin bin/slidesparse doctor
+	@cd build/fresh && PATH=$$PWD/bin bin/python -c 'from importlib.metadata import entry_points as e; e(group="vllm.general_plugins", name="slidesparse")["slidesparse"].load()()'
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,9 +7,11 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-SOURCES = [path.relative_to("csrc").as_posix() for path in Path("csrc").rglob("*") if path.is_file()]
+# those of the kernels that serving uses; csrc/spmm is for a benchmark in a clone
+SOURCES = ["cusparselt.cpp", *(f"hopper/{path.name}" for path in Path("csrc/hopper").iterdir())]
 
 setup(
+    include_package_data=False,  # only the data that is listed here
     packages=[
         *find_packages(include=["slidesparse", "slidesparse.*"]),
         "slidesparse.vllm_patch",

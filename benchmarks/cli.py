@@ -226,10 +226,10 @@ def spmm(
 @app.command()
 def e2e(
     model: Annotated[
-        Path,
+        list[Path],
         typer.Option(
             help="A W8A8 checkpoint, or a folder of them: named by pattern, such as 2_8, or dense, the unpruned one; "
-            "any other, such as bf16, is a system of that name."
+            "any other, such as bf16 or w4a16, is a system of that name. May be repeated, for INT8 and FP8."
         ),
     ],
     name: Annotated[
@@ -244,7 +244,7 @@ def e2e(
     systems: Annotated[
         str,
         typer.Option(
-            help="stock: without the plugin; dense: unpruned weights by the kernels for sparse ones; sparse; "
+            help="stock: without the plugin; dense: unpruned weights with the plugin, without a flag; sparse; "
             "unfused: sparse with SLIDESPARSE_FUSE=0; cusparselt: sparse by that backend; cublaslt: dense weights by "
             "cuBLASLt; or a folder of --model, such as bf16, without the plugin."
         ),
@@ -253,7 +253,7 @@ def e2e(
         int, typer.Option(min=1, help="Number of measurements of each cell, in alternating order.")
     ] = 3,
     prompt: Annotated[int, typer.Option(min=1, help="Maximum tokens per prompt in prefill.")] = 1024,
-    context: Annotated[int, typer.Option(min=1, help="Tokens per prompt in decode.")] = 16,
+    context: Annotated[str, typer.Option(help="Tokens per prompt in decode, comma-separated.")] = "16",
     prefill_steps: Annotated[int, typer.Option(min=1, help="Steps of M tokens in a prefill run.")] = 128,
     decode_steps: Annotated[
         int, typer.Option(min=1, help="Output tokens per sequence in a decode run.")
@@ -277,13 +277,13 @@ def e2e(
     from slidesparse.tune.shapes import parse_choice, parse_patterns, parse_tokens, split_list
 
     deadline = Deadline(time_limit)
-    subject = find_model(model, name)
-    work = Workload(prompt, context, prefill_steps, decode_steps, tuple(shlex.split(vllm_args)))
+    work = Workload(prompt, parse_tokens(context), prefill_steps, decode_steps, tuple(shlex.split(vllm_args)))
     given = {PREFILL: m, DECODE: decode_m}
     tokens = {**TOKENS, **{stage: parse_tokens(text) for stage, text in given.items() if text}}
     chosen = parse_patterns(patterns, mixed=True) if patterns else None
+    models = [find_model(folder, name) for folder in model]
     runs = plan(
-        subject, parse_choice("--stages", stages, STAGES), tokens, split_list(systems), chosen, rounds, work
+        models, parse_choice("--stages", stages, STAGES), tokens, split_list(systems), chosen, rounds, work
     )
     facts = {**conditions(), "workload": work.conditions}
     write_conditions(out / "e2e.json", facts, CONDITIONS)
@@ -314,14 +314,15 @@ def _run(bench: E2eBench, runs: Sequence[Run]) -> bool:
 
 
 @app.command()
-def w4a16(
+def w4(
     source: Annotated[Path, typer.Argument(help="An unpruned W8A8 checkpoint of `slidesparse synth`.")],
-    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write, such as w4a16 beside it.")],
+    fp8: Annotated[bool, typer.Option("--fp8", help="Activations in FP8 (W4A8) instead of 16 bits.")] = False,
 ) -> None:
     """Write a checkpoint of the same shapes with random 4-bit weights, to compare with."""
-    from benchmarks.e2e.w4a16 import write
+    from benchmarks.e2e.w4 import write
 
-    write(source, out)
+    write(source, out, fp8)
 
 
 @app.command()

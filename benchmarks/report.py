@@ -5,6 +5,7 @@ A page of docs/ holds a table between the lines ``<!-- table: NAME -->`` and ``<
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,6 +40,7 @@ BENCHMARKS = ROOT / "docs" / "benchmarks"
 H200, H100 = BENCHMARKS / "h200", BENCHMARKS / "h100"
 FOLDERS = (H200, H100)
 ACCURACY = ROOT / "docs" / "accuracy"
+REAL_MODELS = ACCURACY / "real_models.csv"
 MARKED_PAGES = (BENCHMARKS / "README.md", BENCHMARKS / "spmm.md", ACCURACY / "README.md")
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -47,6 +49,7 @@ DTYPES = ("int8", "fp8", "bf16", "fp16")
 LAYERS = 4  # linear layers of a decoder block: QKV, output, gate and up, down
 PATTERNS = (TWO_FOUR, "4:6", "6:8", "8:10")
 QWEN, LLAMA, BITNET = "Qwen2.5-7B", "Llama3.2-1B", "BitNet-2B"
+CODER, WIKITEXT = "qwen-coder", "wikitext2"  # in REAL_MODELS
 NAMES = {LLAMA: "Llama-3.2-1B", "Llama3.2-3B": "Llama-3.2-3B"}  # as the text spells them
 SHAPES = "shapes"  # the model of layers in linear.csv that are named by their N x K
 POPULAR = {  # models by their four linear layers of SHAPES
@@ -61,6 +64,15 @@ STEPS = {"prefill": "prefill, {} tokens per step", "decode": "decode, batch size
 # Rounds of h200/e2e.csv (h200/e2e.json): those of the table, and of other runs
 MAIN, OTHER, UNFUSED_RUNS = range(100), range(100, 200), range(200, 300)
 NOT_PRUNED = {DENSE: "not pruned"}
+BESIDE = {  # type and column of h100/e2e.csv, rounds from 101 on: what people would pick
+    ("int8", "bf16"): "BF16",
+    ("int8", "w4a16"): "W4A16 (Machete, groups of 128)",
+    ("int8", "w4a8"): "W4A8 in FP8 (CUTLASS, groups of 128)",
+    ("fp8", STOCK): "FP8, stock",
+    ("fp8", DENSE): "FP8, not pruned",
+    ("int8", STOCK): "INT8, stock",
+    **{("int8", name): f"INT8, {NOT_PRUNED.get(name, name)}" for name in (DENSE, "6:8", TWO_FOUR)},
+}
 SHARES = {DENSE: "dense", "2:4@33%": "a third", "2:4@50%": "a half", "2:4@67%": "two thirds", TWO_FOUR: "all"}
 REFERENCE_COLUMNS = ("results", "model", "dtype", "pattern", "M", "speedup")
 RESULTS = {  # kinds of figures in docs/benchmarks/reference.csv
@@ -182,6 +194,22 @@ def bitnet() -> str:
     """BitNet b1.58 2B over its own unpruned codes by the same kernels."""
     ratios = within_rounds(_rounds(OTHER), DENSE).loc[[BITNET]]
     return _whole_model_table(ratios, {name: name for name in PATTERNS[::-1]})
+
+
+def beside() -> str:
+    """Milliseconds of a decode step and thousand tokens per second of prefill, beside other types, on an H100."""
+    rows = whole_models(H100)
+    rows = rows[~rows["round"].isin(MAIN)]
+    decode = rows[(rows["stage"] == "decode") & (rows["context"] <= 32)].pivot_table(
+        "step_ms", ["dtype", "column"], "M", "median"
+    )
+    prefill = rows[rows["stage"] == PREFILL].groupby(["dtype", "column"])["rate"].median()
+    lines = [
+        (label, *(ratio(ms) for ms in decode.loc[key]), f"{prefill[key] / 1000:.1f}")
+        for key, label in BESIDE.items()
+        if key in prefill
+    ]
+    return table(("", *decode, PREFILL), lines)
 
 
 def contexts() -> str:
@@ -344,21 +372,34 @@ def efficiency() -> str:
     return table(("", "", *PATTERNS), rows, 2)
 
 
+def real_model_rows() -> pd.DataFrame:
+    """Read the losses of real models."""
+    rows = pd.read_csv(REAL_MODELS, keep_default_na=False, dtype=str)
+    numbers = ["zeros", "minutes", "perplexity", "delta_pct", "humaneval"]
+    return rows.assign(**{name: pd.to_numeric(rows[name]) for name in numbers})
+
+
 def real_models() -> str:
-    """Perplexities of two real language models, their increases over the unpruned model, and HumanEval."""
-    rows = pd.read_csv(ACCURACY / "real_models.csv", dtype=str, keep_default_na=False)
+    """Perplexities of two real language models, their increases over the unpruned model, and HumanEval.
+
+    Means over seeds, with half of their range.
+    """
+
+    def cell(part: pd.DataFrame, text: str, column: str, form: str) -> str:
+        values = part.loc[part["text"] == text, column].dropna()
+        if values.empty:
+            return NO_VALUE
+        spread = f" ± {(values.max() - values.min()) / 2:.1f}" if len(values) > 1 else ""
+        return f"{values.mean():{form}}{spread}" + ("%" if column == "delta_pct" else "")
+
     lines = []
-    for (model, quant, pattern, method), part in rows.groupby(list(rows)[:4], sort=False):
-        by_text = part.set_index("text")
-        cells = [NO_VALUE] * 4
-        for text, column, number in (
-            *(("wikitext2", "perplexity", 0), ("wikitext2", "delta_pct", 1)),
-            *(("own", "delta_pct", 2), ("humaneval", "humaneval", 3)),
-        ):
-            if text in by_text.index and (value := by_text.loc[[text], column].iloc[-1]):
-                cells[number] = f"{float(value):+.1f}%" if column == "delta_pct" else value
+    key = ["model", "quant", "pattern", "method", "minutes"]
+    for (model, quant, pattern, method, minutes), part in real_model_rows().groupby(key, sort=False):
+        cells = [f"{minutes:g}", cell(part, WIKITEXT, "perplexity", ".2f")]
+        cells += [cell(part, text, "delta_pct", "+.1f") for text in (WIKITEXT, "own", "python")]
+        cells.append(cell(part, "humaneval", "humaneval", ".1f"))
         lines.append((model, quant.upper(), NOT_PRUNED.get(pattern, pattern), method, *cells))
-    header = ("WikiText-2", "increase", "own text, increase", "HumanEval")
+    header = ("minutes", "WikiText-2", "increase", "own text", "Python reference", "HumanEval")
     return table(("model", "", "pattern", "method", *header), lines, 4)
 
 
@@ -367,7 +408,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "whole_14b": partial(whole, "Qwen2.5-14B"),
     "whole_3b": partial(whole, "Llama3.2-3B"),
     "whole_h100": partial(whole, QWEN, H100),
-    **{make.__name__: make for make in (contexts, other, bitnet, fusion, layers, popular, ranges, blocks)},
+    **{
+        make.__name__: make
+        for make in (beside, contexts, other, bitnet, fusion, layers, popular, ranges, blocks)
+    },
     **{make.__name__: make for make in (gemms, reference, efficiency)},
     "real_models": real_models,
     "spmm_squares": partial(spmm.squares, H200),
@@ -513,8 +557,27 @@ def fill_tables(text: str, path: Path) -> str:
     return MARKED.sub(fill, text)
 
 
+def _plots() -> Iterator[tuple[Path, str, str]]:
+    """Yield (path, present text, generated text) of plots; those that name the digest of their data stay as they are.
+
+    Other releases of the library draw other bytes.
+    """
+    frontier = H100 if (whole_models(H100)["system"] == "bf16").any() else H200
+    for name, data in (("curve", ()), ("frontier", (frontier / f"{E2E.name}.csv",))):
+        path, sources = ACCURACY / f"{name}.svg", [REAL_MODELS, *data, Path(__file__).with_name("plots.py")]
+        note = f"of data {hashlib.sha256(b''.join(source.read_bytes() for source in sources)).hexdigest()}"
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        if note in text:
+            yield path, text, text
+            continue
+        from benchmarks import plots
+
+        yield path, text, plots.curve(note) if name == "curve" else plots.frontier(frontier, note)
+
+
 def _files() -> Iterator[tuple[Path, str, str]]:
     """Yield (path, present text, generated text) of every generated file."""
+    yield from _plots()
     for path in MARKED_PAGES:
         text = path.read_text(encoding="utf-8")
         yield path, text, fill_tables(text, path)

@@ -28,7 +28,10 @@ from slidesparse.build import compile, find
 from slidesparse.errors import ENVIRONMENT, FAILED, INSTALL, INSTALL_CUDA, SlideSparseError
 from slidesparse.flags import (
     DISABLE,
+    MODE,
+    OFF,
     PREFIX,
+    REQUIRED,
     SPARSITY,
     USE_CUBLASLT,
     USE_CUSPARSELT,
@@ -277,7 +280,7 @@ def _cache() -> Section:
 
 def is_flag(name: str) -> bool:
     """Return whether an environment variable is a flag of SlideSparse."""
-    return name in (USE_CUSPARSELT, USE_CUBLASLT, DISABLE, SPARSITY) or name.startswith(PREFIX)
+    return name in (MODE, USE_CUSPARSELT, USE_CUBLASLT, DISABLE, SPARSITY) or name.startswith(PREFIX)
 
 
 def _flags() -> Section:
@@ -382,7 +385,7 @@ def examine(model: str, folder: Path) -> Report:
     architecture = architecture_of(checkpoint.config)
     report = Report(model, architecture, layout, section["words"], gpu[0]["name"] if gpu else "none")
     if disabled():
-        report.lacks(f"{DISABLE} is set", "unset it", FAILED)
+        report.lacks(f"{DISABLE} or {MODE}={OFF} is set", "unset it", FAILED)
     elif not supported:
         report.lacks(f"vLLM: {report.vllm}", code=ENVIRONMENT)
     elif not (found := plugin())["loads"]:
@@ -408,7 +411,7 @@ def _judge(
     resolution = serving.resolution
     convert = f"slidesparse convert {report.model} OUT --sparsity 6:8"
     if resolution is None:
-        flag = "USE_CUSPARSELT=1 with SPARSITY, its pattern, serves it if it is W8A8 with dynamic activations"
+        flag = f"{REQUIRED} with {SPARSITY}, its pattern, serves it if it is W8A8 with dynamic activations"
         report.lacks("it has not been converted: vLLM's own kernels serve it", f"{convert}; {flag}", FAILED)
         return
     report.backend, report.backend_reason, report.layout = (

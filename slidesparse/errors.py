@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import reprlib
 
+from slidesparse.versions import VLLM_ON_GPUS
+
 FAILED, USAGE, ENVIRONMENT, INTERRUPTED = 1, 2, 3, 130
 
-# SlideSparse is in no package index.
-INSTALL_CUDA = "pip install '.[cuda]' in a clone of SlideSparse"
+INSTALL_CUDA = f"pip install vllm=={VLLM_ON_GPUS[-1]}"
 INSTALL = f"{INSTALL_CUDA}; without an NVIDIA GPU, follow docs/install.md"
 
 

@@ -4,11 +4,11 @@ They are read only for a checkpoint that the plugin may serve, because other pro
 variables with these names.  Standard library only.
 
 ==========================  =========================================================================================
-``USE_CUSPARSELT=1``        the sparse path: quant_slide -> 2:4 GEMM -> dequantize
+``SLIDESPARSE=auto``        the default: converted checkpoints, and other W8A8 ones where that is faster
+``SLIDESPARSE=require``     the sparse path, quant_slide -> 2:4 GEMM -> dequantize, or an error: ``USE_CUSPARSELT=1``
+``SLIDESPARSE=off``         the plugin does nothing: vLLM's own kernels: ``DISABLE_SLIDESPARSE=1``
 ``USE_CUBLASLT=1``          the dense path through the same steps, the papers' baseline
-``DISABLE_SLIDESPARSE=1``   the plugin does nothing: vLLM's own kernels
-``SPARSITY=2_8`` / ``6:8``  the pattern; needed only when the checkpoint does not carry it
-``SPARSITY=dense``          any W8A8 checkpoint by the sparse path's kernels; blocks that are 2:4 gain more
+``SPARSITY=2_8`` / ``6:8``  with require: the pattern that the checkpoint does not carry; by default ``dense``
 ``SLIDESPARSE_BACKEND``     of the sparse path: ``auto`` (default: the preferred one of the machine) or a name
 ``SLIDESPARSE_FUSE``        ``1`` or ``0``: norms and activations in one kernel with quantization, in compiled models
 ``SLIDESPARSE_PROFILE=1``   times of layers, printed when the process ends (`slidesparse.profiling`)
@@ -26,6 +26,7 @@ from slidesparse.errors import SlideSparseError
 from slidesparse.gemm import DENSE, SPARSE
 from slidesparse.pattern import Pattern, PatternError, parse_pattern
 
+MODE = "SLIDESPARSE"
 USE_CUSPARSELT = "USE_CUSPARSELT"
 USE_CUBLASLT = "USE_CUBLASLT"
 DISABLE = "DISABLE_SLIDESPARSE"
@@ -42,7 +43,8 @@ KNOWN = (
     "SLIDESPARSE_NVCC",
 )
 
-AUTO = "auto"
+OFF, AUTO, REQUIRE = "off", "auto", "require"
+REQUIRED = f"{MODE}={REQUIRE}"
 _TRUE, _FALSE = ("1", "true", "yes"), ("", "0", "false", "no", "off")  # not ON, a build option of torch
 
 
@@ -64,10 +66,10 @@ class Flags:
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Flags:
         """Read the flags.  Raises FlagError naming the variable, what was found and what is allowed."""
         _switch(environ, DISABLE)  # `disabled` treats an unknown value as no
-        sparse, dense = _switch(environ, USE_CUSPARSELT), _switch(environ, USE_CUBLASLT)
+        sparse, dense = _required(environ), _switch(environ, USE_CUBLASLT)
         if sparse and dense:
             raise FlagError(
-                f"{USE_CUSPARSELT} and {USE_CUBLASLT} are both set, but they select different paths; unset one"
+                f"{path_flag(environ)} and {USE_CUBLASLT} are both set, but they select different paths; unset one"
             )
         pattern = None
         if environ.get(SPARSITY, "").strip():
@@ -91,25 +93,21 @@ class Flags:
 
 
 def disabled(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether DISABLE_SLIDESPARSE is set; never raises."""
-    return _is_true(environ, DISABLE)
-
-
-def require_readable_path(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise FlagError for a value of USE_CUSPARSELT or USE_CUBLASLT that is not known, as `path_flag` does not."""
-    for name in (USE_CUSPARSELT, USE_CUBLASLT):
-        _switch(environ, name)
+    """Return whether SLIDESPARSE=off or DISABLE_SLIDESPARSE is set; never raises."""
+    return _is_true(environ, DISABLE) or _word(environ, MODE) == OFF
 
 
 def path_flag(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the flag that requests a SlideSparse path, such as ``USE_CUSPARSELT``, or None; never raises."""
+    if _word(environ, MODE) == REQUIRE:
+        return REQUIRED
     return next((name for name in (USE_CUSPARSELT, USE_CUBLASLT) if _is_true(environ, name)), None)
 
 
 def active_names(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the names of the flags that are set; never raises."""
     names = (USE_CUSPARSELT, USE_CUBLASLT, SPARSITY, BACKEND, FUSE, PROFILE)
-    return [name for name in names if environ.get(name, "").strip().lower() not in _FALSE]
+    return [name for name in names if _word(environ, name) not in _FALSE]
 
 
 def unknown_names(environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -117,12 +115,22 @@ def unknown_names(environ: Mapping[str, str] = os.environ) -> list[str]:
     return sorted(name for name in environ if name.startswith(PREFIX) and name not in KNOWN)
 
 
+def _word(environ: Mapping[str, str], name: str) -> str:
+    return environ.get(name, "").strip().lower()
+
+
 def _is_true(environ: Mapping[str, str], name: str) -> bool:
-    return environ.get(name, "").strip().lower() in _TRUE
+    return _word(environ, name) in _TRUE
+
+
+def _required(environ: Mapping[str, str]) -> bool:
+    if _word(environ, MODE) not in ("", OFF, AUTO, REQUIRE):
+        raise FlagError(f"environment variable {MODE}={environ[MODE]!r}: use {OFF}, {AUTO} or {REQUIRE}")
+    return _switch(environ, USE_CUSPARSELT) or _word(environ, MODE) == REQUIRE
 
 
 def _backend(environ: Mapping[str, str]) -> str | None:
-    value, names = environ.get(BACKEND, "").strip().lower(), gemm.names(SPARSE)
+    value, names = _word(environ, BACKEND), gemm.names(SPARSE)
     if value in names:
         return value
     if value in ("", AUTO):
@@ -131,9 +139,8 @@ def _backend(environ: Mapping[str, str]) -> str | None:
 
 
 def _switch(environ: Mapping[str, str], name: str) -> bool:
-    value = environ.get(name, "").strip().lower()
-    if value in _TRUE:
+    if _is_true(environ, name):
         return True
-    if value in _FALSE:
+    if _word(environ, name) in _FALSE:
         return False
     raise FlagError(f"environment variable {name}={environ[name]!r}: use 1 or 0")

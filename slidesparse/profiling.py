@@ -53,8 +53,9 @@ def table() -> str:
 def _name(event: Any) -> str:
     """Return a layer's operator, N x K and M, or the name of a kernel."""
     namespace, _, name = event.key.partition("::")
-    if namespace != KERNELS[0] or not event.input_shapes:
+    shapes = [shape for shape in event.input_shapes if shape]
+    n = next((shape[0] for shape in shapes[1:] if shape[1:] == [1]), None)  # scale_w
+    if namespace != KERNELS[0] or n is None:
         return str(event.key)
-    (m, width), *others = event.input_shapes
-    n = next(shape[0] for shape in others if shape[1:] == [1])  # scale_w
+    m, width = shapes[0]
     return f"{name} {n}x{width // 2 if name == 'silu_mul_linear' else width} M={m}"

@@ -28,7 +28,7 @@ from slidesparse.blocks import STRIP
 from slidesparse.calibrate.task import Progress, no_progress
 from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.metadata import KEY
-from slidesparse.checkpoint.names import WEIGHT
+from slidesparse.checkpoint.names import WEIGHT, is_expert
 from slidesparse.checkpoint.output import (
     full_disk_explained,
     partial_folder,
@@ -97,6 +97,41 @@ PUBLIC: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+def _mixture(kind: str, sizes: Mapping[str, int], experts: int, chosen: int, **others: Any) -> dict[str, Any]:
+    counts = {("num_local_experts" if kind == "mixtral" else "num_experts"): experts}
+    common = {"rope_theta": 1e6, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "model_type": kind}
+    return {"vocab_size": 151936, **common, **sizes, **counts, "num_experts_per_tok": chosen, **others}
+
+
+# Mixtures of experts; the second has shared experts, too
+MIXTURES: Mapping[str, Mapping[str, Any]] = {
+    "Qwen3-30B-A3B": _mixture(
+        "qwen3_moe",
+        _sizes(2048, 6144, 32, 4, 48),
+        *(128, 8),
+        architectures=["Qwen3MoeForCausalLM"],
+        head_dim=128,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+    ),
+    "Qwen1.5-MoE-A2.7B": _mixture(
+        "qwen2_moe",
+        _sizes(2048, 5632, 16, 16, 24),
+        *(60, 4),
+        architectures=["Qwen2MoeForCausalLM"],
+        moe_intermediate_size=1408,
+        shared_expert_intermediate_size=5632,
+    ),
+    "Mixtral-8x7B": _mixture(
+        "mixtral",
+        _sizes(4096, 14336, 32, 8, 32),
+        *(8, 2),
+        architectures=["MixtralForCausalLM"],
+        vocab_size=32000,
+    ),
+}
+
+
 def synth(
     config: str | Path,
     out: str | Path,
@@ -110,7 +145,7 @@ def synth(
     """Write the checkpoint ``out`` of a model with random weights and a placeholder tokenizer; return its plan.
 
     Args:
-        config: a config.json, a folder that holds one, or a name in PUBLIC.
+        config: a config.json, a folder that holds one, or a name in PUBLIC or MIXTURES.
         out: the folder to create; absent or empty.
         quant: "int8" or "fp8" for W8A8, or "bf16" for a float source.
         pattern: the pattern of the linear layers, or None for dense ones; not with "bf16".
@@ -154,15 +189,16 @@ def synth(
 
 
 def _config(config: str | Path, quant: str, layers: int | None) -> dict[str, Any]:
-    """Read a config.json, or the one of a folder, or one of PUBLIC by name, without its quantization."""
+    """Read a config.json, or the one of a folder, or one of PUBLIC or MIXTURES by name, without its quantization."""
     path = Path(config) / CONFIG if Path(config).is_dir() else Path(config)
-    if str(config) in PUBLIC:
-        values = dict(PUBLIC[str(config)])
+    known = {**PUBLIC, **MIXTURES}
+    if str(config) in known:
+        values = dict(known[str(config)])
     elif path.is_file():
         values = parse_json(path.read_bytes(), path)
     else:
         raise CheckpointError(
-            f"{str(config)!r} is neither one of {', '.join(PUBLIC)}, nor a {CONFIG}, nor a folder that holds one"
+            f"{str(config)!r} is neither one of {', '.join(known)}, nor a {CONFIG}, nor a folder that holds one"
         )
     values = {key: value for key, value in values.items() if key not in (*QUANTIZATION, "auto_map")}
     total = values.get("num_hidden_layers")
@@ -246,15 +282,18 @@ class RandomWeights(Floats):
         self._samples: dict[str, tuple[Tensor, Tensor]] = {}
 
     def codes(self, reader: Reader, layer: str, rows: slice, prune: Prune) -> tuple[Tensor, Tensor]:
+        name = layer
+        if is_expert(layer):  # all of a shape, because there may be tens of thousands
+            layer = str(self.checkpoint.require(layer + WEIGHT).shape)
         if layer not in self._samples:
-            spec = self.checkpoint.require(layer + WEIGHT)
+            spec = self.checkpoint.require(name + WEIGHT)
             if is_bitnet(self.checkpoint.config):
                 w = reader.rows(spec.name, slice(0, SAMPLE))
                 threshold = NormalDist().inv_cdf((1 + TERNARY_ZEROS) / 2) * spec.columns**-0.5
                 codes = prune(torch.where(w.abs() < threshold, 0.0, w.sign()).to(INT8))
                 self._samples[layer] = codes, torch.full((SAMPLE, 1), spec.columns**-0.5)
             else:
-                codes, scale = super().codes(reader, layer, slice(0, SAMPLE), prune)
+                codes, scale = super().codes(reader, name, slice(0, SAMPLE), prune)
                 assert scale is not None
                 self._samples[layer] = codes, scale
         codes, scale = self._samples[layer]

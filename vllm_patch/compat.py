@@ -27,9 +27,10 @@ def warn(message: str) -> None:
 
 
 def forget_input_quant_key(layer: object) -> None:
-    """Disable a layer's input of pre-quantized activations (since 0.27), as our layers quantize their own."""
-    if hasattr(layer, "input_quant_key"):
-        del layer.input_quant_key
+    """Let no other layer quantize the inputs of this one (vLLM's QuantizedActivation), as ours quantize their own."""
+    for name in ("input_quant_key", "_input_quant_key"):  # since 0.25 and since 0.30
+        if hasattr(layer, name):
+            delattr(layer, name)
 
 
 def current_config() -> Any:
@@ -74,6 +75,31 @@ def holds_whole_model() -> bool:
 def compiles_by_inductor(compilation: Any) -> bool:
     """Return whether models are compiled with options for Inductor: by torch.compile (2) or vLLM's own backend (3)."""
     return int(compilation.mode or 0) in (2, 3) and compilation.backend in ("", "inductor")
+
+
+def experts_route() -> bool:
+    """Return whether methods for experts have to choose them: on CPUs up to vLLM 0.29."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return False
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsInt8
+
+    return bool(CPUExpertsInt8.is_monolithic())
+
+
+def choose_experts(layer: Any, x: Any, router_logits: Any) -> tuple[Any, Any]:
+    """Return the weights and the numbers of the experts of each token, both [T, top_k], where `experts_route`."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import select_experts
+
+    names = (
+        *("use_grouped_topk", "renormalize", "topk_group", "num_expert_group", "custom_routing_function"),
+        *("scoring_func", "routed_scaling_factor", "e_score_correction_bias", "top_k"),
+    )
+    chosen: tuple[Any, Any] = select_experts(
+        hidden_states=x, router_logits=router_logits, **{name: getattr(layer, name) for name in names}
+    )
+    return chosen
 
 
 def checkpoint_name(layer: str) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 import regex  # with which vLLM compiles ignore and targets
-from slidesparse.vllm_patch import compat, fusion
+from slidesparse.vllm_patch import compat, experts, fusion
 from slidesparse.vllm_patch.scheme import W8A8, SlideSparseScheme
 from slidesparse.vllm_patch.summary import LayerSummary
 from vllm.logger import init_logger
@@ -25,7 +25,7 @@ from vllm.platforms import current_platform
 from slidesparse import flags
 from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, KEY, QUANT_METHOD, LayerEntry, Metadata
 from slidesparse.errors import shown
-from slidesparse.flags import Flags
+from slidesparse.flags import REQUIRED, SPARSITY, Flags
 from slidesparse.gemm import SPARSE
 from slidesparse.pattern import DENSE_WEIGHT, Pattern, SlidePattern
 from slidesparse.resolve import (
@@ -39,6 +39,7 @@ from slidesparse.resolve import (
     ResolveError,
     claim,
     common_entry,
+    needs_plugin,
     or_unset,
     resolve,
     stamp,
@@ -103,9 +104,11 @@ class SlideSparseConfig(CompressedTensorsConfig):
         unknown = flags.unknown_names()
         if unknown and (resolution or config.get("quant_method") == COMPRESSED_TENSORS):
             compat.warn(f"environment variables that SlideSparse does not read: {', '.join(unknown)}")
+        if config.get("quant_method") == COMPRESSED_TENSORS and not (
+            resolution and needs_plugin(config, user_quant)
+        ):
+            _warn_without_effect(config, resolution is not None)
         if resolution is None:
-            if config.get("quant_method") == COMPRESSED_TENSORS:
-                _warn_without_effect(config)
             return None
         config_dicts = _config_dicts(hf_quant_cfg, hf_config)
         stamp(resolution, config_dicts)
@@ -149,25 +152,25 @@ class SlideSparseConfig(CompressedTensorsConfig):
                 for name, entry in self.metadata.layers.items()
                 if (new := hf_to_vllm_mapper._map_name(name)) is not None
             }
-            self.metadata = Metadata(self.metadata.pattern, self.metadata.layout, renamed, self.metadata.tool)
+            self.metadata = replace(self.metadata, layers=renamed)
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """Return vLLM's method for a layer, and count experts, which have no scheme.
+        """Return the method for a layer: vLLM's own, but for experts that we may serve, which have no scheme.
 
         Raises ResolveError for quantized experts that vLLM has no kernel for.
         """
         if not isinstance(layer, RoutedExperts):
             return super().get_quant_method(layer, prefix)
+        ours = experts.method(self, layer, prefix)
+        if not isinstance(ours, str):
+            return ours
         try:
             method = super().get_quant_method(layer, prefix)
             if "NONE" in str(getattr(method, "fp8_backend", "")):
                 raise NotImplementedError("no FP8 kernel for experts supports this platform")
         except (NotImplementedError, ValueError) as error:
-            raise ResolveError(
-                f"{prefix}: vLLM cannot serve quantized experts here: {str(error).rstrip('.')}. Convert the original "
-                "model with --ignore '\\.experts\\.', which leaves them as they are"
-            ) from error
-        self.summary.count(prefix, "MoE experts")
+            raise experts.missing_kernel(prefix, error) from error
+        self.summary.count(prefix, f"MoE experts {ours}".strip())
         return method
 
     def get_scheme(self, layer: Any, layer_name: str | None = None) -> Any:
@@ -227,8 +230,17 @@ class SlideSparseConfig(CompressedTensorsConfig):
         if self.metadata is None:
             return [self.resolution.parsed_pattern]
         listed = {entry.pattern for entry in self.metadata.layers.values()}
+        return self._possible(listed if self.resolution.layout != "slided" else ())
+
+    def patterns_of_experts(self) -> list[Pattern]:
+        """Return the patterns that the weights of experts, which are never slided, may obey, the sparsest first."""
+        if self.metadata is None:
+            return [self.resolution.parsed_pattern]
+        return self._possible(self.metadata.experts)
+
+    def _possible(self, listed: Iterable[Pattern]) -> list[Pattern]:
         slides = [pattern for pattern in listed if isinstance(pattern, SlidePattern) and pattern.length]
-        if self.resolution.layout == "slided" or self.resolution.path != SPARSE:
+        if self.resolution.path != SPARSE:
             slides = []
         return [*sorted(slides, key=lambda pattern: pattern.density), NOT_PRUNED]
 
@@ -314,14 +326,15 @@ def _machine() -> tuple[str, Capability]:
     return "cuda", None if capability is None else (capability.major, capability.minor)
 
 
-def _warn_without_effect(config: Mapping[str, Any]) -> None:
-    """Warn that vLLM cannot read a checkpoint without us, or that flags have no effect on it."""
-    if stored := unread_storage(config):
-        compat.warn(f"{stored}. USE_CUSPARSELT=1 serves it if it is W8A8; else {CONVERT_STORED}")
-    elif idle := flags.active_names():
+def _warn_without_effect(config: Mapping[str, Any], served: bool) -> None:
+    """Warn that vLLM cannot read a checkpoint, or that flags have no effect on it unless they ask for us."""
+    idle = [name for name in flags.active_names() if name == SPARSITY or not served]
+    if not served and (stored := unread_storage(config)):
+        compat.warn(f"{stored}; {CONVERT_STORED}")
+    elif idle:
         compat.warn(
-            f"{', '.join(idle)} has no effect on this checkpoint, which `slidesparse convert` did not make: vLLM's own "
-            "kernels serve it, unless USE_CUSPARSELT=1 is set"
+            f"{', '.join(idle)} has no effect on this checkpoint, which `slidesparse convert` did not make, unless "
+            f"{REQUIRED} is set"
         )
 
 

@@ -21,6 +21,7 @@ from vllm.platforms import current_platform
 from slidesparse import gemm, ops, profiling
 from slidesparse.checkpoint.metadata import LayerEntry
 from slidesparse.checkpoint.storage import CheckpointError
+from slidesparse.errors import SlideSparseError
 from slidesparse.gemm import SPARSE
 from slidesparse.gemm.problem import NAMES, TWO_FOUR, Layer, stores_windows
 from slidesparse.pattern import MixedPattern, Pattern, PatternError, SlideLayout, SlidePattern
@@ -36,6 +37,7 @@ logger = init_logger("vllm.slidesparse")
 W8A8 = (CompressedTensorsW8A8Int8, CompressedTensorsW8A8Fp8)  # the schemes that ours may wrap
 OVERSIZED = 20 << 20  # bytes of a block of GPU memory that torch does not split while vLLM loads a model
 ABSENT = "none of the checkpoint's pruned layers is in this part of the model"
+UNABLE = "in a setting that the backend does not support"
 UNLISTED = (
     "if it is pruned, vLLM and the metadata call it otherwise: convert the original model to the dense layout"
 )
@@ -83,11 +85,6 @@ class SlideSparseScheme(CompressedTensorsScheme):
     def create_weights(self, layer: torch.nn.Module, **kwargs: Any) -> None:
         """Let vLLM's scheme create the parameters; slided checkpoints hold K' columns instead of K."""
         self.dummy = compat.loads_dummy_weights()
-        if dump := compat.loads_a_dump():
-            raise CheckpointError(
-                f"--load-format {dump} loads a dump of parameters, in which weights have the form of the backend that "
-                "served them; load the checkpoint itself, without --load-format"
-            )
         dtype, shard, in_features = (
             kwargs[key] for key in ("params_dtype", "input_size_per_partition", "input_size")
         )
@@ -111,10 +108,17 @@ class SlideSparseScheme(CompressedTensorsScheme):
             self.load_check.take_packed(layer)
         if self.dense_because is None and self._is_other_head(dtype):
             self.dense_because = f"{str(dtype).removeprefix('torch.')} outputs"
+        weight = layer.weight
+        try:
+            if self.dense_because is None:
+                self._require_able(weight, dtype)
+        except SlideSparseError as error:
+            if self.config.resolution.asked or self.config.metadata:
+                raise
+            compat.warn(f"vLLM's own kernels serve this model: {error}")  # which nobody asked us to serve
+            self.dense_because = UNABLE
         if self.dense_because:
             return
-        weight = layer.weight
-        self._require_able(weight, dtype)
         compat.forget_input_quant_key(layer)
         rank = getattr(layer, "tp_rank", 0) if shard != in_features else 0
         self._first_column = rank * shard
@@ -159,7 +163,12 @@ class SlideSparseScheme(CompressedTensorsScheme):
         return dtype not in self.backend.outputs and dtype != compat.model_dtype() and not self.slided
 
     def _require_able(self, weight: Tensor, dtype: torch.dtype) -> None:
-        """Raise BackendError for settings that the backend cannot serve, before the weights are read."""
+        """Raise BackendError or CheckpointError for settings that we cannot serve, before the weights are read."""
+        if dump := compat.loads_a_dump():
+            raise CheckpointError(
+                f"--load-format {dump} loads a dump of parameters, in which weights have the form of the backend that "
+                "served them; load the checkpoint itself, without --load-format"
+            )
         gemm.require_output(self.backend.name, dtype)
         require_invariance(self.backend.name, NAMES[weight.dtype])
         self._require_no_threads()
@@ -281,42 +290,48 @@ class SlideSparseScheme(CompressedTensorsScheme):
         return scale.reshape(-1).expand(len(widths)).repeat_interleave(widths).reshape(-1, 1)
 
     def _report(self) -> None:
-        """Count the layer; after the last one, log the summary, or raise PatternError if no layer obeys the pattern."""
-        summary, resolution, metadata = self.config.summary, self.config.resolution, self.config.metadata
+        """Count the layer; after the last one, conclude."""
+        summary, metadata = self.config.summary, self.config.metadata
         pattern = self.patterns[0]
         last = summary.count(self.name, self.dense_because, pattern.ratio)
         if metadata and not self.pruned_by_us and len(self.patterns) == 1:
             summary.by_weights[self.name] = Found(pattern.ratio, self.in_features, self.load_check.weights)
         elif self.dense_because == BREAKS:
             summary.by_weights[self.name] = Found(BREAKS, self.in_features, 0)
-        if not last:
-            return
-        if resolution.profile:  # calls while loading are not profiled
-            profiling.enable()
-        if summary.by_weights:  # which neither the flags nor the metadata tell
-            fusion.add_cache_key(f"by weights: {sorted(summary.by_weights.items())}")
-        if problem := self.config.unclaimed():
-            if resolution.asked:
-                raise PatternError(problem)
-            compat.warn(problem)
-        pruned = summary.claimed or summary.pruned_by_weights
-        absent = metadata and metadata.layers and not pruned  # as in a pipeline stage or a draft model
-        numbers, line = summary.lines(resolution, ABSENT if absent else "")
-        if not (metadata and metadata.layers) and (metadata or not summary.sparse):
-            scope = "of this checkpoint" if compat.stages() == 1 else "in this stage of the pipeline"
-            raise PatternError(
-                f"{line}. No layer {scope} satisfies the pattern, so there is nothing "
-                f"to run sparse. Convert it: slidesparse convert SRC OUT --sparsity {resolution.pattern}; "
-                "or set DISABLE_SLIDESPARSE=1"
-            )
-        logger.info("%s", numbers)
-        logger.info("%s", line)
+        if last:
+            conclude(self.config)
 
     def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Run the layer: x [..., K] -> [..., N] of x's dtype."""
         if self.layer is None:
             return self.inner.apply_weights(layer, x, bias)
         return ops.linear(x, layer.weight, layer.weight_scale, bias, self.layer, self.backend.name)
+
+
+def conclude(config: SlideSparseConfig) -> None:
+    """Log the summary, after the last layer, or raise PatternError if none obeys the pattern."""
+    summary, resolution, metadata = config.summary, config.resolution, config.metadata
+    if resolution.profile:  # calls while loading are not profiled
+        profiling.enable()
+    if summary.by_weights:  # which neither the flags nor the metadata tell
+        fusion.add_cache_key(f"by weights: {sorted(summary.by_weights.items())}")
+    if problem := config.unclaimed():
+        if resolution.asked:
+            raise PatternError(problem)
+        compat.warn(problem)
+    pruned = summary.claimed or summary.pruned_by_weights
+    absent = metadata and metadata.layers and not pruned  # as in a pipeline stage or a draft model
+    numbers, line = summary.lines(resolution, ABSENT if absent else "")
+    needed = metadata or (resolution.asked and not summary.sparse)
+    if needed and not (metadata and metadata.layers):
+        scope = "of this checkpoint" if compat.stages() == 1 else "in this stage of the pipeline"
+        raise PatternError(
+            f"{line}. No layer {scope} satisfies the pattern, so there is nothing "
+            f"to run sparse. Convert it: slidesparse convert SRC OUT --sparsity {resolution.pattern}; "
+            "or set DISABLE_SLIDESPARSE=1"
+        )
+    logger.info("%s", numbers)
+    logger.info("%s", line)
 
 
 def _release_unused(weight: Tensor) -> None:

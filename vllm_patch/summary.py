@@ -95,5 +95,5 @@ class LayerSummary:
 
 
 def _is_there(module: Any) -> bool:
-    weight = getattr(module, "weight", None)
+    weight = None if module is None else next(module.parameters(recurse=False), None)
     return module is not None and (weight is None or weight.device.type != "meta")

@@ -7,9 +7,12 @@ in BF16::
     smollm2 --sparsity dense --calib own --samples 256 --seqlen 1024
     smollm2 --sparsity 6:8 --calib own --samples 256 --seqlen 1024
 
-WORK holds the models (WORK/smollm2, by `slidesparse.packaged`), the text that each wrote, WORK/smollm2.own.npy,
-for which the word ``own`` in the options stands, and WORK/smollm2.held_out.npy; and for each finished cell a JSON file
-with its figures and the negative log-likelihood of every window, so that cells can be compared in pairs.
+The word ``own`` in the options stands for text that the model wrote, and ``--seed 1``, which is no option of
+``convert``, for another order of it: `convert` then calibrates on other samples.
+
+WORK holds the models (WORK/smollm2, by `slidesparse.packaged`), their text, WORK/smollm2.own.npy and
+WORK/smollm2.held_out.npy, and WORK/results.jsonl: a line for each finished cell with its figures and the negative
+log-likelihood of every window, so that cells can be compared in pairs.
 """
 
 from __future__ import annotations
@@ -18,17 +21,15 @@ import csv
 import io
 import json
 import math
-import queue
-import re
 import shlex
 import shutil
 import threading
 import time
-import zlib
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,14 @@ from benchmarks.accuracy.texts import (
     OWN,
     PYTHON,
     WIKITEXT,
+    WINDOW,
     Engine,
     Ids,
     windows,
 )
 from benchmarks.records import publish
 from slidesparse.calibrate.samples import python_reference
+from slidesparse.calibrate.task import MINUTES
 from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.checkpoint.tokens import automatic_tokenizer
 from slidesparse.errors import SlideSparseError
@@ -60,7 +63,8 @@ DENSE, BF16, NONE = "dense", "bf16", "-"
 HUMANEVAL = "humaneval"
 DRAWS = 2000  # of the bootstrap
 GOALS = ("--max-loss", "--min-speedup", "--zeros")
-LISTED = {*GOALS, "--sparsity", "--quant", "--calib", "--samples", "--seqlen", "--seed", "--method"}
+SEED, DISTILL = "--seed", "--distill"
+LISTED = {*GOALS, SEED, DISTILL, "--minutes", "--sparsity", "--quant", "--calib", "--samples", "--seqlen"}
 
 
 class CellError(SlideSparseError, ValueError):
@@ -92,10 +96,24 @@ class Cell:
         return bool(self._option("--calib"))
 
     @property
-    def tag(self) -> str:
-        """A file name, unique for the model and the options."""
-        text = " ".join((self.model, *self.options))
-        return f"{re.sub(r'[^a-z0-9]+', '-', text.lower())[:80]}-{zlib.crc32(text.encode()):08x}"
+    def line(self) -> str:
+        """The line of a file of cells."""
+        return shlex.join((self.model, *self.options))
+
+    @property
+    def distilled(self) -> bool:
+        """Whether the remaining weights are trained, for which no other conversion runs on the GPU."""
+        return bool(self._option(DISTILL))
+
+    def arguments(self, work: Path, folder: Path) -> list[str]:
+        """Return the options of ``convert``; text in the order of the seed is written to ``folder``."""
+        words, own = list(self.options), work / f"{self.model}.own.npy"
+        if seed := self._option(SEED):
+            at = words.index(SEED)
+            del words[at : at + 2]
+            ids, own = np.load(own), folder / "own.npy"
+            np.save(own, np.random.default_rng(int(seed)).permutation(ids))
+        return [str(own) if word == OWN else word for word in words]
 
     @cached_property
     def columns(self) -> dict[str, str]:
@@ -108,18 +126,18 @@ class Cell:
             "quant": quant,
             "pattern": goal or (pattern if pattern == DENSE else parse_pattern(pattern).ratio),
             "method": self._method,
-            "seed": self._option("--seed", "0") if self.options else NONE,
+            "minutes": self._option("--minutes", f"{MINUTES:g}") if self.distilled else "0",
+            "seed": self._option(SEED, "0") if self.options else NONE,
         }
 
     @property
     def _method(self) -> str:
         """The method, and the options that no other column shows, such as ``sparsegpt rotate off``."""
-        calibrated, pruned = bool(self._option("--calib")), self._option("--sparsity") != DENSE
-        if not self.options or not (calibrated or pruned):
+        pruned = self._option("--sparsity") != DENSE
+        if not self.options or not (self.calibrated or pruned):
             return NONE
-        method = (
-            self._option("--method", "sparsegpt" if calibrated else "magnitude") if pruned else "calibrated"
-        )
+        method = ("sparsegpt" if self.calibrated else "magnitude") if pruned else "calibrated"
+        method = "distilled" if self.distilled else method
         pairs = zip(("", *self.options), self.options, strict=False)
         rest = [word for before, word in pairs if not {before, word} & LISTED]
         return " ".join([method, *(word.removeprefix("--").rpartition("/")[2] for word in rest)])
@@ -146,25 +164,33 @@ class Texts:
         if not held_out.exists():
             raise CellError(f"{held_out} is missing: python -m benchmarks accuracy prepare {model} WORK")
         tokenizer = automatic_tokenizer(self.work / model)
-        found = {OWN: np.load(held_out)[: self.windows].tolist()}
+        found = {OWN: np.load(held_out).reshape(-1, WINDOW)[: self.windows].tolist()}
         if self.wikitext:
             found[WIKITEXT] = windows(tokenizer, self.wikitext.read_text(encoding="utf-8"), self.windows)
         return found | {PYTHON: windows(tokenizer, "\n\n".join(python_reference()), self.windows)}
 
 
-def measure(cell: Cell, texts: Texts, engine: Engine, folder: Path) -> dict[str, Any]:
-    """Convert and score a cell; return its figures.  ``folder`` is for its checkpoint, which is deleted, and logs.
+def measure(
+    cell: Cell, texts: Texts, engine: Engine, folder: Path, converted: Callable[[], None]
+) -> dict[str, Any]:
+    """Convert and score a cell; return its figures.
+
+    Args:
+        folder: for the checkpoint, which is deleted.
+        converted: called when the conversion has ended.
 
     Raises SlideSparseError when a step fails.
     """
-    source, model, minutes, share = texts.work / cell.model, texts.work / cell.model, 0.0, 0.0
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    if cell.options:
-        model, began = folder / "checkpoint", time.monotonic()
-        own = str(texts.work / f"{cell.model}.own.npy")
-        engine.convert([str(source), str(model), *(own if word == OWN else word for word in cell.options)])
-        minutes, share = (time.monotonic() - began) / 60, zeros(model)
+    source = model = texts.work / cell.model
+    figures: dict[str, Any] = {"line": cell.line, "zeros": 0.0}
+    try:
+        if cell.options:
+            folder.mkdir(parents=True)
+            model, began = folder / "checkpoint", time.monotonic()
+            log = engine.convert([str(source), str(model), *cell.arguments(texts.work, folder)])
+            figures |= {"seconds": time.monotonic() - began, "zeros": 100 * zeros(model), "log": log}
+    finally:
+        converted()
     found, tokenizer = texts.of(cell.model), automatic_tokenizer(source)
     problems = humaneval.problems(texts.code) if cell.model in CODERS else []
     prompts = [humaneval.prompt_ids(tokenizer, problem) for problem in problems]
@@ -176,12 +202,10 @@ def measure(cell: Cell, texts: Texts, engine: Engine, folder: Path) -> dict[str,
     score = [ids for each in found.values() for ids in each]
     nll, outputs = engine.run(model, score, prompts, [greedy] * len(prompts))
     parts = np.split(nll, np.cumsum([len(each) for each in found.values()])[:-1])
-    figures: dict[str, Any] = {"zeros": 100 * share, "minutes": minutes}
-    figures["nll"] = {name: part.tolist() for name, part in zip(found, parts, strict=True)}
+    figures["nll"] = {name: part.round(5).tolist() for name, part in zip(found, parts, strict=True)}
     if problems:
         answers = [tokenizer.decode(ids, skip_special_tokens=True) for ids in outputs]
         figures[HUMANEVAL] = humaneval.pass_at_1(problems, answers)
-    shutil.rmtree(folder)
     return figures
 
 
@@ -204,6 +228,32 @@ def zeros(folder: Path) -> float:
     return pruned / total if total else 0.0
 
 
+class _Queue:
+    """Cells to measure, in order.  A GPU on which a model is distilled runs no other conversion."""
+
+    def __init__(self, cells: Sequence[Cell]) -> None:
+        self._cells, self._changed = deque(cells), threading.Condition()
+        self._running: dict[str | None, list[Cell]] = defaultdict(list)  # conversions of each GPU
+
+    def take(self, gpu: str | None) -> Cell | None:
+        """Return the next cell when a GPU is free for it, or None if none is left."""
+        with self._changed:
+            while self._cells:
+                running = self._running[gpu]
+                if not (running and (self._cells[0].distilled or running[0].distilled)):
+                    running.append(self._cells[0])
+                    return self._cells.popleft()
+                self._changed.wait()
+            self._changed.notify_all()
+            return None
+
+    def converted(self, cell: Cell, gpu: str | None) -> None:
+        """Take note that a conversion has ended."""
+        with self._changed:
+            self._running[gpu].remove(cell)
+            self._changed.notify_all()
+
+
 def run(
     cells: Sequence[Cell],
     texts: Texts,
@@ -219,31 +269,32 @@ def run(
 
     Returns a line for each cell that failed.
     """
-    slots: queue.Queue[Engine] = queue.Queue()
-    for number, gpu in enumerate([gpu for _ in range(each) for gpu in gpus or (None,)]):
-        slots.put(Engine(0.85 / each, gpu, texts.work / "cache" / str(number)))
-    results, failures, lock = texts.work / "results", list[str](), threading.Lock()
-    results.mkdir(parents=True, exist_ok=True)
+    done = load(texts.work)
+    waiting = _Queue([cell for cell in cells if cell not in done])
+    failures, lock = list[str](), threading.Lock()
 
-    def one(cell: Cell) -> None:
-        path, engine = results / f"{cell.tag}.json", slots.get()
-        folder = texts.work / "running" / cell.tag
-        try:
-            figures = measure(cell, texts, engine, folder)
-        except Exception as error:  # the others go on
-            failures.append(f"{cell.tag}: {error}")
-            say(failures[-1])
-            return
-        finally:
-            slots.put(engine)
-        with lock:
-            publish(path, json.dumps({**cell.columns, **figures}))
-            write_table(cells, results, table)
-        say(f"{cell.tag}: done")
+    def work(number: int, gpu: str | None) -> None:
+        engine = Engine(gpu, texts.work / "cache" / str(number))
+        folder = texts.work / "running" / str(number)
+        while cell := waiting.take(gpu):
+            shutil.rmtree(folder, ignore_errors=True)
+            try:
+                figures = measure(cell, texts, engine, folder, partial(waiting.converted, cell, gpu))
+            except Exception as error:  # the others go on
+                failures.append(f"{cell.line}: {error}")
+                say(failures[-1])
+                continue
+            with lock:
+                with results(texts.work).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(figures) + "\n")
+                write_table(cells, texts.work, table)
+            say(f"{cell.line}: done")
+        shutil.rmtree(folder, ignore_errors=True)
 
-    with ThreadPoolExecutor(slots.qsize()) as pool:
-        list(pool.map(one, [cell for cell in cells if not (results / f"{cell.tag}.json").exists()]))
-    write_table(cells, results, table)
+    slots = [gpu for _ in range(each) for gpu in gpus or (None,)]
+    with ThreadPoolExecutor(len(slots)) as pool:
+        list(pool.map(work, range(len(slots)), slots))
+    write_table(cells, texts.work, table)
     return failures
 
 
@@ -252,10 +303,16 @@ def perplexity(nll: Sequence[float]) -> float:
     return math.exp(float(np.mean(nll)))
 
 
-def load(cells: Sequence[Cell], results: Path) -> dict[Cell, dict[str, Any]]:
+def results(work: Path) -> Path:
+    """Return the file with a line of JSON for each finished cell."""
+    return work / "results.jsonl"
+
+
+def load(work: Path) -> dict[Cell, dict[str, Any]]:
     """Return the figures of the cells that are done."""
-    paths = {cell: results / f"{cell.tag}.json" for cell in cells}
-    return {cell: json.loads(path.read_text()) for cell, path in paths.items() if path.exists()}
+    path = results(work)
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else ()
+    return {Cell.parse(figures["line"]): figures for figures in map(json.loads, lines)}
 
 
 def find_baseline(cell: Cell, done: Sequence[Cell]) -> Cell | None:
@@ -264,7 +321,7 @@ def find_baseline(cell: Cell, done: Sequence[Cell]) -> Cell | None:
     That is the unpruned model of the same quant, calibrated if this one is, preferably with the same other options and
     seed; for an unpruned one, the model in BF16.
     """
-    model, quant, pattern, method, seed = cell.columns.values()
+    model, quant, pattern, method, _, seed = cell.columns.values()
     wanted = (model, BF16 if pattern == DENSE else quant, DENSE)
     kind = "calibrated" if pattern != DENSE and cell.calibrated else NONE
     rest = method.partition(" ")[2]
@@ -280,12 +337,12 @@ def find_baseline(cell: Cell, done: Sequence[Cell]) -> Cell | None:
     return min(found, key=distance, default=None)
 
 
-def table_rows(cells: Sequence[Cell], results: Path) -> list[dict[str, str]]:
+def table_rows(cells: Sequence[Cell], work: Path) -> list[dict[str, str]]:
     """Return the rows of the table: one for each cell and text, and one for HumanEval."""
-    done, rows = load(cells, results), []
-    for cell, figures in done.items():
-        base = find_baseline(cell, list(done))
-        common = {**cell.columns, "zeros": f"{figures['zeros']:.1f}", "minutes": f"{figures['minutes']:.1f}"}
+    done, rows = load(work), []
+    for cell in (cell for cell in cells if cell in done):
+        figures, base = done[cell], find_baseline(cell, list(done))
+        common = {**cell.columns, "zeros": f"{figures['zeros']:.1f}"}
         for text, nll in figures["nll"].items():
             row = {**common, "text": text, "perplexity": f"{perplexity(nll):.3f}"}
             if base and text in done[base]["nll"]:
@@ -297,21 +354,21 @@ def table_rows(cells: Sequence[Cell], results: Path) -> list[dict[str, str]]:
     return rows
 
 
-def write_table(cells: Sequence[Cell], results: Path, table: Path) -> None:
+def write_table(cells: Sequence[Cell], work: Path, table: Path) -> None:
     """Write the table of the cells that are done."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n", restval="")
     writer.writeheader()
-    writer.writerows(table_rows(cells, results))
+    writer.writerows(table_rows(cells, work))
     publish(table, text.getvalue())
 
 
-def compare(cell: Cell, base: Cell, results: Path) -> dict[str, tuple[float, float, float]]:
+def compare(cell: Cell, base: Cell, work: Path) -> dict[str, tuple[float, float, float]]:
     """Return the increase in perplexity of a cell over another in percent by text, and its 95% interval.
 
     The interval is the bootstrap's over pairs of windows.
     """
-    figures, found = load([cell, base], results), {}
+    figures, found = load(work), {}
     for text, nll in figures[cell]["nll"].items():
         pairs = np.subtract(nll, figures[base]["nll"][text])
         drawn = np.random.default_rng(0).integers(0, len(pairs), (DRAWS, len(pairs)))

@@ -20,14 +20,14 @@ Work = Annotated[Path, typer.Argument(help="Folder of models, texts and results.
 def prepare(
     name: Annotated[str, typer.Argument(help="smollm2 or qwen-coder.", metavar="MODEL")],
     work: Work,
-    samples: Annotated[int, typer.Option(help="Samples of own text, for --calib and --distill.")] = 512,
-    held_out: Annotated[int, typer.Option(help="Samples of own text, for scoring.")] = 200,
+    samples: Annotated[int, typer.Option(help="Samples of own text, of 2048 tokens, for cells.")] = 2048,
+    held_out: Annotated[int, typer.Option(help="Samples of own text, for scoring.")] = 100,
 ) -> None:
     """Make a model out of Python packages, and let it write text: WORK/MODEL, MODEL.own.npy, MODEL.held_out.npy."""
     import numpy as np
 
-    from benchmarks.accuracy.texts import WINDOW
     from slidesparse.calibrate.model import Model
+    from slidesparse.calibrate.samples import SEQLEN
     from slidesparse.calibrate.task import Calibration
     from slidesparse.calibrate.written import write
     from slidesparse.checkpoint.skeleton import Skeleton
@@ -41,7 +41,7 @@ def prepare(
         build(name, work / name)
     model = Model(Skeleton(Checkpoint.open(work / name)), Calibration(()).torch_device)
     with byte_progress(lines=True) as progress:
-        ids, _ = write(model, samples + held_out, WINDOW, progress, "--calib")
+        ids, _ = write(model, samples + held_out, SEQLEN, progress, "--calib")
     np.save(work / f"{name}.own.npy", ids[:samples])
     np.save(work / f"{name}.held_out.npy", ids[samples:])
 
@@ -86,5 +86,5 @@ def compare(
     """Print the increase in perplexity of a cell over another by text, with its 95% interval over paired windows."""
     from benchmarks.accuracy.cells import Cell, compare
 
-    for text, (value, low, high) in compare(Cell.parse(above), Cell.parse(below), work / "results").items():
+    for text, (value, low, high) in compare(Cell.parse(above), Cell.parse(below), work).items():
         print(f"{text:<10} {value:+.2f}% ({low:+.2f} to {high:+.2f})")

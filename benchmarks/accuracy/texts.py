@@ -24,7 +24,8 @@ from slidesparse.evaluate import engine
 
 WINDOW = 1024  # tokens
 OWN, WIKITEXT, PYTHON = "own", "wikitext2", "python"
-LAST_CHARACTERS = 2000  # of a program's output, in an error
+CACHE_BYTES = 3 << 30  # of an engine's keys and values
+LAST_CHARACTERS = 4000  # of a program's output
 
 Ids = list[int]
 
@@ -39,7 +40,6 @@ def windows(tokenizer: Any, text: str, count: int) -> list[Ids]:
 class Engine:
     """How vLLM serves a model."""
 
-    share: float = 0.85  # of the GPU's memory
     gpu: str | None = None  # CUDA_VISIBLE_DEVICES; None leaves it as it is
     cache: Path | None = None  # of code that vLLM compiles, which processes that run at once must not share
 
@@ -62,9 +62,11 @@ class Engine:
         longest = max(
             [longest, *(len(ids) + s["max_tokens"] for ids, s in zip(prompts, sampling, strict=True))]
         )
-        options = {"max_model_len": longest, "gpu_memory_utilization": self.share, "seed": seed}
-        # logits of all tokens of a step are kept
-        options |= {"max_num_seqs": 256, "max_num_batched_tokens": 4096, "enable_prefix_caching": False}
+        options = {"max_model_len": longest, "seed": seed, "enable_prefix_caching": False}
+        # What others on the GPU take and free does not disturb an engine whose cache is given
+        options |= {"kv_cache_memory_bytes": CACHE_BYTES, "gpu_memory_utilization": 0.1}
+        # Logits of all tokens of a step are kept; to compile would take longer than to score
+        options |= {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "enforce_eager": True}
         request = {"ids": list(score), "prompts": list(prompts), "sampling": list(sampling)}
         found = engine.run(model, request, options, environment=self._environment)
         lengths = [len(ids) - 1 for ids in score]
@@ -77,8 +79,8 @@ class Engine:
         own = {} if self.gpu is None else {"CUDA_VISIBLE_DEVICES": self.gpu}
         return own | ({"VLLM_CACHE_ROOT": str(self.cache.resolve())} if self.cache else {})
 
-    def convert(self, words: Sequence[str]) -> None:
-        """Run ``slidesparse convert`` on the GPU.  Raises SlideSparseError with the end of its output if it fails."""
+    def convert(self, words: Sequence[str]) -> str:
+        """Run ``slidesparse convert`` on the GPU; return the end of its output.  Raises SlideSparseError."""
         process = subprocess.run(
             [sys.executable, "-m", "slidesparse.cli.main", "convert", *words],
             text=True,
@@ -88,6 +90,7 @@ class Engine:
             stderr=subprocess.STDOUT,
             check=False,
         )
+        last = process.stdout[-LAST_CHARACTERS:].strip()
         if process.returncode:
-            last = process.stdout[-LAST_CHARACTERS:].strip()
             raise SlideSparseError(f"convert {' '.join(words)} ended with {process.returncode}:\n{last}")
+        return last

@@ -27,7 +27,7 @@ from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.checkpoint.storage import CheckpointError, text_config
 from slidesparse.checkpoint.w8a8 import parse_block
 from slidesparse.errors import SlideSparseError
-from slidesparse.flags import BACKEND, DISABLE, FUSE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT
+from slidesparse.flags import AUTO, BACKEND, DISABLE, FUSE, MODE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT
 from slidesparse.pattern import Pattern, parse_pattern
 
 PREFILL, DECODE = "prefill", "decode"
@@ -39,18 +39,18 @@ TOKENS = {
 STOCK, CUBLASLT, DENSE = "stock", "cublaslt", "dense"
 SPARSE, CUSPARSELT, UNFUSED = "sparse", "cusparselt", "unfused"
 # Our flags that each system sets.  stock, and any folder that is named by no pattern, such as bf16, runs without the
-# plugin; dense is an unpruned checkpoint with the kernels for sparse ones; unfused leaves norms and activations alone.
+# plugin; dense is an unpruned checkpoint with the plugin as by default; unfused leaves norms and activations alone.
 SYSTEMS: dict[str, dict[str, str]] = {
     STOCK: {},
     CUBLASLT: {USE_CUBLASLT: "1"},
-    DENSE: {USE_CUSPARSELT: "1", SPARSITY: "dense"},
+    DENSE: {MODE: AUTO},
     SPARSE: {USE_CUSPARSELT: "1"},
     CUSPARSELT: {USE_CUSPARSELT: "1", BACKEND: "cusparselt"},
     UNFUSED: {USE_CUSPARSELT: "1", FUSE: "0"},
 }
 PRUNED_SYSTEMS = (SPARSE, CUSPARSELT, UNFUSED)  # those that run a pattern
 PLUGIN_SYSTEMS = tuple(name for name, flags in SYSTEMS.items() if flags)
-FLAGS = (USE_CUSPARSELT, USE_CUBLASLT, DISABLE, SPARSITY, BACKEND, FUSE)
+FLAGS = (MODE, USE_CUSPARSELT, USE_CUBLASLT, DISABLE, SPARSITY, BACKEND, FUSE)
 
 TOKENIZER = "tokenizer"  # the folder of the placeholder in checkpoints of `slidesparse synth`
 PLUGIN, PLUGINS = "slidesparse", "VLLM_PLUGINS"
@@ -155,7 +155,7 @@ class Workload:
     """The sizes of runs."""
 
     prompt: int = 1024  # the largest P of prefill: a smaller M is one prompt of M tokens
-    context: int = 16  # tokens of a prompt in decode
+    contexts: tuple[int, ...] = (16,)  # tokens of a prompt in decode
     prefill_steps: int = 128
     decode_steps: int = 256  # output tokens of a sequence
     vllm_args: tuple[str, ...] = ()
@@ -169,11 +169,14 @@ class Workload:
             "vllm_args": list(self.vllm_args),
         }
 
-    def size(self, stage: str, m: int) -> Size:
-        """Return the request that makes steps of ``m`` tokens.  Raises E2eError."""
+    def sizes(self, stage: str, m: int) -> list[Size]:
+        """Return the requests that make steps of ``m`` tokens: one of prefill, one of decode for each context.
+
+        Raises E2eError.
+        """
         if stage == DECODE:
-            batched = max(m, min(self.context * m, PREFILL_TOKENS))
-            return Size(self.context, self.decode_steps, m, m, batched, m)
+            most = {context: max(m, min(context * m, PREFILL_TOKENS)) for context in self.contexts}
+            return [Size(context, self.decode_steps, m, m, batched, m) for context, batched in most.items()]
         prompt = min(m, self.prompt)
         if m % prompt:
             raise E2eError(
@@ -182,7 +185,7 @@ class Workload:
             )
         together = m // prompt
         sequences = min(m, max(2 * together, MIN_SEQUENCES))
-        return Size(prompt, 1, self.prefill_steps * together, sequences, m, WARMUP_STEPS * together)
+        return [Size(prompt, 1, self.prefill_steps * together, sequences, m, WARMUP_STEPS * together)]
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,9 @@ class Size:
     sequences: int  # --max-num-seqs
     batched: int  # --max-num-batched-tokens
     warmups: int  # prompts before the clock starts
+
+
+Column = tuple[Model, str, str, Variant]  # a system and pattern of a model, and the checkpoint that they run
 
 
 @dataclass(frozen=True)
@@ -220,13 +226,13 @@ class Run:
 
     @property
     def label(self) -> str:
-        """The run as text: ``prefill M 512, sparse 6:8, round 1``."""
+        """The run as text: ``prefill M 512, int8 sparse 6:8, round 1``."""
         which = self.system if self.pattern == DENSE else f"{self.system} {self.pattern}"
-        return f"{self.stage} M {self.m}, {which}, round {self.round}"
+        return f"{self.stage} M {self.m}, {self.dtype} {which}, round {self.round}"
 
 
 def runs(
-    model: Model,
+    models: Sequence[Model],
     stages: Sequence[str],
     tokens: Mapping[str, Sequence[int]],
     systems: Sequence[str],
@@ -237,44 +243,51 @@ def runs(
     """Return all runs in order: round by round, the systems of a cell in turn, every other round in reverse.
 
     Args:
+        models: one model, or its checkpoints of several types, which take turns, too.
         tokens: M of each stage.
         patterns: those that pruned systems run; None for all.
 
     Raises E2eError for a system, pattern or M that cannot be run.
     """
-    chosen = (
-        sorted(model.pruned, key=lambda key: _density(model.pruned[key])) if patterns is None else patterns
-    )
-    columns: list[tuple[str, str, Variant]] = []
-    for system in systems:
-        if system in PRUNED_SYSTEMS:
-            if not chosen or (missing := [key for key in chosen if key not in model.pruned]):
-                raise E2eError(
-                    f"no checkpoint of {', '.join(missing) if chosen else 'any pattern'}; there are "
-                    f"{', '.join(model.pruned) or 'none'}: slidesparse convert SRC OUT --sparsity 6:8"
-                )
-            columns += [(system, pattern, model.pruned[pattern]) for pattern in chosen]
-        elif system in SYSTEMS:
-            if model.dense.layout != "dense":
-                raise E2eError(f"{model.dense.folder} holds slided weights, which no dense system runs")
-            columns.append((system, DENSE, model.dense))
-        elif system in model.others:
-            columns.append((system, DENSE, model.others[system]))
-        else:
-            raise E2eError(
-                f"--systems {system!r} is neither one of {', '.join(SYSTEMS)} nor a folder: {', '.join(model.others)}"
-            )
+    columns = [column for system in systems for column in _columns(models, system, patterns)]
+    cells = [(stage, m, size) for stage in stages for m in tokens[stage] for size in workload.sizes(stage, m)]
     planned = []
     for number in range(1, rounds + 1):
-        for stage in stages:
-            for m in tokens[stage]:
-                size = workload.size(stage, m)
-                for system, pattern, variant in columns[:: 1 if number % 2 else -1]:
-                    _require_fit(variant, size, f"{stage} M {m}")
-                    planned.append(
-                        Run(model.name, model.dtype, stage, m, system, pattern, number, variant, size)
-                    )
+        for stage, m, size in cells:
+            for model, system, pattern, variant in columns[:: 1 if number % 2 else -1]:
+                _require_fit(variant, size, f"{stage} M {m}")
+                planned.append(Run(model.name, model.dtype, stage, m, system, pattern, number, variant, size))
     return planned
+
+
+def _columns(models: Sequence[Model], system: str, patterns: Sequence[str] | None) -> list[Column]:
+    """Return the columns of a system, of the models that have its checkpoints.  Raises E2eError if none has."""
+    if system in PRUNED_SYSTEMS:
+        there = {key: variant for model in models for key, variant in model.pruned.items()}
+        chosen = sorted(there, key=lambda key: _density(there[key])) if patterns is None else patterns
+        missing = [key for key in chosen if key not in there]
+        if missing or not chosen:
+            raise E2eError(
+                f"no checkpoint of {', '.join(missing) or 'any pattern'}; there are {', '.join(there) or 'none'}: "
+                "slidesparse convert SRC OUT --sparsity 6:8"
+            )
+        return [
+            (model, system, key, model.pruned[key])
+            for model in models
+            for key in chosen
+            if key in model.pruned
+        ]
+    if system in SYSTEMS:
+        for model in models:
+            if model.dense.layout != "dense":
+                raise E2eError(f"{model.dense.folder} holds slided weights, which no dense system runs")
+        return [(model, system, DENSE, model.dense) for model in models]
+    if not (
+        found := [(model, system, DENSE, model.others[system]) for model in models if system in model.others]
+    ):
+        others = ", ".join(name for model in models for name in model.others)
+        raise E2eError(f"--systems {system!r} is neither one of {', '.join(SYSTEMS)} nor a folder: {others}")
+    return found
 
 
 def _require_fit(variant: Variant, size: Size, label: str) -> None:

@@ -151,7 +151,8 @@ class Engine:
     @property
     def file_name(self) -> str:
         """The name of its log and its cache, without suffix."""
-        return f"engine-{self.folder.name}-{self.system}-{self.pattern}".replace(":", "_")
+        checkpoint = f"{self.folder.parent.name}-{self.folder.name}"
+        return f"engine-{checkpoint}-{self.system}-{self.pattern}".replace(":", "_")
 
 
 def largest(runs: Sequence[Run]) -> Size:
@@ -344,5 +345,5 @@ class E2eBench:
                 return None
             raise RunError(f"it took more than the {self._run_seconds:g} s of --run-limit")
         if line := check_log(run, worker.text()):
-            self.served[f"{run.model} {run.pattern} {run.system}"] = line
+            self.served[f"{run.model} {run.dtype} {run.pattern} {run.system}"] = line
         return read_figures(run, json.loads(result.read_text(encoding="utf-8")), worker.answer)

@@ -37,12 +37,12 @@ struct Divisor {
 
 constexpr int kFlagWords = 8;          // of stream-K: one sector of 32 bytes for each CTA
 constexpr int kMaxStreamKCtas = 1024;  // of one launch
+constexpr int kMaxExperts = 512;       // of a grouped launch
 
 struct GemmArguments {
   CUtensorMap q;    // boxes of kTokens / multicast rows x kBlockColumns, swizzled by 128 bytes
   CUtensorMap out;  // stream-K with `vector_stores`: boxes of staged tokens x kStripRows
   const std::uint8_t* weight;  // packed
-  const std::uint32_t* table;  // of a mixed weight
   void* y;
   const float* scale_w;
   const float* scale_x;
@@ -68,6 +68,11 @@ struct GemmArguments {
   uint4* partials;              // [CTAs][kTokens / 8][consumer threads]
   int whole_tiles;              // tiles that each CTA computes alone, before its shared ones
   std::uint32_t shared_stages;  // stages of all shared tiles together
+
+  // Grouped only.
+  const std::int32_t* offsets;  // [experts + 1]: the rows of q of each expert
+  int experts;
+  std::int64_t expert_bytes;  // of an expert's weight
 };
 
 __device__ __forceinline__ float Widen(const void* from, int index, Float type) {

@@ -21,10 +21,11 @@ constexpr int kMaxClusterSize = 8;  // that every Hopper GPU supports
 
 struct Configuration {
   bool stream_k;
-  int strips, tokens;  // of a CTA's tile
-  int multicast;       // CTAs of a multicast group
-  int splits;          // of K'; 1 for stream-K
-  int resident;        // CTAs on an SM at a time
+  int strips, tokens;    // of a CTA's tile
+  int multicast;         // CTAs of a multicast group
+  int splits;            // of K'; 1 for stream-K
+  int resident;          // CTAs on an SM at a time
+  bool grouped = false;  // the kernel for experts, which texts do not tell from stream-K
 
   int Cluster() const { return multicast * splits; }
   int SharedBytes() const;  // shared memory that a CTA may use for so many to be resident

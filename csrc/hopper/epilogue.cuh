@@ -13,13 +13,13 @@ namespace slidesparse::hopper {
 struct RowScales {
   float weight[2] = {}, bias[2] = {-0.0f, -0.0f};  // x + -0.0 is x for every x, -0.0 included
 
-  // Loads those of out-features `first` and `first` + 8.
-  __device__ __forceinline__ void Load(const GemmArguments& arguments, int first) {
+  // Loads those of out-features `first` and `first` + 8, of an expert if weights are grouped.
+  __device__ __forceinline__ void Load(const GemmArguments& arguments, int first, int expert = 0) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = first + 8 * r;
       if (row < arguments.n) {
-        weight[r] = LoadVolatile(arguments.scale_w + row);
+        weight[r] = LoadVolatile(arguments.scale_w + std::int64_t{expert} * arguments.n + row);
         if (arguments.bias_type != Float::kNone) {
           bias[r] = Widen(arguments.bias, row, arguments.bias_type);
         }

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "gemm.cuh"
-#include "stream_k.cuh"
+#include "grouped.cuh"
 
 namespace slidesparse::hopper {
 namespace {
@@ -57,7 +57,7 @@ GemmKernel KernelOf(const Configuration& c, Blocks blocks) {
       {8, FindGemm<Type, 8>},   {16, FindGemm<Type, 16>},   {32, FindGemm<Type, 32>},
       {64, FindGemm<Type, 64>}, {128, FindGemm<Type, 128>}, {256, FindGemm<Type, 256>}};
   for (const auto& [tokens, find] : kByTokens) {
-    if (c.tokens == tokens) return find(c.strips, c.stream_k, blocks);
+    if (c.tokens == tokens) return find(c, blocks);
   }
   return {};
 }
@@ -125,7 +125,7 @@ int DivideStages(const Gemm& gemm, std::int64_t tiles, GemmArguments& a) {
 
 const char* FitGemm(const Configuration& c, bool fp8, Blocks blocks, Gemm* gemm) {
   static std::mutex mutex;
-  static std::map<std::tuple<int, bool, Blocks, bool, int, int, int, int, int>, Fit> known;
+  static std::map<std::tuple<int, bool, Blocks, bool, bool, int, int, int, int, int>, Fit> known;
   *gemm = {};
   gemm->configuration = c;
   gemm->text = ToText(c);
@@ -137,8 +137,9 @@ const char* FitGemm(const Configuration& c, bool fp8, Blocks blocks, Gemm* gemm)
                   cudaGetErrorString(error));
     }
     std::lock_guard lock(mutex);
-    const auto [found, is_new] = known.try_emplace(
-        {device, fp8, blocks, c.stream_k, c.strips, c.tokens, c.multicast, c.splits, c.resident});
+    const auto [found, is_new] =
+        known.try_emplace({device, fp8, blocks, c.stream_k, c.grouped, c.strips, c.tokens,
+                           c.multicast, c.splits, c.resident});
     if (is_new) {
       if (cudaError_t error = AskFit(c, gemm->kernel, &found->second)) {
         known.erase(found);
@@ -186,13 +187,13 @@ void SetWeight(int n, int columns, Gemm* gemm) {
   a.stages = std::clamp(CeilDiv(a.k_blocks, c.splits), 1, gemm->fit.stages);
 }
 
-const char* LaunchGemm(const Gemm& gemm, std::int64_t m, const GemmTensors& tensors,
-                       cudaStream_t stream) {
-  if (m <= 0) return nullptr;
-  const Configuration& c = gemm.configuration;
-  GemmArguments a = gemm.arguments;
+namespace {
+
+// Sets the tensors of a launch.
+const char* SetTensors(const Gemm& gemm, std::int64_t m, const GemmTensors& tensors,
+                       GemmArguments& a) {
+  const int tokens = gemm.configuration.tokens;
   a.weight = static_cast<const std::uint8_t*>(tensors.weight);
-  a.table = static_cast<const std::uint32_t*>(tensors.weight);
   a.y = tensors.out;
   a.scale_w = static_cast<const float*>(tensors.scale_w);
   a.scale_x = static_cast<const float*>(tensors.scale_x);
@@ -200,11 +201,42 @@ const char* LaunchGemm(const Gemm& gemm, std::int64_t m, const GemmTensors& tens
   a.out_type = tensors.out_type;
   a.bias_type = tensors.bias_type;
   a.vector_stores = a.n % 8 == 0 && reinterpret_cast<std::uintptr_t>(tensors.out) % 16 == 0;
-  if (const char* error =
-          EncodeMatrix(&a.q, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, tensors.q, m, tensors.q_columns,
-                       a.multicast_tokens, kBlockColumns, CU_TENSOR_MAP_L2_PROMOTION_L2_256B)) {
-    return error;
+  if (gemm.configuration.stream_k) {
+    a.flags = static_cast<std::uint32_t*>(tensors.exchange);
+    a.partials = reinterpret_cast<uint4*>(static_cast<char*>(tensors.exchange) + kFlagBytes);
+    if (a.vector_stores) {
+      if (const char* error =
+              EncodeMatrix(&a.out, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, a.y, m, a.n,
+                           StagedTokens(tokens), kStripRows, CU_TENSOR_MAP_L2_PROMOTION_NONE)) {
+        return error;
+      }
+    }
   }
+  return EncodeMatrix(&a.q, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, tensors.q, m, tensors.q_columns,
+                      a.multicast_tokens, kBlockColumns, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+}
+
+// Enqueues the kernel on `ctas` CTAs.
+const char* Enqueue(const Gemm& gemm, std::int64_t m, const GemmArguments& a, std::int64_t ctas,
+                    cudaStream_t stream) {
+  const Configuration& c = gemm.configuration;
+  const Launch launch(stream, ctas, gemm.kernel.threads,
+                      gemm.kernel.shared_bytes(a.stages, c.splits), c.Cluster());
+  const cudaError_t error = cudaLaunchKernelEx(&launch.config, gemm.kernel.function, a);
+  if (error == cudaSuccess) return nullptr;
+  return Fail("%s (%s) for m %lld, n %d, %d blocks of columns, by configuration %s",
+              cudaGetErrorName(error), cudaGetErrorString(error), static_cast<long long>(m), a.n,
+              a.k_blocks, gemm.text.c_str());
+}
+
+}  // namespace
+
+const char* LaunchGemm(const Gemm& gemm, std::int64_t m, const GemmTensors& tensors,
+                       cudaStream_t stream) {
+  if (m <= 0) return nullptr;
+  const Configuration& c = gemm.configuration;
+  GemmArguments a = gemm.arguments;
+  if (const char* error = SetTensors(gemm, m, tensors, a)) return error;
   std::int64_t ctas = 0;
   if (m <= INT32_MAX) {
     const std::int64_t tiles = ScheduleTiles(static_cast<int>(m), c.tokens, a);
@@ -216,24 +248,29 @@ const char* LaunchGemm(const Gemm& gemm, std::int64_t m, const GemmTensors& tens
     return Fail("%lld tokens are too many for a product of %d out-features by configuration %s",
                 static_cast<long long>(m), a.n, gemm.text.c_str());
   }
-  if (c.stream_k) {
-    a.flags = static_cast<std::uint32_t*>(tensors.exchange);
-    a.partials = reinterpret_cast<uint4*>(static_cast<char*>(tensors.exchange) + kFlagBytes);
-    if (a.vector_stores) {
-      if (const char* error =
-              EncodeMatrix(&a.out, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, a.y, m, a.n,
-                           StagedTokens(c.tokens), kStripRows, CU_TENSOR_MAP_L2_PROMOTION_NONE)) {
-        return error;
-      }
-    }
+  return Enqueue(gemm, m, a, ctas, stream);
+}
+
+const char* LaunchGrouped(const Gemm& gemm, std::int64_t m, const GemmTensors& tensors,
+                          const Experts& experts, cudaStream_t stream) {
+  if (m <= 0) return nullptr;
+  const int tokens = gemm.configuration.tokens;
+  GemmArguments a = gemm.arguments;
+  // An expert has at most one tile of tokens that is not full.
+  const std::int64_t tiles = (std::min<std::int64_t>(experts.count, m) + m / tokens) * a.n_tiles;
+  if (experts.count < 1 || experts.count > kMaxExperts || tiles > INT32_MAX) {
+    return Fail("%lld rows of %d experts: 1 to %d experts, at most %d tiles",
+                static_cast<long long>(m), experts.count, kMaxExperts, INT32_MAX);
   }
-  const Launch launch(stream, ctas, gemm.kernel.threads,
-                      gemm.kernel.shared_bytes(a.stages, c.splits), c.Cluster());
-  const cudaError_t error = cudaLaunchKernelEx(&launch.config, gemm.kernel.function, a);
-  if (error == cudaSuccess) return nullptr;
-  return Fail("%s (%s) for m %lld, n %d, K' %lld, by configuration %s", cudaGetErrorName(error),
-              cudaGetErrorString(error), static_cast<long long>(m), a.n,
-              static_cast<long long>(tensors.q_columns), gemm.text.c_str());
+  if (const char* error = SetTensors(gemm, m, tensors, a)) return error;
+  a.m = static_cast<int>(m);
+  a.stages = gemm.fit.stages;
+  a.offsets = experts.offsets;
+  a.experts = experts.count;
+  a.expert_bytes = experts.weight_bytes;
+  a.m_tiles = m > std::int64_t{tokens} * experts.count ? 2 : 1;  // of an expert, about
+  ChooseL2Policies(a);
+  return Enqueue(gemm, m, a, std::min<std::int64_t>(gemm.fit.clusters, tiles), stream);
 }
 
 }  // namespace slidesparse::hopper

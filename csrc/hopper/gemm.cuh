@@ -18,7 +18,7 @@ struct GemmKernel {
 // The kernel for tiles of `strips` strips by kTokens tokens.  Defined in instance.cu, compiled once
 // for each type and kTokens.
 template <class Type, int kTokens>
-GemmKernel FindGemm(int strips, bool stream_k, Blocks blocks);
+GemmKernel FindGemm(const Configuration& configuration, Blocks blocks);
 
 // A configuration that was fitted to a device and a weight: all that a launch needs except the
 // tensors and the number of tokens.
@@ -46,6 +46,13 @@ struct GemmTensors {
   void* exchange;  // exchange_bytes, aligned to 128 bytes, with flags that are zero
 };
 
+// The experts of a grouped launch.
+struct Experts {
+  const std::int32_t* offsets;  // [count + 1] on the device
+  int count;
+  std::int64_t weight_bytes;  // of one
+};
+
 // Fits a configuration to the current device.
 // Occupancy is queried once and cached.  Returns null, or why the configuration cannot run.
 const char* FitGemm(const Configuration& configuration, bool fp8, Blocks blocks, Gemm* gemm);
@@ -60,5 +67,9 @@ void SetWeight(int n, int columns, Gemm* gemm);
 // Enqueues the product of `m` tokens.  Returns null, or an error message.
 const char* LaunchGemm(const Gemm& gemm, std::int64_t m, const GemmTensors& tensors,
                        cudaStream_t stream);
+
+// The same for `m` rows of experts, by a grouped configuration.
+const char* LaunchGrouped(const Gemm& gemm, std::int64_t m, const GemmTensors& tensors,
+                          const Experts& experts, cudaStream_t stream);
 
 }  // namespace slidesparse::hopper

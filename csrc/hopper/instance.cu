@@ -3,6 +3,7 @@
 // parallel.
 
 #include "gemm.cuh"
+#include "grouped.cuh"
 #include "split_k.cuh"
 #include "stream_k.cuh"
 
@@ -10,7 +11,7 @@ namespace slidesparse::hopper {
 namespace {
 
 template <int kStrips, Blocks kBlocks>
-GemmKernel Instance(bool stream_k) {
+GemmKernel Instance(const Configuration& configuration) {
   using Type = SLIDESPARSE_TYPE;
   constexpr int kTokens = SLIDESPARSE_TOKENS;
   using SplitK = SplitKShape<kStrips, kTokens>;
@@ -18,14 +19,22 @@ GemmKernel Instance(bool stream_k) {
   // Of the kernels for coded weights, those that are fastest or within a percent of it.
   constexpr bool kHasStreamK = !IsCoded(kBlocks) || kTokens == 256 || kStrips == 3;
   constexpr bool kHasSplitK = !IsCoded(kBlocks) || kStrips <= 3;
+  if (configuration.grouped) {
+    if constexpr (kStrips <= 3) {
+      return {GemmGrouped<Type, kStrips, kTokens, kBlocks>, StreamK::kThreads, [](int stages, int) {
+                return GroupedShape<kStrips, kTokens>::SharedBytes(stages, kBlocks);
+              }};
+    }
+    return {};
+  }
   if constexpr (kHasStreamK) {
-    if (stream_k) {
+    if (configuration.stream_k) {
       return {GemmStreamK<Type, kStrips, kTokens, kBlocks>, StreamK::kThreads,
               [](int stages, int) { return StreamK::SharedBytes(stages, kBlocks); }};
     }
   }
   if constexpr (kHasSplitK) {
-    if (!stream_k) {
+    if (!configuration.stream_k) {
       return {GemmSplitK<Type, kStrips, kTokens, kBlocks>, SplitK::kThreads,
               [](int stages, int splits) { return SplitK::SharedBytes(stages, splits, kBlocks); }};
     }
@@ -34,32 +43,32 @@ GemmKernel Instance(bool stream_k) {
 }
 
 template <int kStrips>
-GemmKernel Instance(bool stream_k, Blocks blocks) {
-  return blocks == Blocks::kSparse   ? Instance<kStrips, Blocks::kSparse>(stream_k)
-         : blocks == Blocks::kMixed  ? Instance<kStrips, Blocks::kMixed>(stream_k)
-         : blocks == Blocks::kCoded8 ? Instance<kStrips, Blocks::kCoded8>(stream_k)
-                                     : Instance<kStrips, Blocks::kCoded10>(stream_k);
+GemmKernel Instance(const Configuration& configuration, Blocks blocks) {
+  return blocks == Blocks::kSparse   ? Instance<kStrips, Blocks::kSparse>(configuration)
+         : blocks == Blocks::kMixed  ? Instance<kStrips, Blocks::kMixed>(configuration)
+         : blocks == Blocks::kCoded8 ? Instance<kStrips, Blocks::kCoded8>(configuration)
+                                     : Instance<kStrips, Blocks::kCoded10>(configuration);
 }
 
 }  // namespace
 
 template <>
-GemmKernel FindGemm<SLIDESPARSE_TYPE, SLIDESPARSE_TOKENS>(int strips, bool stream_k,
+GemmKernel FindGemm<SLIDESPARSE_TYPE, SLIDESPARSE_TOKENS>(const Configuration& configuration,
                                                           Blocks blocks) {
-  switch (strips) {
+  switch (configuration.strips) {
     case 2:
-      return Instance<2>(stream_k, blocks);
+      return Instance<2>(configuration, blocks);
 #if SLIDESPARSE_TOKENS <= 128
     case 1:
-      return Instance<1>(stream_k, blocks);
+      return Instance<1>(configuration, blocks);
     case 3:
-      return Instance<3>(stream_k, blocks);
+      return Instance<3>(configuration, blocks);
 #endif
 #if SLIDESPARSE_TOKENS <= 64
     case 4:
-      return Instance<4>(stream_k, blocks);
+      return Instance<4>(configuration, blocks);
     case 5:
-      return Instance<5>(stream_k, blocks);
+      return Instance<5>(configuration, blocks);
 #endif
     default:
       return {};

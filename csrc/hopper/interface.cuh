@@ -150,6 +150,43 @@ SLIDESPARSE_EXPORT const char* slidesparse_hopper_linear(
     const void* scale_w, const void* bias, std::int32_t bias_type, void* out, std::int32_t out_type,
     void* scratch, void* stream);
 
+// ---- experts ----
+//
+// A layer of experts [n, k], of the plan of one of them.  P slots: expert k of token t has slot
+// t * top_k + k.  Rows are slots sorted by expert.
+//
+//   order       int32 [P]: the slots, in order of their experts
+//   rows        int32 [P]: the row of each slot; -1: its expert is not here
+//   offsets     int32 [experts + 1]: expert e has rows offsets[e] to offsets[e + 1] - 1
+
+// Sorts `slots` of numbers of experts, int32 or, if `wide`, int64.  `map` [experts of all devices],
+// int32, tells the number of an expert here, -1: not here; null: all are here.  Slots of no expert
+// have no row.
+SLIDESPARSE_EXPORT const char* slidesparse_hopper_route(const void* ids, std::int32_t wide,
+                                                        std::int64_t slots, const void* map,
+                                                        std::int32_t map_size, std::int32_t experts,
+                                                        void* order, void* rows, void* offsets,
+                                                        void* stream);
+
+// out [slots, n] = the products of the rows, by `weights` [experts, weight_bytes] and `scale_w`
+// [experts, n].  top_k > 0: row i is quantized from row order[i] / top_k of x.  top_k 0: from row i
+// of x, to which SILU_MUL is applied if `silu_mul`.  `slot_scale`, float32 [slots] or null:
+// multiplies scale_x.  `configuration`: a stream-K one for this call, whose tile is taken; null: a
+// choice by the rows of an expert.  Scratch memory and other arguments as above.
+SLIDESPARSE_EXPORT const char* slidesparse_hopper_grouped(
+    const SlidesparseHopperPlan* plan, std::int64_t slots, const void* x, std::int32_t type,
+    std::int64_t stride, std::int32_t silu_mul, const void* order, std::int32_t top_k,
+    const void* slot_scale, std::int32_t experts, const void* offsets, const void* weights,
+    std::int64_t weight_bytes, const void* scale_w, void* out, std::int32_t out_type,
+    const char* configuration, void* scratch, void* stream);
+
+// out [slots / top_k, n] = the sum of each token's rows of y [slots, n] of `type`, without those of
+// rows -1, in float32.  n is a multiple of 8; y and out are aligned to 16 bytes.
+SLIDESPARSE_EXPORT const char* slidesparse_hopper_combine(const void* y, std::int32_t type,
+                                                          std::int64_t slots, std::int32_t top_k,
+                                                          std::int32_t n, const void* rows,
+                                                          void* out, void* stream);
+
 // ---- weights ----
 
 // The bytes of the packed form of a layer's weight that is not mixed.

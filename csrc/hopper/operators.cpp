@@ -1,5 +1,6 @@
 // torch's operators for whole layers, torch.ops.slidesparse.{linear, rms_norm_linear,
-// add_rms_norm_linear, silu_mul_linear}, without Python: a call checks its tensors, looks its
+// add_rms_norm_linear, silu_mul_linear}, and for layers of experts, {route, grouped_linear,
+// combine}, without Python: a call checks its tensors, looks its
 // layer's plan up in the kernels' library, allocates the outputs and launches.  Python makes the
 // plan of a layer that has none.
 //
@@ -41,6 +42,9 @@ struct Kernels {
   decltype(&slidesparse_hopper_device) device;
   decltype(&slidesparse_hopper_scratch_bytes) scratch_bytes;
   decltype(&slidesparse_hopper_linear) linear;
+  decltype(&slidesparse_hopper_route) route;
+  decltype(&slidesparse_hopper_grouped) grouped;
+  decltype(&slidesparse_hopper_combine) combine;
   SlidesparsePlanner plan;
 };
 Kernels kernels = {};
@@ -72,6 +76,7 @@ struct Numbers {
   std::int32_t bfloat16 = aoti_torch_dtype_bfloat16(), float16 = aoti_torch_dtype_float16();
   std::int32_t float32 = aoti_torch_dtype_float32(), float64 = aoti_torch_dtype_float64();
   std::int32_t uint8 = aoti_torch_dtype_uint8(), int8 = aoti_torch_dtype_int8();
+  std::int32_t int32 = aoti_torch_dtype_int32(), int64 = aoti_torch_dtype_int64();
   std::int32_t cuda = aoti_torch_device_type_cuda();
 };
 const Numbers numbers;
@@ -95,6 +100,8 @@ std::string DtypeText(std::int32_t number) {
          : number == numbers.float64 ? "float64"
          : number == numbers.uint8   ? "uint8"
          : number == numbers.int8    ? "int8"
+         : number == numbers.int32   ? "int32"
+         : number == numbers.int64   ? "int64"
                                      : "dtype " + std::to_string(number);
 }
 
@@ -143,10 +150,10 @@ struct View {
 
 // Allocates an uninitialized tensor [rows, columns] on the device of `like`; `data` is its memory.
 Owned Empty(std::int64_t rows, std::int64_t columns, std::int32_t type, const View& like,
-            void** data) {
+            void** data, int dim = 2) {
   const std::int64_t sizes[2] = {rows, columns}, strides[2] = {columns, 1};
   AtenTensorHandle made;
-  if (aoti_torch_empty_strided(2, sizes, strides, type, like.device_type, like.device, &made) !=
+  if (aoti_torch_empty_strided(dim, sizes, strides, type, like.device_type, like.device, &made) !=
       TORCH_SUCCESS) {
     throw std::runtime_error("torch could not allocate " + ListText(sizes, 2) + " of " +
                              DtypeText(type) +
@@ -176,7 +183,44 @@ class DeviceGuard {
   void* guard_ = nullptr;
 };
 
+// The current stream of a tensor's device; null on a CPU.
+void* StreamOf(const View& x) {
+  void* stream = nullptr;
+  if (x.device_type == numbers.cuda) {
+    TORCH_ERROR_CODE_CHECK(torch_cuda.get_stream(x.device, &stream));
+  }
+  return stream;
+}
+
+void Check(const char* error) {
+  if (error != nullptr) throw std::runtime_error(error);
+}
+
 // ---- layers ----
+
+// Takes a layer from torch's list of its numbers.
+SlidesparseLayer LayerOf(StableIValue given) {
+  const auto list = stable::to<StableListHandle>(given);
+  SlidesparseLayer layer;
+  std::int32_t* const fields[] = {&layer.n,     &layer.k,   &layer.length,
+                                  &layer.phase, &layer.fp8, &layer.columns};
+  constexpr std::size_t kFields = sizeof(fields) / sizeof(fields[0]);
+  std::size_t size = 0;
+  bool valid = torch_list_size(list, &size) == TORCH_SUCCESS && size == kFields;
+  for (std::size_t i = 0; valid && i < kFields; ++i) {
+    StableIValue value;
+    valid = torch_list_get_item(list, i, &value) == TORCH_SUCCESS &&
+            stable::to<std::int64_t>(value) >> 31 == 0;
+    if (valid) *fields[i] = static_cast<std::int32_t>(stable::to<std::int64_t>(value));
+  }
+  torch_delete_list(list);
+  if (!valid) throw std::runtime_error("a layer is six numbers from 0 to 2^31 - 1");
+  return layer;
+}
+
+Owned TakeOptional(StableIValue given) {
+  return Owned(stable::to<std::optional<AtenTensorHandle>>(given).value_or(nullptr));
+}
 
 // The arguments of an operator, taken from torch's stack; null if absent.
 struct Arguments {
@@ -196,22 +240,9 @@ struct Arguments {
     }
     weight = take();
     scale_w = take();
-    bias = Owned(stable::to<std::optional<AtenTensorHandle>>(*next++).value_or(nullptr));
-    const auto list = stable::to<StableListHandle>(*next++);
+    bias = TakeOptional(*next++);
+    layer = LayerOf(*next++);
     out_dtype = stable::to<std::int32_t>(*next++);
-    std::int32_t* const fields[] = {&layer.n,     &layer.k,   &layer.length,
-                                    &layer.phase, &layer.fp8, &layer.columns};
-    constexpr std::size_t kFields = sizeof(fields) / sizeof(fields[0]);
-    std::size_t size = 0;
-    bool valid = torch_list_size(list, &size) == TORCH_SUCCESS && size == kFields;
-    for (std::size_t i = 0; valid && i < kFields; ++i) {
-      StableIValue value;
-      valid = torch_list_get_item(list, i, &value) == TORCH_SUCCESS &&
-              stable::to<std::int64_t>(value) >> 31 == 0;
-      if (valid) *fields[i] = static_cast<std::int32_t>(stable::to<std::int64_t>(value));
-    }
-    torch_delete_list(list);
-    if (!valid) throw std::runtime_error("a layer is six numbers from 0 to 2^31 - 1");
   }
 };
 
@@ -288,7 +319,7 @@ Outputs Run(std::int32_t prologue, const Arguments& arguments) {
     residual_stride = found.strides[0];
   }
   Outputs outputs;
-  void *y, *scratch, *total = nullptr, *stream = nullptr;
+  void *y, *scratch, *total = nullptr;
   outputs.y = Empty(m, n, arguments.out_dtype, x, &y);
   if (arguments.residual) outputs.total = Empty(m, k, x.type, x, &total);
   if (m == 0) return outputs;
@@ -301,14 +332,9 @@ Outputs Run(std::int32_t prologue, const Arguments& arguments) {
     x = View(copy);
   }
   const Owned held = Empty(1, kernels.scratch_bytes(plan, m), numbers.uint8, x, &scratch);
-  if (x.device_type == numbers.cuda) {
-    TORCH_ERROR_CODE_CHECK(torch_cuda.get_stream(x.device, &stream));
-  }
-  const char* error =
-      kernels.linear(plan, m, x.data, type, x.strides[0], prologue, arguments.eps, gain, residual,
-                     residual_stride, total, weight.data, weight.sizes[0], scale_w.data, bias,
-                     bias_type, y, out_type, scratch, stream);
-  if (error != nullptr) throw std::runtime_error(error);
+  Check(kernels.linear(plan, m, x.data, type, x.strides[0], prologue, arguments.eps, gain, residual,
+                       residual_stride, total, weight.data, weight.sizes[0], scale_w.data, bias,
+                       bias_type, y, out_type, scratch, StreamOf(x)));
   return outputs;
 }
 
@@ -320,6 +346,123 @@ void Operator(StableIValue* stack, std::uint64_t, std::uint64_t) {
   if (outputs.total) stack[1] = reinterpret_cast<StableIValue>(outputs.total.release());
 }
 
+// ---- experts ----
+
+// A tensor of torch's stack.
+struct Given {
+  Owned owned;
+  View view;
+
+  explicit Given(StableIValue value) : owned(stable::to<AtenTensorHandle>(value)), view(owned) {}
+};
+
+// Refuses a tensor unless it is contiguous, of `type` and `dim` dimensions with `size` elements
+// together, if that is not negative, and on x's device.
+void Require(const char* name, const View& found, std::int32_t type, std::int64_t dim,
+             std::int64_t size, const View& x) {
+  std::int64_t elements = 1;
+  bool valid = found.type == type && found.dim == dim && found.IsOn(x);
+  for (std::int64_t i = found.dim; i-- > 0; elements *= found.sizes[i]) {
+    valid &= found.sizes[i] < 2 || found.strides[i] == elements;
+  }
+  if (valid && (size < 0 || elements == size)) return;
+  Refuse(name, found,
+         DtypeText(type) + " of " + std::to_string(dim) + " dimensions" +
+             (size < 0 ? "" : " and " + std::to_string(size) + " elements") +
+             ", contiguous, on x's device");
+}
+
+// The data of an optional vector; null if it is absent.
+const void* OptionalVector(const char* name, const Owned& tensor, std::int32_t type,
+                           std::int64_t size, const View& x, std::int64_t* found_size = nullptr) {
+  if (!tensor) return nullptr;
+  const View found(tensor);
+  Require(name, found, type, 1, size, x);
+  if (found_size != nullptr) *found_size = found.sizes[0];
+  return found.data;
+}
+
+// route(Tensor topk_ids, Tensor? expert_map, SymInt experts) -> (Tensor, Tensor, Tensor)
+void Route(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  const Given given(stack[0]);
+  const Owned map = TakeOptional(stack[1]);
+  const auto experts = static_cast<std::int32_t>(stable::to<std::int64_t>(stack[2]));
+  const View& ids = given.view;
+  const bool wide = ids.type == numbers.int64;
+  Require("topk_ids", ids, wide ? numbers.int64 : numbers.int32, 2, -1, ids);
+  std::int64_t map_size = 0;
+  const void* map_data = OptionalVector("expert_map", map, numbers.int32, -1, ids, &map_size);
+  const std::int64_t slots = ids.sizes[0] * ids.sizes[1];
+  void *order, *rows, *offsets;
+  Owned made[] = {Empty(slots, 1, numbers.int32, ids, &order, 1),
+                  Empty(slots, 1, numbers.int32, ids, &rows, 1),
+                  Empty(experts + 1, 1, numbers.int32, ids, &offsets, 1)};
+  const DeviceGuard guard(ids);
+  Check(kernels.route(ids.data, wide, slots, map_data, static_cast<std::int32_t>(map_size), experts,
+                      order, rows, offsets, StreamOf(ids)));
+  for (int i = 0; i < 3; ++i) stack[i] = reinterpret_cast<StableIValue>(made[i].release());
+}
+
+// grouped_linear(Tensor x, Tensor order, SymInt top_k, Tensor weight, Tensor scale_w, Tensor
+//     offsets, Tensor? slot_scale, bool silu_mul, SymInt[] layer, ScalarType out_dtype) -> Tensor
+void GroupedLinear(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  const Given given(stack[0]), order(stack[1]), weight(stack[3]), scale_w(stack[4]);
+  const Given offsets(stack[5]);
+  const auto top_k = static_cast<std::int32_t>(stable::to<std::int64_t>(stack[2]));
+  const Owned slot_scale = TakeOptional(stack[6]);
+  const bool silu_mul = stable::to<bool>(stack[7]);
+  const SlidesparseLayer layer = LayerOf(stack[8]);
+  const std::int32_t out_dtype = stable::to<std::int32_t>(stack[9]);
+  const View& x = given.view;
+  const std::int32_t type = TypeOf(x.type), out_type = TypeOf(out_dtype);
+  Require("order", order.view, numbers.int32, 1, -1, x);
+  Require("weight", weight.view, numbers.uint8, 2, -1, x);
+  const std::int64_t slots = order.view.sizes[0], experts = weight.view.sizes[0];
+  const std::int64_t width = silu_mul ? 2 * std::int64_t{layer.k} : layer.k;
+  if (!Is16Bit(type) || !x.IsMatrix(width) || !x.HasContiguousRows() || top_k < 1 ||
+      x.sizes[0] * (silu_mul ? 1 : top_k) != slots) {
+    Refuse("x", x,
+           "[M, " + std::to_string(width) + "] of bfloat16 or float16 with contiguous rows, one " +
+               (silu_mul ? "" : "of " + std::to_string(top_k) + " ") + "for each of " +
+               std::to_string(slots) + " slots");
+  }
+  if (!Is16Bit(out_type)) {
+    throw std::runtime_error("the Hopper kernels write bfloat16 or float16, asked for " +
+                             DtypeText(out_dtype));
+  }
+  Require("scale_w", scale_w.view, numbers.float32, 2, experts * layer.n, x);
+  Require("offsets", offsets.view, numbers.int32, 1, experts + 1, x);
+  const void* slot_scales = OptionalVector("slot_scale", slot_scale, numbers.float32, slots, x);
+  void *y, *scratch;
+  Owned out = Empty(slots, layer.n, out_dtype, x, &y);
+  if (slots > 0) {
+    const DeviceGuard guard(x);
+    const SlidesparseHopperPlan* plan = PlanOf(x.device, layer);
+    const Owned held = Empty(1, kernels.scratch_bytes(plan, slots), numbers.uint8, x, &scratch);
+    Check(kernels.grouped(plan, slots, x.data, type, x.strides[0], silu_mul, order.view.data,
+                          silu_mul ? 0 : top_k, slot_scales, static_cast<std::int32_t>(experts),
+                          offsets.view.data, weight.view.data, weight.view.sizes[1],
+                          scale_w.view.data, y, out_type, nullptr, scratch, StreamOf(x)));
+  }
+  stack[0] = reinterpret_cast<StableIValue>(out.release());
+}
+
+// combine(Tensor y, Tensor rows, SymInt top_k) -> Tensor
+void Combine(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  const Given given(stack[0]), rows(stack[1]);
+  const auto top_k = static_cast<std::int32_t>(stable::to<std::int64_t>(stack[2]));
+  const View& y = given.view;
+  Require("y", y, y.type == numbers.float16 ? numbers.float16 : numbers.bfloat16, 2, -1, y);
+  Require("rows", rows.view, numbers.int32, 1, y.sizes[0], y);
+  if (top_k < 1 || y.sizes[0] % top_k != 0) Refuse("y", y, "whole tokens");
+  void* out;
+  Owned made = Empty(y.sizes[0] / top_k, y.sizes[1], y.type, y, &out);
+  const DeviceGuard guard(y);
+  Check(kernels.combine(y.data, TypeOf(y.type), y.sizes[0], top_k,
+                        static_cast<std::int32_t>(y.sizes[1]), rows.view.data, out, StreamOf(y)));
+  stack[0] = reinterpret_cast<StableIValue>(made.release());
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(SLIDESPARSE_NAMESPACE, SLIDESPARSE_KEY, library) {
@@ -327,6 +470,9 @@ STABLE_TORCH_LIBRARY_IMPL(SLIDESPARSE_NAMESPACE, SLIDESPARSE_KEY, library) {
   library.impl("rms_norm_linear", Operator<SLIDESPARSE_RMS_NORM>);
   library.impl("add_rms_norm_linear", Operator<SLIDESPARSE_ADD_RMS_NORM>);
   library.impl("silu_mul_linear", Operator<SLIDESPARSE_SILU_MUL>);
+  library.impl("route", Route);
+  library.impl("grouped_linear", GroupedLinear);
+  library.impl("combine", Combine);
 }
 
 // Looks up the functions of the kernels' library at `path`, which Python has loaded, and takes
@@ -339,7 +485,10 @@ extern "C" SLIDESPARSE_EXPORT const char* slidesparse_operators_load(const char*
   if (!Find(library, "slidesparse_hopper_find", &found.find) ||
       !Find(library, "slidesparse_hopper_device", &found.device) ||
       !Find(library, "slidesparse_hopper_scratch_bytes", &found.scratch_bytes) ||
-      !Find(library, "slidesparse_hopper_linear", &found.linear)) {
+      !Find(library, "slidesparse_hopper_linear", &found.linear) ||
+      !Find(library, "slidesparse_hopper_route", &found.route) ||
+      !Find(library, "slidesparse_hopper_grouped", &found.grouped) ||
+      !Find(library, "slidesparse_hopper_combine", &found.combine)) {
     return "the kernels' library is not of this version";
   }
   found.plan = planner;

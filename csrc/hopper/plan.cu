@@ -2,10 +2,13 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <shared_mutex>
 #include <tuple>
 #include <vector>
@@ -55,6 +58,7 @@ namespace {
 
 using Plan = SlidesparseHopperPlan;
 
+constexpr int kSms = 132;                  // an H100's, for a heuristic
 constexpr std::int64_t kScaleBytes = 128;  // alignment of the codes, which follow the scales
 
 std::shared_mutex mutex;
@@ -135,11 +139,42 @@ const char* FindGemm(const Plan& plan, std::int64_t m, const GemmTensors& tensor
   return nullptr;
 }
 
+// The configurations of grouped products, by tokens of a tile; the first is for few experts.
+constexpr Configuration kGrouped[] = {{true, 1, 8, 1, 1, 4, true},  {true, 2, 8, 1, 1, 3, true},
+                                      {true, 2, 16, 1, 1, 3, true}, {true, 2, 32, 1, 1, 3, true},
+                                      {true, 2, 64, 1, 1, 2, true}, {true, 2, 128, 1, 1, 1, true},
+                                      {true, 2, 256, 1, 1, 1, true}};
+
+// Chooses the configuration of a grouped product of `slots` rows by weights of `strips` strips.
+const Configuration& ChooseGrouped(std::int64_t slots, int experts, int strips) {
+  const double mean = static_cast<double>(slots) / experts;
+  const double rows = mean + 2 * std::sqrt(mean);  // most experts' fit into one tile
+  if (rows <= 8 && std::min<std::int64_t>(slots, experts) * strips < 4 * kSms) return kGrouped[0];
+  const Configuration* found = kGrouped + 1;
+  while (found < std::end(kGrouped) - 1 && found->tokens < rows) ++found;
+  return *found;
+}
+
+// Loads all of them at the first call, because later ones may be captured into CUDA graphs.
+const char* LoadGrouped(const Plan& plan, Blocks blocks) {
+  static std::mutex loading;
+  static std::set<std::tuple<int, bool, Blocks>> loaded;
+  std::lock_guard lock(loading);
+  if (loaded.count({std::get<0>(plan.key), plan.fp8, blocks}) > 0) return nullptr;
+  for (const Configuration& one : kGrouped) {
+    Gemm gemm;
+    if (const char* error = FitLarger(one, plan.fp8, blocks, &gemm)) return error;
+  }
+  loaded.insert({std::get<0>(plan.key), plan.fp8, blocks});
+  return nullptr;
+}
+
 // slidesparse_hopper_quantize, which also clears the flags of a GEMM.
 const char* Quantize(const Plan& plan, std::int64_t m, const void* x, std::int32_t type,
                      std::int64_t stride, std::int32_t prologue, double eps, const void* gain,
                      const void* residual, std::int64_t residual_stride, void* total, void* q,
-                     void* scale_x, void* flags, int flag_count, void* stream) {
+                     void* scale_x, void* flags, int flag_count, void* stream,
+                     QuantizeArguments arguments) {
   const bool adds = prologue == SLIDESPARSE_ADD_RMS_NORM;
   const bool norm = adds || prologue == SLIDESPARSE_RMS_NORM;
   if (!Is16Bit(type) || prologue < 0 || prologue > SLIDESPARSE_SILU_MUL ||
@@ -149,7 +184,6 @@ const char* Quantize(const Plan& plan, std::int64_t m, const void* x, std::int32
         "1 and 2, prologues 0 to 3, norms have a gain, norms of sums all three, the others none",
         type, prologue, gain, residual, total);
   }
-  QuantizeArguments arguments = plan.quantize;
   arguments.x = x;
   arguments.stride = stride;
   arguments.eps = static_cast<float>(eps);
@@ -287,7 +321,7 @@ const char* slidesparse_hopper_quantize(const SlidesparseHopperPlan* plan, std::
                                         const void* residual, std::int64_t residual_stride,
                                         void* total, void* q, void* scale_x, void* stream) {
   return Quantize(*plan, m, x, type, stride, prologue, eps, gain, residual, residual_stride, total,
-                  q, scale_x, nullptr, 0, stream);
+                  q, scale_x, nullptr, 0, stream, plan->quantize);
 }
 
 const char* slidesparse_hopper_product(const SlidesparseHopperPlan* plan, std::int64_t m,
@@ -342,10 +376,54 @@ const char* slidesparse_hopper_linear(const SlidesparseHopperPlan* plan, std::in
   if (const char* error = FindGemm(*plan, m, tensors, weight_bytes, &gemm)) return error;
   if (const char* error =
           Quantize(*plan, m, x, type, stride, prologue, eps, gain, residual, residual_stride, total,
-                   q, scale_x, scratch, gemm->flags, stream)) {
+                   q, scale_x, scratch, gemm->flags, stream, plan->quantize)) {
     return error;
   }
   return LaunchGemm(*gemm, m, tensors, static_cast<cudaStream_t>(stream));
+}
+
+const char* slidesparse_hopper_grouped(const SlidesparseHopperPlan* plan, std::int64_t slots,
+                                       const void* x, std::int32_t type, std::int64_t stride,
+                                       std::int32_t silu_mul, const void* order, std::int32_t top_k,
+                                       const void* slot_scale, std::int32_t experts,
+                                       const void* offsets, const void* weights,
+                                       std::int64_t weight_bytes, const void* scale_w, void* out,
+                                       std::int32_t out_type, const char* configuration,
+                                       void* scratch, void* stream) {
+  if (slots == 0) return nullptr;
+  if (plan->tuned.empty()) return Fail("a plan without configurations only quantizes");
+  const GemmArguments& like = plan->tuned.front().gemms[0].arguments;
+  SlidesparseBlocks kind;
+  if (const char* error = FindKind(*plan, weight_bytes, &kind)) return error;
+  const Blocks blocks = kind == SLIDESPARSE_ALL_2_4 ? plan->blocks : Blocks::kMixed;
+  Configuration chosen = ChooseGrouped(slots, experts, like.strips);
+  if (configuration != nullptr) {
+    if (const char* error = ParseText(configuration, &chosen)) return error;
+  }
+  chosen.stream_k = chosen.grouped = true;
+  chosen.multicast = chosen.splits = 1;
+  if (const char* error = LoadGrouped(*plan, blocks)) return error;
+  Gemm gemm;
+  if (const char* error = FitLarger(chosen, plan->fp8, blocks, &gemm)) return error;
+  SetWeight(like.n, like.k_blocks * kBlockColumns, &gemm);
+  char* scale_x = static_cast<char*>(scratch);
+  char* q = scale_x + ScalesOf(slots);
+  QuantizeArguments arguments = plan->quantize;
+  arguments.offsets = static_cast<const std::int32_t*>(offsets);
+  arguments.order = static_cast<const std::int32_t*>(order);
+  arguments.slot_scale = static_cast<const float*>(slot_scale);
+  arguments.experts = experts;
+  arguments.top_k = top_k;
+  const int prologue = silu_mul != 0 ? SLIDESPARSE_SILU_MUL : SLIDESPARSE_NO_PROLOGUE;
+  if (const char* error = Quantize(*plan, slots, x, type, stride, prologue, 0.0, nullptr, nullptr,
+                                   0, nullptr, q, scale_x, nullptr, 0, stream, arguments)) {
+    return error;
+  }
+  const GemmTensors tensors = {
+      q,   plan->quantize.columns,       scale_x, weights, scale_w, nullptr, Float::kNone,
+      out, static_cast<Float>(out_type), nullptr};
+  return LaunchGrouped(gemm, slots, tensors, {arguments.offsets, experts, weight_bytes},
+                       static_cast<cudaStream_t>(stream));
 }
 
 }  // extern "C"

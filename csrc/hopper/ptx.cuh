@@ -294,6 +294,20 @@ __device__ __forceinline__ std::uint32_t Permute(std::uint32_t low, std::uint32_
 }
 
 // Loads and stores that are cached in L2 alone, as L1 is not coherent between SMs.
+__device__ __forceinline__ uint4 LoadGlobal128(const uint4* from) {
+  uint4 value;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(from)
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ std::int32_t LoadGlobal32(const std::int32_t* from) {
+  std::int32_t value;
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
 
 // A predicated load: if `condition` is false the words keep their values.
 __device__ __forceinline__ void LoadGlobal128If(bool condition, const uint4* from, std::uint32_t& x,

@@ -191,10 +191,19 @@ __global__ void __launch_bounds__(kMaxQuantizeThreads)
   // Zero or less if this CTA has no columns.
   const int vectors = (padded + kVectorCodes - 1) / kVectorCodes;
   const int held = kVectors * blockDim.x;
-  const RowOf row(arguments, row_index);
   if (parts > 1) ClusterArriveRelaxed();
-  LaunchDependents();  // the GEMM loads weights meanwhile, and waits for the codes itself
+  const bool grouped = !RowOf::kIsNorm && arguments.offsets != nullptr;
+  // The GEMM loads weights meanwhile, and waits for the codes itself.  Offsets, which say whose
+  // weights, may come from the preceding kernel.
+  if (!grouped) LaunchDependents();
   WaitForPredecessors();
+  if (grouped) LaunchDependents();
+  std::int64_t source = row_index;
+  if (grouped) {
+    if (row_index >= LoadGlobal32(arguments.offsets + arguments.experts)) return;
+    if (arguments.top_k > 0) source = LoadGlobal32(arguments.order + row_index) / arguments.top_k;
+  }
+  const RowOf row(arguments, source);
   if (blockIdx.x == 0) {
     for (int i = threadIdx.x; i < arguments.flag_count; i += blockDim.x) {
       arguments.flags[i * kFlagWords] = 0;
@@ -259,7 +268,13 @@ __global__ void __launch_bounds__(kMaxQuantizeThreads)
   const int stores = min(arguments.part_codes, arguments.columns - first) / kStoreCodes;
   uint4* const out = reinterpret_cast<uint4*>(arguments.q + row_index * arguments.columns + first);
   for (int i = threadIdx.x; i < stores; i += blockDim.x) out[i] = LiftWords(arguments, codes, i);
-  if (part == 0 && threadIdx.x == 0) arguments.scale[row_index] = scale.scale;
+  if (part == 0 && threadIdx.x == 0) {
+    float made = scale.scale;
+    if (grouped && arguments.slot_scale != nullptr) {
+      made = __fmul_rn(made, arguments.slot_scale[LoadGlobal32(arguments.order + row_index)]);
+    }
+    arguments.scale[row_index] = made;
+  }
 }
 
 using QuantizeKernel = void (*)(QuantizeArguments);

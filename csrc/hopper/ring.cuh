@@ -84,8 +84,13 @@ struct CtaTiles {
 
 // The tile scheduler: a CTA's position in its tiles, first the whole ones, then its shared part.
 struct TileScheduler {
+  using Tiles = CtaTiles;
   int visited, tile, k_block;
   int strip, token;  // of the tile's first output, in the multicast group's first CTA
+
+  static __device__ __forceinline__ const std::uint8_t* Weight(const GemmArguments& arguments) {
+    return arguments.weight;
+  }
 
   // Tiles are rasterized in groups of `group_m_tiles` token tiles; within a group tokens vary
   // fastest, so that consecutive tiles use the same blocks of the weight while L2 holds them.
@@ -138,8 +143,9 @@ struct PipelineState {
 // Fills the ring.  The whole warp runs this and an elected lane issues the copies, so that the
 // compiler sees warp-uniform values, keeps them in uniform registers, and needs no loop over the
 // active lanes around a copy.
-template <int kStrips, int kTokens, Blocks kBlocks>
+template <int kStrips, int kTokens, Blocks kBlocks, class Scheduler = TileScheduler>
 class TmaProducer {
+  using Tiles = typename Scheduler::Tiles;
   using S = TileShape<kStrips, kTokens>;
   static constexpr bool kMixed = kBlocks == Blocks::kMixed;
   static constexpr int kStageBytes = S::StageBytes(kBlocks);
@@ -147,8 +153,8 @@ class TmaProducer {
 
  public:
   __device__ TmaProducer(const GemmArguments& arguments, const MulticastGroup& group,
-                         const TileScheduler& begin, const CtaTiles& tiles, int count,
-                         std::uint32_t ring, std::uint32_t full, std::uint32_t empty)
+                         const Scheduler& begin, const Tiles& tiles, int count, std::uint32_t ring,
+                         std::uint32_t full, std::uint32_t empty)
       : arguments_(arguments),
         group_(group),
         begin_(begin),
@@ -175,7 +181,7 @@ class TmaProducer {
   // other stages.  Returns only when no CTA of the group will arrive at this CTA's mbarriers any
   // more: an arrival at a CTA that has exited fails the launch.
   __device__ void Run() {
-    TileScheduler scheduler = begin_;
+    Scheduler scheduler = begin_;
     for (int i = 0; i < first_; ++i) {
       LoadTokens(scheduler, i);
       if (++scheduler.k_block == arguments_.k_blocks) {
@@ -207,9 +213,10 @@ class TmaProducer {
       const std::size_t block =
           static_cast<std::size_t>(strip) * arguments_.k_blocks + next_.k_block;
       if constexpr (kMixed) {
-        entries_[i] = __ldg(arguments_.table + block);
+        entries_[i] =
+            __ldg(reinterpret_cast<const std::uint32_t*>(next_.Weight(arguments_)) + block);
       } else {
-        weights_[i] = arguments_.weight + block * kBlockBytes;
+        weights_[i] = next_.Weight(arguments_) + block * kBlockBytes;
       }
     }
   }
@@ -223,7 +230,7 @@ class TmaProducer {
       for (int i = 0; i < kStrips; ++i) {
         // The shuffle tells the compiler that the value is warp-uniform.
         const std::uint32_t entry = __shfl_sync(0xFFFFFFFF, entries_[i], 0);
-        weights_[i] = arguments_.weight + static_cast<std::size_t>(entry / 2) * kTableUnit;
+        weights_[i] = next_.Weight(arguments_) + static_cast<std::size_t>(entry / 2) * kTableUnit;
         dense |= (entry & 1) << i;
         bytes += (entry & 1) * (kDenseBytes - kPackedBytes);
       }
@@ -238,7 +245,7 @@ class TmaProducer {
     }
   }
 
-  __device__ __forceinline__ void LoadTokens(const TileScheduler& at, int stage) {
+  __device__ __forceinline__ void LoadTokens(const Scheduler& at, int stage) {
     const std::uint32_t barrier = full_ + 8 * stage;
     const std::uint32_t to = ring_ + stage * kStageBytes;
     const int column = at.k_block * kBlockColumns;
@@ -267,11 +274,11 @@ class TmaProducer {
 
   const GemmArguments& arguments_;
   const MulticastGroup& group_;
-  const TileScheduler begin_;
-  TileScheduler next_;
+  const Scheduler begin_;
+  Scheduler next_;
   const std::uint8_t* weights_[kStrips];  // the blocks at `next_`
   std::uint32_t entries_[kStrips];        // the table's entries at `next_`, if mixed
-  CtaTiles tiles_;
+  Tiles tiles_;
   int first_, count_;  // stages: that Begin fills, and all
   std::uint32_t ring_, full_, empty_, dense_;
 };

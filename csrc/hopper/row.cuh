@@ -39,6 +39,11 @@ struct QuantizeArguments {
   int part;         // padded columns of one part
   int part_codes;   // columns of q that these become
   int flag_count;   // kFlagWords each
+  // Experts only: rows are those of `offsets` [experts + 1].  Row i is that of slot order[i]: a
+  // gathering quantizer reads row order[i] / top_k of x; scales are multiplied by slot_scale [m].
+  const std::int32_t *offsets, *order;
+  const float* slot_scale;
+  int experts, top_k;  // top_k 0: x's rows are in order
 };
 
 // Eight consecutive columns of a row, as they are in memory.

@@ -58,10 +58,12 @@ struct StreamKScales {
   RowScales rows;
   TokenScales<kTokens> tokens;
 
-  __device__ __forceinline__ void Load(const GemmArguments& arguments, const Segment& segment) {
+  __device__ __forceinline__ void Load(const GemmArguments& arguments, const Segment& segment,
+                                       int expert = 0) {
     const int thread = threadIdx.x % 128;
-    rows.Load(arguments, (segment.strip + threadIdx.x / 128) * kStripRows + thread / 32 * 16 +
-                             thread % 32 / 4);
+    rows.Load(arguments,
+              (segment.strip + threadIdx.x / 128) * kStripRows + thread / 32 * 16 + thread % 32 / 4,
+              expert);
     tokens.Load(arguments, segment.token);
   }
 };
@@ -73,17 +75,18 @@ __device__ __forceinline__ void WaitForBuffers(int barrier) {
   NamedBarrier(barrier, 128);
 }
 
-// The epilogue of a warpgroup's strip.  Outputs go through staging memory, from which TMA stores
-// them while the next tokens are staged or the next tile is multiplied.
-template <class Type, int kStrips, int kTokens>
+// The epilogue of a warpgroup's strip, for the first `tokens` of the tile.  Outputs go through
+// staging memory, from which TMA stores them while the next tokens are staged or the next tile is
+// multiplied. kClip: rows beyond `tokens` are another expert's, so that TMA stores whole boxes
+// alone.
+template <class Type, int kStrips, int kTokens, bool kClip = false>
 __device__ __forceinline__ void StoreStrip(const GemmArguments& arguments, const Segment& segment,
-                                           std::uint32_t staging,
+                                           int tokens, std::uint32_t staging,
                                            const StreamKScales<kTokens>& scales,
                                            const std::uint32_t (&sums)[kTokens / 2]) {
   using S = StreamKShape<kStrips, kTokens>;
   const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
   const int warp = thread / 32, lane = thread % 32;
-  const int tokens = min(kTokens, arguments.m - segment.token);
   const std::uint32_t outputs = staging + warpgroup * S::kBuffers * S::kOutputBytes;
   const int barrier = 2 + warpgroup;
   const std::uint32_t to = outputs + lane % 8 * 128 + ((warp * 2 + lane / 8 % 2) ^ (lane % 8)) * 16;
@@ -116,7 +119,7 @@ __device__ __forceinline__ void StoreStrip(const GemmArguments& arguments, const
     if (S::kBuffers > 1 && leader) TmaStoreWaitRead();  // so the next buffer is free
     __syncwarp();
     NamedBarrier(barrier, 128);
-    if (arguments.vector_stores) {
+    if (arguments.vector_stores && (!kClip || first + S::kStagedTokens <= tokens)) {
       if (leader && row < arguments.n) {
         TmaStore(&arguments.out, row, segment.token + first, outputs + buffer,
                  arguments.output_policy);
@@ -273,7 +276,7 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
       if (!owned) {
         StorePartial<kStrips, kTokens>(arguments, tokens, sums);
       } else {
-        StoreStrip<Type, kStrips, kTokens>(arguments, segment, staging, scales, sums);
+        StoreStrip<Type, kStrips, kTokens>(arguments, segment, tokens, staging, scales, sums);
       }
       remaining -= count;
       // Read from shared memory, because `tiles` would take registers during the main loop.

@@ -198,7 +198,7 @@ def torch_folder() -> Path:
     """Return the folder of the installed torch without importing it.  Raises ToolchainError."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
-        raise ToolchainError("building the operators needs torch", "install torch first")
+        raise ToolchainError("it is built against torch", "install torch first")
     return Path(spec.origin).parent
 
 

@@ -58,7 +58,7 @@ from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
 # Adam's peak learning rate, relative to the root mean square of a tensor.  In a prototype's trials of a minute,
 # with steps of 32768 tokens on an H100, 0.005 was better than 0.002 for SmolLM2-135M at 2:4, but 0.007 worsened
 # Qwen2.5-Coder-0.5B at 6:8.
-RATE = 0.002
+RATE = 0.003
 EPSILON = 1e-10  # Adam's epsilon
 PRODUCTS = {"cpu": torch.float32, "cuda": torch.bfloat16}  # dtype of weights and activations
 STEP_TOKENS = {"cpu": 2048, "cuda": 32768}  # of all processes together

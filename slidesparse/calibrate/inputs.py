@@ -124,6 +124,11 @@ class Hessian:
         self._mirrored = False
         self.tokens += len(rows)
 
+    def merge(self, other: Hessian) -> None:
+        """Add the tokens of another."""
+        self._sum += other.matrix
+        self._mirrored, self.tokens = self._mirrored and other._mirrored, self.tokens + other.tokens
+
     @property
     def matrix(self) -> Tensor:
         """H as a full symmetric matrix."""

@@ -20,6 +20,7 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
 from slidesparse.calibrate.finetune import InputRounder
+from slidesparse.calibrate.graphs import recordings
 from slidesparse.calibrate.inputs import free_bytes, gather_statistics
 from slidesparse.calibrate.model import Block, Ends, Model, fast_products
 from slidesparse.calibrate.pipeline import (
@@ -62,6 +63,7 @@ def layer_groups(task: Task) -> list[LayerGroup]:
 
 
 @torch.inference_mode()
+@recordings()
 def layer_losses(
     task: Task,
     patterns: Sequence[SlidePattern],

@@ -144,6 +144,10 @@ class Model:
         """Return the checkpoint's names of the linear layers of a block, group by group."""
         return [self.full_name(number, name) for group in self.groups(number) for name in group]
 
+    def layers(self, number: int) -> list[str]:
+        """Return the checkpoint's names of all layers of a block that may be pruned, routed experts included."""
+        return [*self.linears(number), *self.skeleton.experts(number)]
+
     def fused(self, number: int) -> list[tuple[str, ...]]:
         """Return the checkpoint's names of a block's linear layers, those that vLLM may fuse into one together.
 

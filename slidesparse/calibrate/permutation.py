@@ -23,10 +23,12 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
 from slidesparse.calibrate.changes import ChangedReader
+from slidesparse.calibrate.graphs import recorded
 from slidesparse.calibrate.roles import COLUMNS, ROWS, Pair, permutations
 from slidesparse.checkpoint.storage import Reader
 
 ROUNDS = 64  # of swaps; three times as many reduce the cost by a tenth more
+PASSES = 12  # of a round: each swaps the blocks that are each other's best partners
 SAMPLED_OUTPUTS = 1024  # evenly spaced rows of a layer from which costs are estimated
 MIN_GAIN = 1e-6  # relative to the cost of a block; smaller gains are rounding errors
 
@@ -69,14 +71,27 @@ def arrange_columns(scores: Tensor, length: int, region: int) -> Tensor:
     count = -(-columns // length)
     # Padding of the last block has cost zero, so that it counts as pruned
     by_column = F.pad(scores, (0, count * length - columns)).t().contiguous()
+    generator = torch.Generator().manual_seed(0)
+    slots = torch.randint(length, (ROUNDS, count), generator=generator).to(device)
+    order = recorded(_swapped, by_column, slots, length, region, columns)
+    return order[order < columns]
+
+
+def _swapped(by_column: Tensor, slots: Tensor, length: int, region: int, columns: int) -> Tensor:
+    """Return the order of `arrange_columns`, after a round for each row of ``slots`` [rounds, blocks].
+
+    Args:
+        by_column: [blocks * length, N], scores of all columns.
+        slots: the place in each block whose column may be swapped.
+    """
+    count, device = slots.shape[1], slots.device
     places = torch.arange(count * length, device=device).view(count, length)
     regions = torch.where(places < columns, places // region, -1).flatten()
     totals, blocks = by_column.sum(1), torch.arange(count, device=device)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(ROUNDS):
-        slots = torch.randint(length, (count,), generator=generator).to(device)
-        removed = places[blocks, slots]
-        remaining = places[(torch.arange(length, device=device) != slots[:, None])].view(count, length - 1)
+    others = torch.arange(length - 1, device=device)
+    for slot in slots[:, :, None]:
+        removed = places.gather(1, slot).squeeze(1)
+        remaining = places.gather(1, others + (others >= slot))
         least = by_column[remaining[:, 0]]
         second = torch.full_like(least, torch.inf)
         for other in (by_column[remaining[:, i]] for i in range(1, length - 1)):
@@ -89,18 +104,13 @@ def arrange_columns(scores: Tensor, length: int, region: int) -> Tensor:
         gains = own[:, None] + own - costs - costs.t()
         allowed = (own_regions[:, None] == own_regions) & (own_regions >= 0)
         gains = gains.masked_fill(~allowed, 0.0).fill_diagonal_(0.0)
-        while True:
+        for _ in range(PASSES):
             gain, partner = gains.max(1)
-            paired = (gain > MIN_GAIN * own) & (partner[partner] == blocks) & (blocks < partner)
-            left = blocks[paired]
-            if not len(left):
-                break
-            right = partner[left]
-            places[left, slots[left]], places[right, slots[right]] = removed[right], removed[left]
-            swapped = torch.cat((left, right))
-            gains[swapped] = gains[:, swapped] = 0.0
-    order = places.flatten()
-    return order[order < columns]
+            paired = (gain > MIN_GAIN * own[torch.minimum(blocks, partner)]) & (partner[partner] == blocks)
+            removed = torch.where(paired, removed[partner], removed)
+            gains = gains.masked_fill(paired | paired[:, None], 0.0)
+        places = places.scatter(1, slot, removed[:, None])
+    return places.flatten()
 
 
 def ordered_reader(reader: Reader, finished: Reader) -> ChangedReader:

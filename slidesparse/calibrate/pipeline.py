@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -19,7 +20,9 @@ import torch
 from torch import Tensor
 
 from slidesparse.blocks import obeys
+from slidesparse.calibrate.experts import prune_experts, replace_experts
 from slidesparse.calibrate.finetune import Finetuned, finetune
+from slidesparse.calibrate.graphs import recordings
 from slidesparse.calibrate.inputs import Hessian, HiddenStates, Stream, gather_statistics, output_error
 from slidesparse.calibrate.model import Block
 from slidesparse.calibrate.permutation import find_order, may_permute
@@ -28,6 +31,7 @@ from slidesparse.calibrate.roles import find_roles, layer_orders
 from slidesparse.calibrate.sparsegpt import compensated_target, damping_for, factor, pruner
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.names import SCALE, WEIGHT
+from slidesparse.checkpoint.skeleton import Expert
 from slidesparse.checkpoint.storage import Reader
 from slidesparse.errors import CalibrationError
 from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
@@ -56,6 +60,13 @@ class BlockRun:
         """The names within the block of all its linear layers, in order of execution."""
         return [name for group in self.block.groups for name in group]
 
+    @cached_property
+    def experts(self) -> dict[str, Expert]:
+        """The checkpoint's names of the matrices of routed experts that are quantized, and their places."""
+        quantized = {*self.task.layers, *self.task.skipped}
+        places = self.task.model.skeleton.experts(self.number)
+        return {name: place for name, place in places.items() if name in quantized}
+
     def full_name(self, name: str) -> str:
         """Return the checkpoint's name of a linear layer of the block."""
         return self.task.model.full_name(self.number, name)
@@ -67,6 +78,7 @@ class BlockRun:
 
 
 @torch.inference_mode()
+@recordings()
 def calibrate(task: Task, reader: Reader, work: WorkFolder, progress: Progress) -> None:
     """Prune and quantize the layers of ``task``, and save each finished block in ``work``.
 
@@ -129,7 +141,7 @@ def run_blocks(task: Task, reader: Reader, streams: int, to_the_end: bool = Fals
 def _blocks_to_prune(task: Task) -> list[int]:
     """Return the numbers of the blocks with layers to prune."""
     model = task.model
-    return [n for n in range(model.blocks) if any(name in task.layers for name in model.linears(n))]
+    return [n for n in range(model.blocks) if any(name in task.layers for name in model.layers(n))]
 
 
 def block_counter(task: Task, phase: str, progress: Progress) -> Callable[[int], None]:
@@ -139,7 +151,7 @@ def block_counter(task: Task, phase: str, progress: Progress) -> Callable[[int],
 
     def finished(number: int) -> None:
         nonlocal done
-        done += sum(sizes.get(name, 0) for name in task.model.linears(number))
+        done += sum(sizes.get(name, 0) for name in task.model.layers(number))
         progress(phase, done, sum(sizes.values()))
 
     return finished
@@ -182,6 +194,8 @@ def _prune_block(run: BlockRun) -> tuple[dict[str, Tensor], list[dict[str, Any]]
                 # of the group, shared by its layers; without fine-tuning
                 "seconds": round((time.monotonic() - started) / len(weights), 3),
             }
+    of_experts, rows_of_experts = prune_experts(run, SWEEPS)
+    tensors |= of_experts
     if (trained := _finetune_block(run, run.dense, pruned)) is not None:
         for name, w in trained.weights.items():
             served = _quantize_layer(run, name, w, tensors)
@@ -189,7 +203,7 @@ def _prune_block(run: BlockRun) -> tuple[dict[str, Tensor], list[dict[str, Any]]
             rows[name]["error_finetuned"] = output_error(dense, served, hessians[name])
         for row in rows.values():
             row |= {"block_error": trained.error_before, "block_error_finetuned": trained.error_after}
-    return tensors, [*rows.values()]
+    return tensors, [*rows.values(), *rows_of_experts]
 
 
 def _find_order(
@@ -262,6 +276,12 @@ def quantize_skipped(run: BlockRun) -> None:
     for name in run.names:
         if run.full_name(name) in run.task.skipped:
             _quantize_layer(run, name, run.block.weights[name + WEIGHT], {})
+    dtype, served = NAMES[run.task.quant], {}
+    for name, place in run.experts.items():
+        if name in run.task.skipped:
+            w = place.of(run.block.weights[place.parameter])
+            served[name] = dequantize_rows(*quantize_rows(w, dtype, "cuda"))
+    replace_experts(run, served)
 
 
 def _quantize_layer(run: BlockRun, name: str, w: Tensor, tensors: dict[str, Tensor]) -> Tensor:
@@ -294,3 +314,9 @@ def restore_block(run: BlockRun, work: WorkFolder) -> None:
                 codes, scale = (reader.whole(full + suffix) for suffix in (WEIGHT, SCALE))
                 device = run.block.weights[name + WEIGHT].device
                 run.block.weights[name + WEIGHT] = dequantize_rows(codes.to(device), scale.to(device))
+        served = {
+            name: dequantize_rows(reader.whole(name + WEIGHT), reader.whole(name + SCALE))
+            for name in run.experts
+            if name + WEIGHT in finished.tensors
+        }
+        replace_experts(run, served)

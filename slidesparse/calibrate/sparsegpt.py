@@ -49,6 +49,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
+from slidesparse.calibrate.graphs import recorded
 from slidesparse.pattern import Pattern, SlidePattern
 
 DAMPING = 0.01  # relative to the mean of H's diagonal, to which it is added, as in SparseGPT and GPTQ
@@ -160,13 +161,19 @@ def sparsegpt(w: Tensor, upper: Tensor, pattern: SlidePattern, grid: Tensor | No
     if (length := pattern.length) is None:
         return out
     out = F.pad(out, (0, -w.shape[1] % length))
-    upper = _padded(upper, length)
-    corners = _blocks(upper, length)
+    arguments = out, _padded(upper, length), length
+    out = recorded(_prune_padded, *arguments) if grid is None else _prune_padded(*arguments, grid)
+    return out[:, : w.shape[1]].contiguous()
+
+
+def _prune_padded(out: Tensor, upper: Tensor, length: int, grid: Tensor | None = None) -> Tensor:
+    """Prune ``out`` [N, K] of whole blocks of ``length``, as `sparsegpt` does."""
+    out, corners = out.clone(), _blocks(upper, length)
     rules = _rules(corners.mT @ corners)
     step = max(1, BATCH_COLUMNS // length) * length
     for start in range(0, out.shape[1], step):
         stop = min(start + step, out.shape[1])
-        errors = out.new_zeros(len(w), stop - start)
+        errors = out.new_zeros(len(out), stop - start)
         for first in range(start, stop, length):
             last, corner = first + length, corners[first // length]
             block, error = out[:, first:last], errors[:, first - start : last - start]
@@ -176,7 +183,7 @@ def sparsegpt(w: Tensor, upper: Tensor, pattern: SlidePattern, grid: Tensor | No
             out[:, first:stop].addmm_(error, upper[first:last, first:stop], alpha=-1)
             block.masked_fill_(removed, 0.0) if rounded is None else block.copy_(rounded)
         out[:, stop:].addmm_(errors, upper[start:stop, stop:], alpha=-1)
-    return out[:, : w.shape[1]].contiguous()
+    return out
 
 
 def _round_block(block: Tensor, removed: Tensor, corner: Tensor, grid: Tensor, error: Tensor) -> Tensor:
@@ -222,26 +229,36 @@ def refine(
     out, start_from = (F.pad(x.to(pruned.dtype), (0, -w.shape[1] % length)) for x in (pruned, w))
     h = _padded(damped(hessian, damping), length)
     inverses = torch.linalg.inv(_blocks(h, length)).to(out.dtype)
-    rules, h = _rules(inverses), h.to(out.dtype)
-    step = max(1, BATCH_COLUMNS // length) * length
+    h = h.to(out.dtype)
     for _ in range(sweeps):
-        gradient = (out - start_from) @ h
-        for start in range(0, out.shape[1], step):
-            stop = min(start + step, out.shape[1])
-            before = out[:, start:stop].clone()
-            for first in range(start, stop, length):
-                last, inverse, rule = first + length, inverses[first // length], rules[first // length]
-                block = out[:, first:last]
-                best = torch.addmm(block, gradient[:, first:last], inverse, alpha=-1)
-                share, removed = choose_removed(best, rule)
-                if grid is None:
-                    best.addmm_(share, inverse, alpha=-1).masked_fill_(removed, 0.0)
-                else:
-                    best = _best_on_grid(block, best, removed, inverse, h[first:last, first:last], grid)
-                gradient[:, last:stop].addmm_(best - block, h[first:last, last:stop])
-                block.copy_(best)
-            gradient[:, stop:].addmm_(out[:, start:stop] - before, h[start:stop, stop:])
+        arguments = out, start_from, h, inverses
+        out = recorded(_sweep, *arguments) if grid is None else _sweep(*arguments, grid)
     return out[:, : w.shape[1]].contiguous()
+
+
+def _sweep(
+    out: Tensor, start_from: Tensor, h: Tensor, inverses: Tensor, grid: Tensor | None = None
+) -> Tensor:
+    """Optimize every block of ``out`` [N, K] once; ``inverses`` [blocks, L, L] are those of the blocks of ``h``."""
+    rules, length = _rules(inverses), inverses.shape[1]
+    step = max(1, BATCH_COLUMNS // length) * length
+    out, gradient = out.clone(), (out - start_from) @ h
+    for start in range(0, out.shape[1], step):
+        stop = min(start + step, out.shape[1])
+        before = out[:, start:stop].clone()
+        for first in range(start, stop, length):
+            last, inverse, rule = first + length, inverses[first // length], rules[first // length]
+            block = out[:, first:last]
+            best = torch.addmm(block, gradient[:, first:last], inverse, alpha=-1)
+            share, removed = choose_removed(best, rule)
+            if grid is None:
+                best.addmm_(share, inverse, alpha=-1).masked_fill_(removed, 0.0)
+            else:
+                best = _best_on_grid(block, best, removed, inverse, h[first:last, first:last], grid)
+            gradient[:, last:stop].addmm_(best - block, h[first:last, last:stop])
+            block.copy_(best)
+        gradient[:, stop:].addmm_(out[:, start:stop] - before, h[start:stop, stop:])
+    return out
 
 
 def _best_on_grid(

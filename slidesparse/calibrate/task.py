@@ -14,7 +14,7 @@ from slidesparse.calibrate.model import Model
 from slidesparse.calibrate.resume import DIGEST, fingerprints
 from slidesparse.calibrate.samples import REFERENCE, SAMPLES, Samples, join, load_sources
 from slidesparse.checkpoint.bitnet import is_bitnet
-from slidesparse.checkpoint.names import WEIGHT
+from slidesparse.checkpoint.names import WEIGHT, is_expert
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 from slidesparse.pattern import Pattern
 
@@ -114,12 +114,12 @@ class Task:
 
     @property
     def epochs(self) -> int:
-        """The epochs of fine-tuning: 0 for ternary weights."""
-        return 0 if self.ternary else self.calibration.epochs
+        """The epochs of fine-tuning: 0 for ternary weights, and where distillation trains all blocks afterwards."""
+        return 0 if self.ternary or self.texts else self.calibration.epochs
 
     def patterns(self, number: int) -> dict[str, str]:
         """Return the patterns of the layers of a block that are pruned, by name."""
-        names = (name for name in self.model.linears(number) if name in self.layers)
+        names = (name for name in self.model.layers(number) if name in self.layers)
         return {name: self.layers[name].ratio for name in names}
 
     def disk_bytes(self) -> int:
@@ -163,7 +163,12 @@ def prepare(
     Raises CalibrationError for a model that cannot be run or does not run one of the ``layers``, and the errors of
     `slidesparse.calibrate.samples.load_sources`.
     """
-    linears = {name for number in range(model.blocks) for name in model.linears(number)}
+    linears = {name for number in range(model.blocks) for name in model.layers(number)}
+    if calibration.distill and any(map(is_expert, layers)):
+        raise CalibrationError(
+            "--distill does not train routed experts: leave it out, or leave them unpruned: --layer "
+            "'\\.experts\\.=dense'"
+        )
     for name in layers:
         if name not in linears:
             raise CalibrationError(

@@ -48,7 +48,7 @@ class CheckpointReport:
     pattern: str | None
     layout: str | None  # also a format of compressed-tensors, as in `sparsity_of`
     layers: tuple[LayerReport, ...]
-    experts: Mapping[str, int]  # dtype -> number of routed experts' matrices, which are never pruned
+    experts: Mapping[str, int]  # dtype -> number of routed experts' matrices
     unread: int  # number of matrices in another tool's format, such as 4-bit ones
 
     @property

@@ -11,6 +11,7 @@ This file needs the standard library only.
       "layers": {                            # the pruned layers, by checkpoint name without ".weight"
         "model.layers.0.mlp.down_proj": {"pattern": "6:8", "in_features": 4864}
       },
+      "experts": ["6:8"],                    # the patterns of pruned routed experts, if any: their weights tell which
       "tool": "slidesparse 0.1.0"
     }
 
@@ -77,6 +78,7 @@ class Metadata:
     layout: str
     layers: Mapping[str, LayerEntry] = field(default_factory=dict)
     tool: str = ""
+    experts: tuple[Pattern, ...] = ()
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -97,11 +99,13 @@ class Metadata:
             name: {"pattern": entry.pattern.ratio, "in_features": entry.in_features}
             for name, entry in sorted(self.layers.items())
         }
+        experts = {"experts": [pattern.ratio for pattern in self.experts]} if self.experts else {}
         return {
             "version": VERSION,
             "pattern": self.pattern.ratio,
             "layout": self.layout,
             "layers": layers,
+            **experts,
             "tool": self.tool,
         }
 
@@ -129,7 +133,9 @@ class Metadata:
                 }
             with _at("tool"):
                 tool = _of(str, fields.get("tool", ""))
-            return cls(pattern, layout, layers, tool)
+            with _at("experts"):
+                experts = tuple(map(_pattern, _of(list, fields.get("experts", []))))
+            return cls(pattern, layout, layers, tool, experts)
 
     @classmethod
     def of_config(cls, quantization_config: Mapping[str, Any] | None) -> Metadata | None:
@@ -158,7 +164,7 @@ def _at(place: str) -> Iterator[None]:
 
 def _of(kind: type[T], value: object) -> T:
     if not isinstance(value, kind):
-        expected = "an object" if kind is dict else "a text"
+        expected = "an object" if kind is dict else "a list" if kind is list else "a text"
         raise MetadataError(f"must be {expected}, found {shown(value)}; convert the checkpoint again")
     return value
 

@@ -1,6 +1,6 @@
 """Names of tensors and layers in checkpoints, and of layers in vLLM.
 
-Routed experts run on vLLM's own kernels, which gain nothing from the pattern, so they are never pruned.
+vLLM stacks the matrices of a layer's routed experts, which therefore all have one pattern and type.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from slidesparse.checkpoint.storage import MODULES, CheckpointError, is_embeddin
 from slidesparse.errors import shown
 
 # The matrix of one routed expert, and a tensor that holds several experts of a layer
-_EXPERT = re.compile(r"\A(.*\bexperts)\.\d+\.\w+\Z")
+EXPERT = re.compile(r"\A(.*\bexperts)\.(\d+)\.\w+\Z")
 _JOINED = re.compile(r"\A(.*\b(?:experts|\w*moe\w*))\.[\w.]+\Z")
 
 HEAD = re.compile(r"(^|\.)lm_head\Z")
@@ -36,14 +36,14 @@ CAUSAL, MULTIMODAL = "ForCausalLM", "ForConditionalGeneration"  # ends of the na
 
 def is_expert(layer: str) -> bool:
     """Return whether a layer is the matrix of one routed expert."""
-    return _EXPERT.match(layer) is not None
+    return EXPERT.match(layer) is not None
 
 
 def experts(tensors: Iterable[str]) -> dict[str, list[str]]:
     """Return the routed experts' matrices among tensor names, without ``.weight``, grouped by their layer."""
     matrices: dict[str, list[str]] = {}
     for name in tensors:
-        match = _EXPERT.match(name.removesuffix(WEIGHT)) if name.endswith(WEIGHT) else None
+        match = EXPERT.match(name.removesuffix(WEIGHT)) if name.endswith(WEIGHT) else None
         if match:
             matrices.setdefault(match[1], []).append(match[0])
     return matrices
@@ -141,7 +141,7 @@ def serving_names(layer: str) -> list[str]:
     encoders ``attention.output``, like the layer after it.  The routed experts of a layer, which vLLM fuses and
     renames, are covered by one regex.
     """
-    match = _EXPERT.match(layer)
+    match = EXPERT.match(layer)
     if match:
         return [inside(match[1])]
     names = [layer]

@@ -13,14 +13,15 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from slidesparse.checkpoint.names import BIAS, WEIGHT, architecture_of
+from slidesparse.checkpoint.names import BIAS, EXPERT, WEIGHT, architecture_of, joined_experts
 from slidesparse.checkpoint.storage import (
     CONFIG,
     FLOATS,
@@ -28,12 +29,32 @@ from slidesparse.checkpoint.storage import (
     TEXT_CONFIG,
     Checkpoint,
     CheckpointError,
+    StoredTensor,
+    TensorSpec,
     is_embedding_model,
 )
 from slidesparse.errors import shown
 
+# transformers' parameters that join the matrices of experts, and vLLM's names of these
+JOINED_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 TIED = "tie_word_embeddings"  # key of config.json: whether the output head is the embedding
 MAX_LAYERS = 1024  # blocks and other counts of modules, which take time to make; 126 in Llama 3.1 405B
+
+
+class Expert(NamedTuple):
+    """The place of an expert's matrix, which is stored as a tensor, in a parameter of a block, [experts, N, K].
+
+    Of the ``parts`` equal parts of its rows, such as gate and up, the matrix is the one of index ``part``.
+    """
+
+    parameter: str
+    number: int
+    part: int
+    parts: int
+
+    def of(self, joined: Tensor) -> Tensor:
+        """Return the matrix as a view of the parameter."""
+        return joined[self.number].chunk(self.parts)[self.part]
 
 
 class Skeleton:
@@ -48,7 +69,7 @@ class Skeleton:
         with _quiet():
             self.config = _read_config(checkpoint)
             self.model: Any = _build(checkpoint, self.config)
-            self._targets = _rename(self.model, checkpoint.tensors)
+            self._targets, self._sources = _rename(self.model, checkpoint.tensors)
         self.text_config = self.config.get_text_config()
         self.list_path, self.blocks = self._find_blocks()
 
@@ -93,6 +114,60 @@ class Skeleton:
     def layers(self) -> list[str]:
         """The checkpoint's names of the linear layers of all blocks."""
         return [self.layer(i, name) for i in range(len(self.blocks)) for name in self.linears(i)]
+
+    def experts(self, number: int) -> dict[str, Expert]:
+        """Return the checkpoint's names of the matrices of a block's routed experts that transformers joins."""
+        prefix, found = self.prefix(number), dict[str, Expert]()
+        for of_tensor in self.joined.values():
+            found |= {name: place for name, (block, place) in of_tensor.items() if block == number}
+        for name, target in self.tensors(prefix).items():
+            match, layer = EXPERT.match(name.removesuffix(WEIGHT)), name.removesuffix(WEIGHT)
+            if match and layer != name and self.converted(name):
+                part, parts = self._sources[name]
+                joined = self.model.get_parameter(target)
+                rows, columns = self.checkpoint.tensors[name].spec.shape
+                if tuple(joined.shape[1:]) == (parts * rows, columns):
+                    found[layer] = Expert(target.removeprefix(prefix), int(match[2]), part, parts)
+        return found
+
+    @cached_property
+    def joined(self) -> dict[str, dict[str, tuple[int, Expert]]]:
+        """The tensors that hold all experts of a layer as [experts, N, K]: those names that each expert's has alone.
+
+        Each name comes with the number of the block and the place in it.
+        """
+        joined: dict[str, dict[str, tuple[int, Expert]]] = {}
+        for number, block in enumerate(self.blocks):
+            for path, module in block.named_modules():
+                if not getattr(module, "has_gate", False) or module.has_bias:
+                    continue
+                if module.is_transposed or not module.is_concatenated or module.has_post_expert_norm:
+                    continue
+                for name, parts in JOINED_PARTS.items():
+                    parameter = f"{path}.{name}"
+                    tensor = self.stored.get(self.prefix(number) + parameter, "")
+                    module_name = joined_experts(tensor)
+                    is_float = module_name and self.checkpoint.tensors[tensor].spec.dtype in FLOATS
+                    if is_float and tensor == f"{module_name}.{name}":
+                        joined[tensor] = {
+                            f"{module_name}.{expert}.{part}": (
+                                number,
+                                Expert(parameter, expert, i, len(parts)),
+                            )
+                            for expert in range(len(module.get_parameter(name)))
+                            for i, part in enumerate(parts)
+                        }
+        return joined
+
+    def with_single_experts(self) -> Checkpoint:
+        """Return the checkpoint with a tensor for each matrix of the experts that are `joined`, which it keeps."""
+        tensors = dict(self.checkpoint.tensors)
+        for tensor, names in self.joined.items():
+            (_, dtype, shape), file, start, _ = tensors[tensor]
+            for i, (layer, (_, place)) in enumerate(names.items()):  # in the order of their bytes
+                spec = TensorSpec(layer + WEIGHT, dtype, (shape[1] // place.parts, shape[2]))
+                tensors[spec.name] = StoredTensor(spec, file, start + i * spec.nbytes)
+        return replace(self.checkpoint, tensors=tensors)
 
     def _missing(self) -> list[str]:
         """Return the parameters that the checkpoint lacks: of blocks and, if the model predicts tokens, of its decoder.
@@ -339,8 +414,13 @@ def _build(checkpoint: Checkpoint, config: Any) -> nn.Module:
     return built
 
 
-def _rename(model: Any, tensors: Mapping[str, Any]) -> dict[str, tuple[str, bool]]:
-    """Return the parameter of each tensor by transformers' mapping, and whether its values are converted."""
+def _rename(
+    model: Any, tensors: Mapping[str, Any]
+) -> tuple[dict[str, tuple[str, bool]], dict[str, tuple[int, int]]]:
+    """Return the parameter of each tensor by transformers' mapping, and whether its values are converted.
+
+    For those, also return which of how many kinds of tensors that are joined in the parameter it is.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -349,9 +429,16 @@ def _rename(model: Any, tensors: Mapping[str, Any]) -> dict[str, tuple[str, bool
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     parameters: dict[str, Tensor] = model.state_dict()
     prefix: str = model.base_model_prefix
-    targets = {}
+    kinds = {
+        source: (part, len(converter.source_patterns))
+        for converter in converters
+        for part, source in enumerate(converter.source_patterns)
+    }
+    targets, sources = {}, {}
     for name in tensors:
         target, source = rename_source_key(name, renamings, converters, prefix, parameters)
         if target in parameters or source is not None:
             targets[name] = target, source is not None
-    return targets
+        if source is not None:
+            sources[name] = kinds[source]
+    return targets, sources

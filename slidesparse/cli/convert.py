@@ -246,6 +246,7 @@ def _warn(report: Report) -> None:
 
 def _summarize(report: Report, dry_run: bool) -> None:
     from slidesparse.calibrate.pipeline import METHOD
+    from slidesparse.checkpoint.names import is_expert
 
     plan = report.plan
     if report.budget:
@@ -258,6 +259,10 @@ def _summarize(report: Report, dry_run: bool) -> None:
         others = Counter(p.ratio for p in plan.patterns.values() if p != plan.pattern)
         for pattern, count in others.items():
             show("", f"{count} of them at {pattern}")
+        if experts := sum(map(is_expert, plan.patterns)):
+            few = sum(row.get("pooled", False) for row in report.layers)
+            by = f"; {few} of these by all tokens of their layer, as few were routed to them" if few else ""
+            show("", f"{experts} of them matrices of routed experts{by}")
     for title, text in {
         "source": plan.rewritten,
         "method": report.samples and f"{METHOD}, calibrated with {report.samples}",

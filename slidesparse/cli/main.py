@@ -84,7 +84,7 @@ def _show_layers(report: CheckpointReport) -> None:
         if layer.first_violation:
             out.print(escape(layer.first_violation), style="red")
     for dtype, count in report.experts.items():
-        out.print(f"{count} weights of routed experts in {dtype}, which are not pruned")
+        out.print(f"{count} weights of routed experts in {dtype}")
     if report.unread:
         out.print(f"weights in another tool's format, which are not read: {report.unread}")
     total = sum(layer.bytes for layer in report.layers)

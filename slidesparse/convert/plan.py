@@ -45,10 +45,10 @@ BY_IGNORE, BY_SOURCE, NOT_LINEAR = (
 )
 UNSERVED = "vLLM does not quantize it"
 SPLIT = "stored as one matrix of several layers"
-JOINED = "routed experts in one tensor, which vLLM serves unquantized"
+JOINED = "routed experts in one tensor of another form, which vLLM serves unquantized"
 # Reasons for quantizing a linear layer without pruning it
 BY_LAYER, BY_BUDGET = "--layer", "by the budget"
-ROUTED = "routed experts, which vLLM serves dense"
+ROUTED = "routed experts, which budgets leave unpruned"
 QUANTIZED = "quantized in the source, but not a linear layer of a transformer block"
 
 
@@ -141,14 +141,14 @@ class Planner:
     """
 
     def __init__(self, checkpoint: Checkpoint, options: ConvertOptions, source: Source | None = None) -> None:
-        self.checkpoint, self.options, self.served = checkpoint, options, Served()
+        self.options, self.served, self.skeleton = options, Served(), Skeleton(checkpoint)
+        self.checkpoint = checkpoint = self.skeleton.with_single_experts()
         self.routed = naming.experts(checkpoint.tensors)
         self.source = source or source_of(checkpoint, options.quant, bool(self.routed))
         if isinstance(self.source, Converted):
             _require_layout_alone(self.source.metadata, options)
         elif options.calibration:
             self.source.require_calibration()
-        self.skeleton = Skeleton(checkpoint)
         pruned = self.source.metadata.layers if self.source.metadata else {}
         self.skeleton.require_tensors(
             {name: entry.in_features for name, entry in pruned.items()}, self._is_quantized
@@ -157,6 +157,11 @@ class Planner:
     def _is_quantized(self, layer: str, dtype: str) -> bool:
         """Return whether config.json quantizes a linear layer whose weight has a dtype."""
         return is_bitnet(self.checkpoint.config) or bool(self.source.quantization.scheme(layer, dtype))
+
+    @property
+    def experts(self) -> list[str]:
+        """The matrices of routed experts, each stored as a tensor."""
+        return [name for names in self.routed.values() for name in names]
 
     @cached_property
     def model(self) -> Model:
@@ -178,22 +183,28 @@ class Planner:
             patterns = {name: entry.pattern for name, entry in source.metadata.layers.items()}
         else:
             patterns, kept, skipped = self._choose_patterns(by_budget)
-            unprunable = {
-                name: ROUTED for names in self.routed.values() for name in names if name not in kept
-            }
-            excluded = {*kept, *patterns, *unprunable, *source.heads}
-            unprunable |= dict.fromkeys(source.also_quantized(excluded), QUANTIZED)
+            excluded = {*kept, *patterns, *source.heads}
+            unprunable = dict.fromkeys(source.also_quantized(excluded), QUANTIZED)
             skipped |= unprunable
             patterns |= dict.fromkeys(unprunable)
         widths = {name: source.in_features(name) for name in patterns}
         if not source.metadata:
             kept |= self._other_matrices({*kept, *patterns, *source.heads})
-        entries = {name: LayerEntry(pattern, widths[name]) for name, pattern in patterns.items() if pattern}
+        experts = {*self.experts}
+        entries = {
+            name: LayerEntry(pattern, widths[name])
+            for name, pattern in patterns.items()
+            if pattern and name not in experts
+        }
+        of_experts = {pattern for name in experts if isinstance(pattern := patterns.get(name), SlidePattern)}
         metadata = Metadata(
             self._commonest(entries) if by_budget else options.pattern,
             options.layout,
             entries,
             f"slidesparse {slidesparse.__version__}",
+            source.metadata.experts
+            if source.metadata
+            else tuple(sorted(of_experts, key=lambda p: p.density)),
         )
         dropped = source.dropped(patterns)
         return ConversionPlan(
@@ -201,7 +212,7 @@ class Planner:
             options=options,
             pattern=metadata.pattern,
             quant=" and ".join(sorted({source.quant(name) for name in patterns})),
-            outputs=tuple(self._output(name, patterns, entries, dropped) for name in self.checkpoint.tensors),
+            outputs=tuple(self._output(name, patterns, entries, dropped) for name in self._written(kept)),
             kept=kept,
             skipped=skipped,
             config=self._config(source.config(patterns, self._ignored(kept)), metadata),
@@ -214,33 +225,40 @@ class Planner:
     ) -> tuple[dict[str, Pattern | None], dict[str, str], dict[str, str]]:
         """Return the pattern of each linear layer, None for those not pruned; and `kept` and `skipped` of the plan."""
         chosen, kept = self._choose_layers()
-        patterns: dict[str, Pattern | None] = dict.fromkeys(chosen, self.options.pattern)
-        skipped = {}
+        experts = [name for name in self.experts if name not in kept]
+        patterns: dict[str, Pattern | None] = dict.fromkeys([*chosen, *experts], self.options.pattern)
+        reasons: dict[str, str] = {}
         if by_budget is not None:
             patterns |= {name: by_budget[name] for name in chosen if name in by_budget}
+            reasons |= dict.fromkeys(by_budget, BY_BUDGET)
+        if self.options.budget:
+            patterns |= dict.fromkeys(experts)
+            reasons |= dict.fromkeys(experts, ROUTED)
+        groups = self._groups(chosen)
+        for names in self.routed.values():  # gate and up are one matrix in vLLM, down another
+            shapes = {name: self.checkpoint.require(name + WEIGHT).shape for name in names}
+            groups += (
+                tuple(n for n in names if shapes[n] == shape) for shape in dict.fromkeys(shapes.values())
+            )
         for regex, pattern in self.options.layer_patterns:
-            for name in naming.matched(chosen, self._groups(chosen), [regex], "--layer"):
+            for name in naming.matched([*patterns], groups, [regex], "--layer"):
                 patterns[name] = pattern if pattern.density < 1 else None
-        for name in (name for name in chosen if patterns[name] is None):
-            skipped[name] = BY_BUDGET if by_budget is not None and name in by_budget else BY_LAYER
+        skipped = {name: reasons.get(name, BY_LAYER) for name, pattern in patterns.items() if pattern is None}
         if not any(patterns.values()):
             raise CheckpointError("no linear layer is left to prune; leave fewer of them dense")
         return patterns, kept, skipped
 
     def _choose_layers(self) -> tuple[list[str], dict[str, str]]:
-        """Return the linear layers to quantize, and those to leave unchanged with the reasons.
-
-        Routed experts are included only if they are left unchanged.
-        """
+        """Return the linear layers to quantize, but for routed experts, and all to leave unchanged with the reasons."""
         candidates = self.skeleton.layers
         if not candidates:
             raise CheckpointError(
                 f"{type(self.skeleton.model).__name__} has no linear layers in its blocks that are stored as [N, K]; "
                 "such models cannot be converted"
             )
-        expert_groups = [tuple(experts) for experts in self.routed.values()]
-        layers = [*candidates, *(name for experts in expert_groups for name in experts)]
-        groups = [*self._groups(candidates), *expert_groups] if self.options.ignore else []
+        layers = [*candidates, *self.experts]
+        groups = self._groups(candidates) if self.options.ignore else []
+        groups += map(tuple, self.routed.values())
         ignored = naming.matched(layers, groups, self.options.ignore, BY_IGNORE)
         kept = {name: BY_IGNORE for name in layers if name in ignored}
         kept |= {name: UNSERVED for name in layers if name in self.served.unquantized}
@@ -253,7 +271,11 @@ class Planner:
             )
         kept = {name: BY_SOURCE for name in layers if self.source.is_float(name)} | kept
         for name, stored in self.checkpoint.tensors.items():
-            if len(stored.spec.shape) == 3 and naming.joined_experts(name):
+            if (
+                len(stored.spec.shape) == 3
+                and naming.joined_experts(name)
+                and name not in self.skeleton.joined
+            ):
                 if stored.spec.dtype not in FLOATS:
                     raise CheckpointError(
                         f"tensor {name} holds several routed experts in {stored.spec.dtype}, which vLLM cannot load; "
@@ -299,6 +321,15 @@ class Planner:
         return kept
 
     # The output
+
+    def _written(self, kept: Collection[str]) -> Iterator[str]:
+        """Yield the tensors to write something for: of joined experts, each one alone, unless they are kept."""
+        joined = self.skeleton.joined
+        single = {name for names in joined.values() for name in names}
+        for name in self.checkpoint.tensors:
+            layer = name.removesuffix(WEIGHT)
+            if layer not in kept if layer in single else joined.get(name, {}).keys() <= {*kept}:
+                yield name
 
     def _output(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, KEY
-from slidesparse.checkpoint.names import SCALE, WEIGHT
+from slidesparse.checkpoint.names import SCALE, WEIGHT, is_expert
 from slidesparse.checkpoint.storage import CheckpointError, TensorSpec
 from slidesparse.convert.plan import ConversionPlan, Planner, Served
 from slidesparse.serving import NotServedError, Skeletons
@@ -62,7 +62,7 @@ def _check(plan: ConversionPlan, skeletons: Skeletons) -> str:
             f"vLLM, which is installed here, would not serve the converted checkpoint: {error}"
         ) from None
     quantized = {name for layer in serving.layers if layer.quantized for name in layer.weights}
-    if lost := [name for name in plan.patterns if name not in quantized]:
+    if lost := [name for name in plan.patterns if name not in quantized and not is_expert(name)]:
         raise CheckpointError(
             f"vLLM, which is installed here, would not serve {lost[0]} quantized; leave such layers unchanged by "
             "--ignore"

@@ -348,5 +348,5 @@ def source_of(checkpoint: Checkpoint, quant: str | None, has_experts: bool) -> S
 
 def _is_unpruned(metadata: Metadata) -> bool:
     """Return whether metadata describe an ordinary W8A8 checkpoint, of which nothing is pruned yet."""
-    patterns = (metadata.pattern, *(entry.pattern for entry in metadata.layers.values()))
+    patterns = (metadata.pattern, *(entry.pattern for entry in metadata.layers.values()), *metadata.experts)
     return metadata.layout == "dense" and all(pattern.density == 1 for pattern in patterns)

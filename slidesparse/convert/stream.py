@@ -513,7 +513,7 @@ def _write_chunk(
     else:
         pruned = (lambda w: prune(w, pattern)) if pattern else (lambda w: w)
         weight, scale = plan.source.codes(reader, layer, rows, pruned)
-    if isinstance(pattern, SlidePattern) and plan.options.layout == "slided":
+    if isinstance(pattern, SlidePattern) and weight.shape[1] != output.specs[0].columns:
         weight = slide(weight, pattern, layer=layer)
     writer.write(output.specs[0].name, rows.start, weight)
     if len(output.specs) > 1 and scale is not None:

@@ -60,6 +60,15 @@ class Backend(Protocol):
         Raises PatternError for a weight that breaks the pattern.
         """
 
+    def pack_experts(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
+        """Pack the weights [E, N, K] of experts, each as `pack` does, into [E, ...].
+
+        Raises PatternError for a weight that breaks the pattern.
+        """
+
+    def refuses_experts(self, experts: int, pattern: SlidePattern | None, dtype: torch.dtype) -> str | None:
+        """Return why vLLM serves that many experts of a pattern, None if unpruned, as text for the log; or None."""
+
 
 class Tunable(Backend, Protocol):
     """A backend whose algorithms `slidesparse tune` and the benchmarks can search."""
@@ -101,6 +110,18 @@ class TwoStep(ABC):
     fuses = False
     threads = False
     coded: Mapping[int, int] = NOT_CODED
+
+    @abstractmethod
+    def pack(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
+        """See `Backend.pack`."""
+
+    def pack_experts(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
+        """See `Backend.pack_experts`."""
+        return torch.stack([self.pack(expert, pattern, phase) for expert in weight])
+
+    def refuses_experts(self, experts: int, pattern: SlidePattern | None, dtype: torch.dtype) -> str | None:
+        """See `Backend.refuses_experts`: only backends with grouped products run experts."""
+        return "which the backend does not run"
 
     @abstractmethod
     def scaled_matmul(self, tensors: Tensors) -> None:

@@ -35,6 +35,10 @@ class Reference(TwoStep):
         missing = -weight.shape[1] % self.alignment
         return torch.nn.functional.pad(weight.view(torch.int8), (0, missing)).view(weight.dtype)
 
+    def refuses_experts(self, experts: int, pattern: SlidePattern | None, dtype: torch.dtype) -> str | None:
+        """See `Backend.refuses_experts`."""
+        return None
+
     def scaled_matmul(self, tensors: Tensors) -> None:
         """See `TwoStep.scaled_matmul`."""
         q, packed, out, scale_w, scale_x, bias = tensors

@@ -19,16 +19,16 @@ from slidesparse.calibrate.samples import python_reference
 
 # with their columns but the model's, and the line of the baseline
 CELLS: dict[str, tuple[tuple[str, ...], int | None]] = {
-    "smollm2": (("bf16", "dense", "-", "-"), None),
-    "smollm2 --sparsity dense --calib own": (("int8", "dense", "calibrated", "0"), 0),
-    "smollm2 --sparsity dense": (("int8", "dense", "-", "0"), 0),
+    "smollm2": (("bf16", "dense", "-", "0", "-"), None),
+    "smollm2 --sparsity dense --calib own": (("int8", "dense", "calibrated", "0", "0"), 0),
+    "smollm2 --sparsity dense": (("int8", "dense", "-", "0", "0"), 0),
     "smollm2 --sparsity 2_8 --calib own --rotate off --seed 1": (
-        ("int8", "6:8", "sparsegpt rotate off", "1"),
+        ("int8", "6:8", "sparsegpt rotate off", "0", "1"),
         1,
     ),
-    "smollm2 --sparsity 6:8": (("int8", "6:8", "magnitude", "0"), 2),
-    "smollm2 --max-loss 3% --calib own --distill a/b.npy": (
-        ("int8", "max-loss 3%", "sparsegpt distill b.npy", "0"),
+    "smollm2 --sparsity 6:8": (("int8", "6:8", "magnitude", "0", "0"), 2),
+    "smollm2 --max-loss 3% --calib own --distill own --minutes 5": (
+        ("int8", "max-loss 3%", "distilled", "5", "0"),
         1,
     ),
 }
@@ -47,7 +47,7 @@ def test_cells_name_their_columns_and_baselines(cells: list[Cell]) -> None:
     closer = Cell.parse("smollm2 --sparsity dense --calib own --rotate off")
     assert find_baseline(cells[3], [*cells, closer]) == closer
     assert find_baseline(cells[5], [*cells, closer]) == cells[1]
-    assert len({cell.tag for cell in cells}) == 6
+    assert len(cells) == 6
     with pytest.raises(CellError, match="llama"):
         Cell.parse("llama --sparsity 6:8")
 
@@ -58,14 +58,15 @@ def test_finished_cells_are_not_measured_again(
     """Two cells at a time on each of two GPUs; a failure leaves the others, and is tried again."""
     calls, failing = list[tuple[str, str | None]](), ["magnitude"]
 
-    def measure(cell: Cell, texts: Texts, engine: Engine, folder: Path) -> dict[str, Any]:
+    def measure(cell: Cell, texts: Texts, engine: Engine, folder: Path, converted: Any) -> dict[str, Any]:
         calls.append((cell.columns["method"], engine.gpu))
+        converted()
         if cell.columns["method"] in failing:
             raise RuntimeError("out of memory")
         loss = np.log(1.1) * (2 if cell.columns["pattern"] != "dense" else bool(cell.options))
         return {
+            "line": cell.line,
             "zeros": 25.0,
-            "minutes": 1.0,
             "nll": {"own": [3.0 + loss, 2.0 + loss]},
             "humaneval": [True, False],
         }
@@ -91,8 +92,41 @@ def test_finished_cells_are_not_measured_again(
     assert own == ["", *["10.00"] * 5]  # of INT8 over BF16, and of the pruned ones over INT8
     assert {row["humaneval"] for row in rows if row["text"] == "humaneval"} == {"50.0"}
     assert rows[0]["perplexity"] == f"{np.exp(2.5):.3f}"
-    (found,) = compare(cells[4], cells[2], tmp_path / "results").values()
+    (found,) = compare(cells[4], cells[2], tmp_path).values()
     assert found == pytest.approx((10.0,) * 3)  # every window loses as much
+
+
+def test_no_conversion_runs_beside_a_distillation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "smollm2 --sparsity 6:8 --calib own --seed"
+    lines = [f"{words} {n}" + " --distill own --minutes 5" * (n % 5 > 2) for n in range(1, 16)]
+    order = [Cell.parse(line) for line in lines]
+    running: dict[str | None, list[Cell]] = {"0": [], "1": []}
+    found = set[bool]()
+
+    def measure(cell: Cell, texts: Texts, engine: Engine, folder: Path, converted: Any) -> dict[str, Any]:
+        running[engine.gpu].append(cell)
+        time.sleep(0.05)
+        beside = [*running[engine.gpu]]
+        found.add(len(beside) > 1 and any(each.distilled for each in beside))
+        running[engine.gpu].remove(cell)
+        converted()
+        return {"line": cell.line, "zeros": 25.0, "nll": {}}
+
+    monkeypatch.setattr(runner, "measure", measure)
+    assert run(order, Texts(tmp_path, None, None), ("0", "1"), 3, tmp_path / "table.csv", print) == []
+    assert found == {False}
+    assert runner.load(tmp_path).keys() == {*order}
+
+
+def test_a_seed_changes_the_order_of_own_text(tmp_path: Path) -> None:
+    ids = np.arange(40).reshape(20, 2)
+    np.save(tmp_path / "smollm2.own.npy", ids)
+    (tmp_path / "out").mkdir()
+    *words, own = Cell.parse("smollm2 --seed 1 --calib own").arguments(tmp_path, tmp_path / "out")
+    assert words == ["--calib"]
+    found = np.load(own)
+    assert not np.array_equal(found, ids)
+    assert np.array_equal(found[found[:, 0].argsort()], ids)
 
 
 def test_share_of_zeros_is_that_of_the_patterns(tmp_path: Path) -> None:

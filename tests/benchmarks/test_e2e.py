@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from fake_engine import Fake
-from models import QWEN, write_config
+from models import QWEN, Decoder, write_config, write_w8a8
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from benchmarks.cli import app
@@ -17,10 +19,12 @@ from benchmarks.e2e.run import RunError, check_log, read_figures
 from slidesparse.cli.main import app as product
 from slidesparse.resolve import SUMMARY
 
+WIDE = Decoder("Qwen2ForCausalLM", hidden=256, intermediate=512, head_dim=64)
+
 
 def one_run(folder: Path, stage: str = "prefill", system: str = "stock", m: int = 128) -> Run:
     model = find_model(write_config(folder / "m", "6:8"))
-    return runs(model, (stage,), {stage: (m,)}, (system,), None, 1, Workload(prompt=8))[0]
+    return runs([model], (stage,), {stage: (m,)}, (system,), None, 1, Workload(prompt=8))[0]
 
 
 def test_each_system_has_its_flags_and_no_others() -> None:
@@ -30,23 +34,26 @@ def test_each_system_has_its_flags_and_no_others() -> None:
     sparse = {"VLLM_PLUGINS": "other,slidesparse", "USE_CUSPARSELT": "1"}
     assert environment("sparse", users) == sparse
     assert environment("unfused", users) == {**sparse, "SLIDESPARSE_FUSE": "0"}
+    assert environment("dense", {}) == {"SLIDESPARSE": "auto"}
 
 
 def test_steps_have_m_tokens(tmp_path: Path) -> None:
     """Prefill is bounded by the token budget, decode by the number of sequences."""
     work = Workload()
-    small, large, decode = work.size("prefill", 512), work.size("prefill", 65536), work.size("decode", 512)
+    cells = [("prefill", 512), ("prefill", 65536), ("decode", 512)]
+    small, large, decode = (work.sizes(*cell)[0] for cell in cells)
     assert (small.prompt, small.prompts, small.batched, small.output) == (512, 128, 512, 1)
     assert (large.prompt, large.prompts, large.batched) == (1024, 128 * 64, 65536)
     assert large.sequences >= 2 * 64
     assert (decode.sequences, decode.prompts, decode.output, decode.batched) == (512, 512, 256, 512 * 16)
-    assert Workload(context=8192).size("decode", 32).batched == 16384
-    assert all(work.size("prefill", m).sequences <= m for m in (1, 64, 1024))  # else vLLM refuses
+    longer = Workload(contexts=(16, 8192)).sizes("decode", 32)
+    assert [(size.prompt, size.batched) for size in longer] == [(16, 512), (8192, 16384)]
+    assert all(work.sizes("prefill", m)[0].sequences <= m for m in (1, 64, 1024))  # else vLLM refuses
     with pytest.raises(E2eError, match="1536"):
-        work.size("prefill", 1536)
+        work.sizes("prefill", 1536)
     with pytest.raises(E2eError, match=r"513.*512"):  # more tokens than the model has positions
         runs(
-            find_model(write_config(tmp_path / "m", "6:8")),
+            [find_model(write_config(tmp_path / "m", "6:8"))],
             ("prefill",),
             {"prefill": (512,)},
             ("stock",),
@@ -64,12 +71,16 @@ def test_folders_become_systems_and_patterns(tmp_path: Path) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": None}))
     model = find_model(tmp_path / "qwen")
     assert (model.name, model.dtype, model.dense.folder.name) == ("qwen", "int8", "dense")
-    planned = runs(model, ("decode",), {"decode": (1,)}, ("stock", "bf16", "sparse"), None, 2, Workload())
-    forward = [("stock", "dense"), ("bf16", "bf16"), ("sparse", "2:4"), ("sparse", "6:8")]
-    assert [(run.system, run.variant.folder.name) for run in planned] == [*forward, *forward[::-1]]
+    fp8 = find_model(write_config(tmp_path / "qwen-fp8", None, "fp8"), "qwen")
+    systems = ("stock", "bf16", "sparse")
+    planned = runs([model, fp8], ("decode",), {"decode": (1,)}, systems, None, 2, Workload())
+    forward = [("int8", "stock", "dense"), ("fp8", "stock", "qwen-fp8"), ("int8", "bf16", "bf16")]
+    forward += [("int8", "sparse", "2:4"), ("int8", "sparse", "6:8")]
+    found = [(run.dtype, run.system, run.variant.folder.name) for run in planned]
+    assert (found, {run.model for run in planned}) == ([*forward, *forward[::-1]], {"qwen"})
     for wrong in ("fp4", "cusparselt"):
         with pytest.raises(E2eError, match="fp4|no checkpoint of 4:6"):
-            runs(model, ("decode",), {"decode": (1,)}, (wrong,), ("4:6",), 1, Workload())
+            runs([model], ("decode",), {"decode": (1,)}, (wrong,), ("4:6",), 1, Workload())
     assert find_model(write_config(tmp_path / "llama-2_6", "4:6")).name == "llama"
     write_config(tmp_path / "bad" / "2_8", "4:6")
     with pytest.raises(E2eError, match=r"named 2_8, but was pruned to 4:6"):
@@ -114,6 +125,32 @@ def test_log_identifies_the_system(tmp_path: Path) -> None:
                 check_log(run, text)
 
 
+@pytest.mark.vllm
+@pytest.mark.parametrize("fp8", [False, True])
+def test_four_bit_twin_of_a_w8a8_checkpoint(tmp_path: Path, fp8: bool) -> None:
+    """Each linear layer has packed codes and scales of groups, as compressed-tensors reads them; all else is copied."""
+    from compressed_tensors.compressors import unpack_from_int32
+    from compressed_tensors.quantization import QuantizationConfig
+
+    source = write_w8a8(WIDE, tmp_path / "dense")
+    assert CliRunner().invoke(app, ["w4", str(source), str(tmp_path / "w4"), *["--fp8"] * fp8]).exit_code == 0
+    block = json.loads((tmp_path / "w4" / "config.json").read_text())["quantization_config"]
+    (scheme,) = QuantizationConfig.model_validate(block).config_groups.values()
+    assert (scheme.weights.num_bits, scheme.weights.group_size) == (4, 128)
+    assert (scheme.input_activations and scheme.input_activations.dynamic) == (fp8 or None)
+    old, new = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "w4"))
+    layers = WIDE.linears()
+    for name, shape in layers.items():
+        codes = unpack_from_int32(new[f"{name}.weight_packed"], 4, torch.Size(shape))
+        assert (int(codes.min()), int(codes.max()), tuple(new[f"{name}.weight_scale"].shape)) == (
+            *(-8, 7),
+            (shape[0], shape[1] // 128),
+        )
+    others = {name for name in old if name.rpartition(".")[0] not in layers or name.endswith("bias")}
+    assert all(torch.equal(old[name], new[name]) for name in others)
+    assert find_model(tmp_path).others.keys() == {"w4"}
+
+
 # --- engines
 
 
@@ -134,7 +171,7 @@ def test_every_engine_starts_once_and_measures_all(tmp_path: Path, monkeypatch: 
         assert float(row["step_ms"]) == (250 if row["system"] == "sparse" else 500)
         assert float(row["tokens_per_s"]) == pytest.approx(4 * float(row["tokens_per_joule"]), rel=1e-3)
         assert row["context"] == ("16" if row["stage"] == "decode" else row["M"])
-    assert json.loads((fake.out / "e2e.json").read_text())["tiny 2:4 sparse"] == "2:4"
+    assert json.loads((fake.out / "e2e.json").read_text())["tiny int8 2:4 sparse"] == "2:4"
     lines = (fake.out / "e2e.csv").read_text().splitlines(keepends=True)
     (fake.out / "e2e.csv").write_text("".join(lines[:-2]) + lines[-2][:20])  # killed while writing a row
     assert fake.run().exit_code == 0
@@ -175,4 +212,4 @@ def test_e2e_with_real_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert float(prefill["step_ms"]) > 0 < float(decode["step_ms"])
     figures = json.loads(next((tmp_path / "logs").glob("*prefill*.json")).read_text())
     assert figures["total_num_tokens"] == 4 * 2 * (16 + 1)  # two prompts per step
-    assert "8 layers sparse" in json.loads((tmp_path / "e2e.json").read_text())["tiny 6:8 sparse"]
+    assert "8 layers sparse" in json.loads((tmp_path / "e2e.json").read_text())["tiny int8 6:8 sparse"]

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from benchmarks import report
 from benchmarks.cli import app
 from benchmarks.records import E2E, KERNEL, LINEAR
 from benchmarks.report import (
+    REAL_MODELS,
     gemm_us,
     measured_layers,
     model_layers,
@@ -21,6 +23,7 @@ from benchmarks.report import (
 )
 from benchmarks.tables import read
 from slidesparse.convert.times import layer_fits
+from slidesparse.errors import EnvironmentFault
 
 
 def csv(folder: Path, name: str, header: Iterable[str], lines: Iterable[str]) -> Path:
@@ -121,3 +124,21 @@ def test_shipped_fits_are_as_close_to_the_measured_layers_as_stated() -> None:
             errors += off
         assert max(errors) < 0.525
         assert sum(errors) / len(errors) < overall
+
+
+def test_plots_show_every_line_of_a_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plots = pytest.importorskip("benchmarks.plots", exc_type=EnvironmentFault)
+    header = REAL_MODELS.read_text().splitlines()[0].split(",")
+    lines = [
+        "qwen-coder,bf16,dense,-,0,0,-,wikitext2,20,,",
+        "qwen-coder,int8,dense,-,0,0,0,wikitext2,20.4,2,",
+    ]
+    lines += [f"qwen-coder,int8,2:4,sparsegpt,50,0,{seed},wikitext2,40,96,40" for seed in (0, 1)]
+    lines += ["qwen-coder,int8,2:4,distilled,50,5,0,wikitext2,25,22.5,50"]
+    lines += ["qwen-coder,fp8,6:8,sparsegpt,25,0,0,wikitext2,21,4,"]
+    monkeypatch.setattr(report, "REAL_MODELS", csv(tmp_path, "real_models.csv", header, lines))
+    text = plots.curve("a note")
+    for word in ("a note", ">2:4<", ">6:8, FP8<", ">5<", ">qwen-coder<"):
+        assert word in text
+    assert ">INT8, 2:4<" in plots.frontier(report.H200, "")
+    assert "| 40.00 ± 0.0 | +96.0 ± 0.0% |" in report.real_models()

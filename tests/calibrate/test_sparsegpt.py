@@ -12,6 +12,7 @@ from strategies import NAMED
 from torch import Tensor
 
 from slidesparse.calibrate import sparsegpt as module
+from slidesparse.calibrate.graphs import recordings
 from slidesparse.calibrate.inputs import Drift, Hessian, output_error
 from slidesparse.calibrate.sparsegpt import (
     DAMPING,
@@ -19,6 +20,7 @@ from slidesparse.calibrate.sparsegpt import (
     damped,
     damping_for,
     factor,
+    pruner,
     refine,
     sparsegpt,
 )
@@ -268,3 +270,20 @@ def test_pruned_ternary_rows_stay_on_their_grid(ratio: str, k: int) -> None:
     assert bool((rows[1] <= rows[0] * (1 + 1e-9)).all())  # a sweep makes no row worse
     repeated = sparsegpt(refined, factor(h, dtype=torch.float64), pattern, grid=steps)
     assert torch.equal(repeated, refined)  # weights that obey the pattern are kept
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["6:8", "2:4"])
+def test_graphs_compute_what_launches_do(name: str) -> None:
+    problems = [
+        (weights(48, 100, seed).float().cuda(), hessian_of(inputs(300, 100, seed)).float().cuda())
+        for seed in range(3)
+    ]
+
+    def pruned() -> list[Tensor]:
+        return [pruner(h, 300, 2)(w, SlidePattern.parse(name), None) for w, h in problems]
+
+    expected = pruned()
+    with recordings():
+        found = pruned()  # the first problem's graphs, replayed for the others
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

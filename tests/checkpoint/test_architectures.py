@@ -1,6 +1,6 @@
 """Models of all kinds are converted by what transformers' modules are, whatever their layers are called.
 
-Routed experts are quantized and not pruned, or left as they are; routers always are.
+Routed experts are pruned if each is stored as a tensor, and otherwise left as they are; routers always are.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, HEAD, MROPE, QWEN_VISION, multimodal
-from checkpoints import assert_same_tensors, config_of, convert, refused, tensors_of, write
-from moe import EXPERTS, HIDDEN, LAYERS
+from checkpoints import assert_same_tensors, block_of, config_of, convert, refused, tensors_of, write
+from moe import EXPERTS, LAYERS
 from moe import MODELS as MIXTURES
 from strategies import assert_same_bits
 from tiny import build, fill, tiny
-from torch import nn
+from torch import Tensor, nn
 
+from slidesparse.checkpoint.names import is_expert
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import INT8, dequantize_rows, quantize_rows
@@ -49,12 +50,13 @@ def test_linear_layers_of_blocks_are_pruned_and_all_else_is_unchanged(name: str,
     model.bfloat16().save_pretrained(tmp_path / "source")
     report = convert(tmp_path / "source", tmp_path / "out")
     before, floats = tensors_of(tmp_path / "source"), tensors_of(tmp_path / "out")
-    for layer in (*report.plan.patterns, *report.plan.skipped):
+    assert not report.plan.skipped
+    for layer in report.plan.patterns:
         codes, scale = floats.pop(f"{layer}.weight"), floats.pop(f"{layer}.weight_scale")
         original = before.pop(f"{layer}.weight")
         floats[f"{layer}.weight"] = dequantize_rows(codes, scale)
-        if layer in report.plan.skipped:  # routed experts
-            assert_same_bits(codes, quantize_rows(original, INT8)[0])
+        if is_expert(layer):
+            assert_same_bits(codes, quantize_rows(prune(original, SlidePattern(8)), INT8)[0])
     assert_same_tensors({name: tensor for name, tensor in floats.items() if name in before}, before)
     write(tmp_path / "floats", config_of(tmp_path / "source"), floats)
     options = {"dtype": torch.float32, "output_loading_info": True, "experts_implementation": "eager"}
@@ -62,7 +64,7 @@ def test_linear_layers_of_blocks_are_pruned_and_all_else_is_unchanged(name: str,
     assert not any(information.values()), information
     originals = dict(model.float().named_parameters())
     pruned = {path: m.weight.data for path, m in loaded.named_modules() if is_pruned(name, path, m)}
-    assert len(pruned) == len(report.plan.patterns)
+    assert len(pruned) == sum(not is_expert(layer) for layer in report.plan.patterns)
     for path, weight in pruned.items():
         original = originals[f"{path}.weight"].data
         assert violations(weight, SlidePattern(8)) is None, path
@@ -106,7 +108,7 @@ def test_ignored_experts_are_ignored_by_the_names_of_vllm(tmp_path: Path, name: 
     report = convert(source, tmp_path / "out", ignore=[r"layers\.1\..*\.experts\."])
     ignored = {layer for layer in model.experts() if "layers.1." in layer}
     assert {layer for layer, reason in report.plan.kept.items() if reason == "--ignore"} == ignored
-    assert set(report.plan.skipped) == set(model.experts()) - ignored
+    assert {*filter(is_expert, report.plan.patterns)} == set(model.experts()) - ignored
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
     assert all(torch.equal(after[f"{layer}.weight"], before[f"{layer}.weight"]) for layer in ignored)
     for i in range(LAYERS):
@@ -117,26 +119,46 @@ def test_ignored_experts_are_ignored_by_the_names_of_vllm(tmp_path: Path, name: 
     assert {"lm_head", *model.routers()} <= set(config_of(tmp_path / "out")["quantization_config"]["ignore"])
 
 
+def join(tensors: dict[str, Tensor], layer: str) -> dict[str, Tensor]:
+    """Return the tensors with the experts of a layer joined as transformers 5 holds them."""
+    single = [
+        [tensors[f"{layer}.{e}.{part}_proj.weight"] for part in ("gate", "up", "down")]
+        for e in range(EXPERTS)
+    ]
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(layer)} | {
+        f"{layer}.gate_up_proj": torch.stack([torch.cat(parts[:2]) for parts in single]),
+        f"{layer}.down_proj": torch.stack([parts[2] for parts in single]),
+    }
+
+
 @pytest.mark.vllm
-def test_experts_stored_in_one_tensor_are_left_unquantized(tmp_path: Path) -> None:
-    model, experts = MIXTURES["qwen3"], {}
+def test_experts_stored_in_one_tensor_are_written_one_by_one(tmp_path: Path) -> None:
+    """Ignored ones, and those in codes, which no tool writes so, stay as they are or are refused."""
+    model = MIXTURES["qwen3"]
+    tensors = model.tensors()
     for i in range(LAYERS):
-        experts[f"model.layers.{i}.mlp.experts.gate_up_proj"] = torch.randn(EXPERTS, 128, HIDDEN).bfloat16()
-        experts[f"model.layers.{i}.mlp.experts.down_proj"] = torch.randn(EXPERTS, HIDDEN, 64).bfloat16()
-    tensors = {name: tensor for name, tensor in model.tensors().items() if ".experts." not in name} | experts
+        tensors = join(tensors, f"model.layers.{i}.mlp.experts")
+    convert(model.write(tmp_path / "single"), tmp_path / "expected")
     source = write(tmp_path / "source", model.settings(), tensors)
-    report = convert(source, tmp_path / "out")
-    assert (len(report.plan.patterns), report.plan.skipped) == (8, {})
-    assert vllm_ignores(tmp_path / "out", "model.layers.0.mlp.experts.0.gate_proj")
-    assert not vllm_ignores(tmp_path / "out", "model.layers.0.self_attn.o_proj")
+    convert(source, tmp_path / "out")
+    assert_same_tensors(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "expected"))
+    assert block_of(tmp_path / "out") == block_of(tmp_path / "expected")
+    convert(source, tmp_path / "ignored", ignore=[r"\.experts\."])
+    assert_same_bits(tensors_of(tmp_path / "ignored")[EXPERT_DOWN], tensors[EXPERT_DOWN])
+    assert len(tensors_of(tmp_path / "ignored")) == len(tensors) + 8  # scales
+    assert vllm_ignores(tmp_path / "ignored", "model.layers.0.mlp.experts.0.gate_proj")
+    assert not vllm_ignores(tmp_path / "ignored", "model.layers.0.self_attn.o_proj")
     write(source, model.settings(), {**tensors, EXPERT_DOWN: tensors[EXPERT_DOWN].to(torch.float8_e4m3fn)})
     refused(source, f"{EXPERT_DOWN} holds several routed experts in F8_E4M3", out="x")
 
 
-def test_options_for_layers_do_not_apply_to_experts(tmp_path: Path) -> None:
+def test_layer_patterns_apply_to_all_experts_of_a_layer(tmp_path: Path) -> None:
+    """In vLLM gate and up of all experts are one matrix, down another."""
     source = MIXTURES["qwen2"].write(tmp_path / "source")
-    report = convert(source, tmp_path / "out", layer=["down_proj=8:10"])
+    layers = [r"down_proj=8:10", r"layers\.1.*experts\..*(gate|up)_proj=dense"]
+    report = convert(source, tmp_path / "out", layer=layers)
     assert {p.ratio for name, p in report.plan.patterns.items() if name.endswith("down_proj")} == {"8:10"}
-    assert len(report.plan.skipped) == 12
-    refused(source, "--layer 'experts'", "matches none of the 14", out="x", layer=["experts=8:10"])
+    assert len(report.plan.skipped) == 8
+    assert config_of(tmp_path / "out")["quantization_config"]["slidesparse"]["experts"] == ["8:10"]
     refused(source, "--ignore covers", "experts.0.gate_proj but not", out="x", ignore=[r"experts\.0\.gate"])
+    refused(source, "--layer covers", "experts.0.gate_proj but not", out="x", layer=[r"experts\.0\.gate=2:4"])

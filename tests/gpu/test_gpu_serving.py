@@ -128,6 +128,7 @@ def int8_beside_stock(engine: Engine) -> list[Engine]:
 
 
 BLOCKS = Engine("int8", "2:4@50%", "float16")  # dense and 2:4 blocks in each weight
+UNASKED = replace(BLOCKS, pattern="dense")
 BESIDE = replace(INT8_6_8, skip="down_proj")  # unpruned layers beside pruned ones
 
 
@@ -137,9 +138,9 @@ def require_dense_blocks(gpu_engines: GpuEngines) -> None:
 
 
 @needs(int8_beside_stock)
-@pytest.mark.parametrize("engine", [BLOCKS, BESIDE], ids=["2:4@50%", "unpruned"])
+@pytest.mark.parametrize("engine", [BLOCKS, UNASKED, BESIDE], ids=["2:4@50%", "without a flag", "unpruned"])
 def test_int8_dense_blocks_outputs_equal_stock(gpu_engines: GpuEngines, engine: Engine) -> None:
-    if engine == BLOCKS:
+    if engine in (BLOCKS, UNASKED):
         require_dense_blocks(gpu_engines)
     stock, sparse, stock_graphs, graphs = gpu_engines.answers(int8_beside_stock(engine))
     assert not differences(teacher_forced(sparse), teacher_forced(stock))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 
 import pytest
 import torch
@@ -70,6 +71,69 @@ def test_opcheck_layers(dtype: torch.dtype, with_bias: bool) -> None:
         ):
             # FP8 lacks allclose, with which the first check compares inputs
             torch.library.opcheck(operator.default, arguments, test_utils=checks[dtype == FP8 :])
+
+
+def make_experts(dtype: torch.dtype, pattern: SlidePattern | None) -> tuple[ops.Experts, list[Tensor]]:
+    """Return five experts, K = 30 and I = 12, packed, and their codes [5, N, K]."""
+    generator, backend = torch.Generator().manual_seed(0), gemm.get("reference")
+    packed, scales, layers, codes = [], [], [], []
+    for n, k in ((24, 30), (30, 12)):
+        weight = torch.randn(5 * n, k, generator=generator)
+        q, scale = quantize_rows(prune(weight, pattern) if pattern else weight, dtype)
+        codes.append(q.view(5, n, k))
+        packed.append(backend.pack_experts(codes[-1], pattern))
+        scales.append(scale.view(5, n))
+        layers.append(Layer.of(n, k, pattern, 0, dtype, backend.alignment))
+    return ops.Experts(tuple(packed), tuple(scales), tuple(layers)), codes
+
+
+@pytest.mark.parametrize("pattern", [None, SlidePattern(8)], ids=["unpruned", "6:8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_equal_a_loop_over_tokens(dtype: torch.dtype, pattern: SlidePattern | None) -> None:
+    """With all experts here, and with two of them elsewhere; one expert is chosen by no token."""
+    generator = torch.Generator().manual_seed(1)
+    experts, codes = make_experts(dtype, pattern)
+    x = torch.randn(9, 30, generator=generator).bfloat16()
+    chosen = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(9)]).int()
+    weights = torch.rand(9, 2, generator=generator)
+
+    def product(row: Tensor, layer: int, expert: int) -> Tensor:
+        q, step = quantize_rows(row[None], dtype, "cpu")
+        return (q.float() @ codes[layer][expert].float().t())[0] * experts.scales[layer][expert] * step[0]
+
+    for here in ([0, 1, 2, 3, 4], [1, 3, 4]):
+        expected = torch.zeros(9, 30)
+        for token, slot in itertools.product(range(9), range(2)):
+            if (expert := int(chosen[token, slot])) in here:
+                gate, up = product(x[token], 0, expert).bfloat16().chunk(2)
+                activated = (torch.nn.functional.silu(gate.float()) * up.float()).bfloat16()
+                expected[token] += (product(activated, 1, expert) * weights[token, slot]).bfloat16().float()
+        expert_map = None
+        if len(here) < 5:
+            expert_map = torch.full((5,), -1, dtype=torch.int32)
+            expert_map[here] = torch.arange(len(here), dtype=torch.int32)
+        ours = ops.Experts(
+            tuple(w[here] for w in experts.weights), tuple(s[here] for s in experts.scales), experts.layers
+        )
+        result = ops.experts(x, ours, chosen, weights, expert_map)
+        # sums of FP8 are rounded in another order
+        allowed = 0.0 if dtype == INT8 else 0.01 * float(expected.abs().max())
+        assert float((result.float() - expected.bfloat16().float()).abs().max()) <= allowed
+    assert ops.experts(x[:0], ours, chosen[:0], weights[:0], None).shape == (0, 30)
+
+
+def test_opcheck_experts() -> None:
+    experts, _ = make_experts(INT8, None)
+    x, chosen = torch.randn(3, 30), torch.tensor([[0, 4], [1, 0], [2, 2]])
+    operators = torch.ops.slidesparse
+    order, rows, offsets = operators.route(chosen, None, 5)
+    first = (*(experts.weights[0], experts.scales[0], offsets, None, False), [*experts.layers[0]], x.dtype)
+    for operator, arguments in (
+        (operators.route, (chosen, None, 5)),
+        (operators.grouped_linear, (x, order, 2, *first)),
+        (operators.combine, (torch.randn(6, 30), rows, 2)),
+    ):
+        torch.library.opcheck(operator.default, arguments)
 
 
 @pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -8,8 +8,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from logging.handlers import BufferingHandler
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from slidesparse import versions
 from slidesparse.versions import VLLM_ON_CPUS, VLLM_ON_GPUS, judge
@@ -76,6 +78,19 @@ def test_register_is_idempotent() -> None:
     assert methods.count("slidesparse") == 1
     vllm_patch.register()
     assert methods == quantization.QUANTIZATION_METHODS
+
+
+def test_nothing_quantizes_the_inputs_of_our_layers() -> None:
+    """vLLM keeps what a kernel takes on the layer, where producers look for it, by another name since 0.30."""
+    from slidesparse.vllm_patch import compat
+    from vllm.model_executor.layers.fusion.quant_activation import expose_input_quant_key
+
+    layer = torch.nn.Module()
+    before = set(vars(layer))
+    expose_input_quant_key(layer, SimpleNamespace(input_quant_key=lambda: "FP8, per token"))
+    assert set(vars(layer)) > before
+    compat.forget_input_quant_key(layer)
+    assert set(vars(layer)) == before
 
 
 # Each environment has a process of its own, as a plugin is loaded once in each; what takes long to import is shared.

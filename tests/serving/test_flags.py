@@ -6,10 +6,12 @@ import ast
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from machines import with_gpu
+from models import quantization_config
 
 from slidesparse import flags, gemm
 from slidesparse.checkpoint.metadata import KEY, LayerEntry, Metadata, MetadataError
@@ -30,7 +32,10 @@ def test_flags_accept_both_pattern_spellings_and_boolean_words() -> None:
             assert flags.path_flag(environment) == "USE_CUSPARSELT"
             assert flags.active_names(environment) == ["USE_CUSPARSELT", "SPARSITY"]
             assert flags.disabled({"DISABLE_SLIDESPARSE": true})
-    assert Flags.from_environment({}) == Flags()
+    assert Flags.from_environment({}) == Flags.from_environment({"SLIDESPARSE": "auto"}) == Flags()
+    assert Flags.from_environment({"SLIDESPARSE": "Require"}) == Flags("sparse")
+    assert flags.path_flag({"SLIDESPARSE": "require", "USE_CUSPARSELT": "0"}) == "SLIDESPARSE=require"
+    assert flags.disabled({"SLIDESPARSE": "off"})
     assert Flags.from_environment({"SPARSITY": " "}) == Flags()
     for value, expected in (("1", True), ("0", False), (" off ", False), ("", None)):
         assert Flags.from_environment({"SLIDESPARSE_FUSE": value}).fuse is expected
@@ -60,7 +65,12 @@ def test_flags_accept_both_pattern_spellings_and_boolean_words() -> None:
             {"SLIDESPARSE_BACKEND": "cutlass"},
             ["SLIDESPARSE_BACKEND='cutlass': use auto, hopper or cusparselt"],
         ),
+        ({"SLIDESPARSE": "1"}, ["SLIDESPARSE='1'", "use off, auto or require"]),
         ({"USE_CUSPARSELT": "1", "USE_CUBLASLT": "1"}, ["both set", "unset one"]),
+        (
+            {"SLIDESPARSE": "require", "USE_CUBLASLT": "1"},
+            ["SLIDESPARSE=require and USE_CUBLASLT are both set"],
+        ),
         (
             {"SLIDESPARSE_BACKEND": "hopper", "USE_CUBLASLT": "1"},
             ["USE_CUBLASLT selects the dense path, but SLIDESPARSE_BACKEND=hopper"],
@@ -205,12 +215,9 @@ def test_resolve_sparse_formats_of_compressed_tensors() -> None:
     for request, pattern in ((Flags("sparse"), "2:4"), (Flags("sparse", SlidePattern(8)), "6:8")):
         resolution = resolve(config("sparse-24-bitmask", "2:4"), request, on_cuda=False)
         assert (resolution.pattern, resolution.layout) == (pattern, "packed")
-    unknown = config("sparse-bitmask", "unstructured")
-    for request, start in ((Flags("sparse"), "USE_CUSPARSELT=1"), (Flags(), "--quantization slidesparse")):
-        with pytest.raises(
-            ResolveError, match=f"^{start} needs to know .* does not carry one, so set SPARSITY"
-        ):
-            resolve(unknown, request, on_cuda=False)
+    assert (
+        resolve(config("sparse-bitmask", "unstructured"), Flags("sparse"), on_cuda=False).pattern == "dense"
+    )
     assert resolve(config("dense", "2:4"), Flags("dense"), on_cuda=False).layout == "dense"
     assert resolve(_config("packed"), Flags("dense"), on_cuda=False).layout == "packed"
 
@@ -223,6 +230,47 @@ def test_unreadable_flag_is_refused_for_what_it_may_ask_for(monkeypatch: pytest.
             with pytest.raises(FlagError, match=f"{flag}='on': use 1 or 0"):
                 claim({"quant_method": "compressed-tensors"}, None, lambda: ("cpu", None))
             assert claim({"quant_method": "awq"}, None, lambda: ("cpu", None)) is None
+
+
+def test_unasked_are_unpruned_w8a8_models_where_they_are_faster(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No flag is set, or only one that does not ask for the plugin; another program's SPARSITY has no effect."""
+    int8, static = quantization_config("int8"), quantization_config("int8")
+    static["config_groups"]["group_0"]["input_activations"]["dynamic"] = False  # type: ignore[index]
+    marked = {**int8, "sparsity_config": {"format": "dense", "targets": ["Linear"]}}  # which vLLM refuses
+    hopper, ampere, cpu = ("cuda", (9, 0)), ("cuda", (8, 0)), ("cpu", None)
+
+    def backend(config: Any, machine: tuple[str, Any], quantization: str | None = None) -> str | None:
+        resolution = claim(config, quantization, lambda: machine)
+        assert resolution is None or (resolution.pattern, resolution.asked) == ("dense", False)
+        return resolution and resolution.backend
+
+    with_gpu(monkeypatch)
+    for variables in ({}, {"SLIDESPARSE": "auto", "SPARSITY": "0.5"}):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        assert backend(int8, hopper) == backend(quantization_config("fp8", "tensor"), hopper) == "hopper"
+        assert backend(int8, ampere) is backend(int8, cpu) is backend(int8, ("rocm", None)) is None
+        assert (backend(marked, ampere), backend(marked, cpu)) == (
+            "hopper",
+            "reference",
+        )  # a simulated Ampere
+        for config in (static, {"quant_method": "compressed-tensors", "config_groups": {"a": ["Linear"]}}):
+            assert backend(config, hopper) is None
+        assert backend(int8, hopper, "compressed-tensors") is backend({"quant_method": "awq"}, hopper) is None
+    for name, machine, served in (
+        ("reference", cpu, "reference"),
+        ("hopper", cpu, None),
+        ("cusparselt", hopper, None),
+    ):
+        monkeypatch.setenv("SLIDESPARSE_BACKEND", name)
+        assert backend(int8, machine) == served
+    monkeypatch.delenv("SLIDESPARSE_BACKEND")
+    with_gpu(monkeypatch, hopper="nvcc was not found")
+    caplog.clear()
+    assert backend(int8, hopper) is None
+    assert caplog.messages == ["vLLM's own kernels serve this model: hopper cannot run: nvcc was not found"]
 
 
 def test_errors_suggest_unsetting_only_flags_that_are_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,6 +176,14 @@ OF_OPTIONS: list[tuple[Any, ...]] = [
     ("float", {"quantization": "slidesparse"}, "--quantization slidesparse is for a quantized checkpoint"),
     ("dense", {"quantization": "compressed-tensors"}, "remove one of the two", SPARSE_FLAGS),
     ("dense", {"load_format": "sharded_state"}, "--load-format sharded_state loads a dump"),
+    (
+        *(
+            "w8a8",
+            {"load_format": "sharded_state"},
+            "vLLM's own kernels serve this model: --load-format sharded_state",
+        ),
+        {"SLIDESPARSE_BACKEND": "reference"},
+    ),
 ]
 
 
@@ -273,10 +281,10 @@ def test_missing_tensors_of_a_one_row_layer_are_named(monkeypatch: pytest.Monkey
 
 def test_flags_without_effect_are_logged(engines: Engines, checkpoints: dict[str, Path]) -> None:
     """Flags do not stop models that they are not for, and invalid ones nothing that is disabled."""
-    environment = {"SPARSITY": "0.5", "SLIDESPARSE_FUSED": "1"}
+    environment = {"SPARSITY": "0.5", "SLIDESPARSE_FUSED": "1", "SLIDESPARSE_BACKEND": "cusparselt"}
     assert not engines.serve(checkpoints["float"], env=environment).summary
     unpruned = engines.serve(checkpoints["w8a8"], env=environment)
-    assert "SPARSITY has no effect on this checkpoint" in unpruned.log
+    assert "SPARSITY, SLIDESPARSE_BACKEND has no effect on this checkpoint" in unpruned.log
     assert "variables that SlideSparse does not read: SLIDESPARSE_FUSED" in unpruned.log
     assert not unpruned.summary
     invalid = {"DISABLE_SLIDESPARSE": "1", "SPARSITY": "lots", "USE_CUSPARSELT": "1", "USE_CUBLASLT": "maybe"}

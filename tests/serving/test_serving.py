@@ -107,7 +107,7 @@ def test_convert_drops_zero_points_of_symmetric_weights(engines: Engines, store:
 @pytest.mark.parametrize(
     ("quant", "form", "env"),
     [
-        ("int8", "sparse-24-bitmask", {"USE_CUSPARSELT": "1"}),  # the format implies 2:4
+        ("int8", "sparse-24-bitmask", {}),  # the format implies 2:4
         ("fp8", "sparse-bitmask", {"USE_CUSPARSELT": "1", "SPARSITY": "2_4"}),
     ],
 )
@@ -158,7 +158,14 @@ def test_cublaslt_path_tokens_equal_stock(engines: Engines, store: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "env", [{"USE_CUSPARSELT": "1", "SPARSITY": "dense"}, {}], ids=["flags", "converted"]
+    "env",
+    [
+        {"USE_CUSPARSELT": "1", "SPARSITY": "dense"},
+        {"SLIDESPARSE": "require"},
+        {"SLIDESPARSE_BACKEND": "reference"},
+        {},
+    ],
+    ids=["flags", "require", "auto", "converted"],
 )
 def test_unpruned_model_on_sparse_path_equals_stock(
     engines: Engines, tmp_path: Path, env: dict[str, str]
@@ -177,8 +184,7 @@ def test_unpruned_model_on_sparse_path_equals_stock(
 def test_flags_serve_checkpoint_without_metadata_sparse(engines: Engines, store: Path) -> None:
     """The flags give the pattern of the pruned weights, and the loader checks it."""
     bare = edited(Path(checkpoint(store, QWEN, "6:8")), store / "bare", {}, {"slidesparse": None})
-    stock_answer = engines.serve(bare)
-    assert not stock_answer.summary
+    stock_answer = stock(engines, bare)
     assert sparse(engines, bare, env=SPARSE_FLAGS).tokens == stock_answer.tokens
     spawned = {**SPARSE_FLAGS, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     assert sparse(engines, bare, env=spawned, task="strip_env").tokens == stock_answer.tokens

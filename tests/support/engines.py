@@ -32,6 +32,7 @@ from slidesparse.evaluate.engine import summaries
 HERE = Path(__file__).resolve()
 GRACE = 5.0  # seconds
 FLAGS = (
+    "SLIDESPARSE",
     "USE_CUSPARSELT",
     "USE_CUBLASLT",
     "DISABLE_SLIDESPARSE",

@@ -1,7 +1,7 @@
 """Quantized experts on CPUs that vLLM has no kernel for: its own classes load them, torch multiplies.
 
-Imported by an engine's process in vLLM's place of choosing (`engines.Request.registered`).  Weights are dequantized and
-activations left as they are, so that the result is that of float experts of the same values.
+Imported by an engine's process in vLLM's place of choosing (`engines.Request.registered`).  Activations are quantized
+per token as vLLM's CPU kernels do, products summed in float64, and rounded where its Triton kernel rounds.
 """
 
 from __future__ import annotations
@@ -16,6 +16,18 @@ from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 ENTRY: dict[str, Any] = {}  # of our registry of backends: none
 
 
+def _product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Return x @ weight.T with x quantized per token, in float32."""
+    largest = 127.0 if weight.dtype == torch.int8 else 448.0
+    step = x.float().abs().amax(-1, keepdim=True) / largest
+    if weight.dtype == torch.int8:
+        codes = (x.float() * (1 / step)).round().clamp(-128, 127)
+    else:
+        step = step.clamp(min=1 / (448 * 512))
+        codes = (x.float() * (1 / step)).clamp(-448, 448).to(weight.dtype)
+    return (codes.double() @ weight.double().T).float() * scale.float().reshape(1, -1) * step
+
+
 def _apply(self: Any, hidden_states: Tensor, w1: Tensor, w2: Tensor, **routing: Any) -> Tensor:
     """Take experts already chosen and write to ``output`` (vLLM 0.30 and later), or choose them from router logits."""
     if "output" in routing:
@@ -28,16 +40,20 @@ def _apply(self: Any, hidden_states: Tensor, w1: Tensor, w2: Tensor, **routing: 
             use_grouped_topk=False,
             renormalize=self.moe_config.routing_method != cpu_moe.RoutingMethodType.Default,
         )
-    out = torch.zeros_like(hidden_states)
+    if (
+        here := routing.get("expert_map")
+    ) is not None:  # of expert parallelism: -1 for those of other processes
+        chosen = here[chosen.long()]
+    slots = hidden_states.new_zeros(*chosen.shape, hidden_states.shape[1])
     for expert in range(w1.shape[0]):
         tokens, place = (chosen == expert).nonzero(as_tuple=True)
-        first, second = (
-            weight[expert].float() * scale[expert].float().reshape(-1, 1)
-            for weight, scale in ((w1, self.w1_scale), (w2, self.w2_scale))
+        gate, up = (
+            _product(hidden_states[tokens], w1[expert], self.w1_scale[expert]).to(slots.dtype).chunk(2, -1)
         )
-        gate, up = (hidden_states[tokens].float() @ first.T).chunk(2, -1)
-        result = (functional.silu(gate) * up) @ second.T
-        out[tokens] += (result * weights[tokens, place, None]).to(out.dtype)
+        activated = (functional.silu(gate.float()) * up.float()).to(slots.dtype)
+        result = _product(activated, w2[expert], self.w2_scale[expert])
+        slots[tokens, place] = (result * weights[tokens, place, None]).to(slots.dtype)
+    out = slots.float().sum(1).to(slots.dtype)
     return routing["output"].copy_(out) if "output" in routing else out
 
 

@@ -274,6 +274,8 @@ def prune_codes(folder: Path, pattern: Pattern) -> None:
             if tensor.dtype in CODES:
                 layers[name.removesuffix(".weight")] = LayerEntry(pattern, tensor.shape[1])
     block[KEY] = Metadata(pattern, "dense", layers).to_json()
+    if pattern == parse_pattern("dense"):
+        del block[KEY]  # as other tools write it, which is served without a flag
     (folder / "config.json").write_text(json.dumps(config))
 
 

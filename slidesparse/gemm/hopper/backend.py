@@ -49,6 +49,7 @@ MAX_SHAPE_DISTANCE = 1.0  # see `tuned.nearest_algorithm`
 # How much slower than the best one, by the cost model, a configuration of another shape may be.  One more row of tiles
 # can need a second wave of clusters, which takes up to 1.9 times as long: the model foresees that.
 MAX_PREDICTED = 1.1
+MAX_EXPERTS = 512  # of a layer in one process
 MAX_CONFIGURATIONS = 4096  # more than there are
 # Rows of the table of a plan, beside the numbers of tokens that were tuned; the last is also used for more tokens
 TABLE_TOKENS = tuple(1 << i for i in range(16))
@@ -124,6 +125,10 @@ class Hopper(CudaBackend):
             return str(error)
         return None
 
+    def refuses_experts(self, experts: int, pattern: SlidePattern | None, dtype: torch.dtype) -> str | None:
+        """See `Backend.refuses_experts`."""
+        return f"of more than {MAX_EXPERTS} a layer" if experts > MAX_EXPERTS else None
+
     def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
         """See `Tunable.epilogue`: always "both" scales."""
         return "both"
@@ -154,6 +159,20 @@ class Hopper(CudaBackend):
         self.require(problem)
         if problem.scale != "both":
             raise LibraryError(f"the Hopper kernels scale by out-feature and token, asked for {problem}")
+
+    def pack_experts(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
+        """Pack the weights [E, N, K] of experts, see `pack`: uint8 [E, bytes], padded to the longest.
+
+        All have a table of their blocks if one has a dense block.
+        """
+        mixed = stored_pattern(pattern, self.coded) is None and any(bool(dense_blocks(one).any()) for one in weight)
+        packed = [pack_without_plan(one, pattern, phase, mixed) for one in weight]
+        if weight.is_cuda:
+            with cuda.on_device(weight.get_device()):
+                _, n, k = weight.shape
+                layer = Layer.of(n, k, pattern, phase, weight.dtype, self.alignment, self.coded)
+                plan_layer(layer, weight.get_device())
+        return torch.nn.utils.rnn.pad_sequence(packed, batch_first=True)
 
     def pack(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
         """See `Backend.pack`: the packed windows or codes, N padded to whole strips and K' or K to whole blocks.
@@ -249,8 +268,14 @@ def product_layer(problem: Problem) -> Layer:
     return Layer.of(problem.n, problem.k, pattern, 0, DTYPES[problem.dtype], ALIGNMENT, Hopper.coded)
 
 
-def pack_without_plan(weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
-    """Pack a weight as `Hopper.pack` does, without making a plan."""
+def pack_without_plan(
+    weight: Tensor, pattern: SlidePattern | None, phase: int = 0, mixed: bool = False
+) -> Tensor:
+    """Pack a weight as `Hopper.pack` does, without making a plan.
+
+    Args:
+        mixed: whether a weight without a pattern has a table of its blocks even if none is dense.
+    """
     if weight.dtype not in (INT8, FP8):
         raise LibraryError(
             f"a weight of {weight.dtype}; the Hopper kernels take {INT8} and {FP8}: quantize it"
@@ -259,7 +284,7 @@ def pack_without_plan(weight: Tensor, pattern: SlidePattern | None, phase: int =
         require_pattern(weight, pattern, "weight", phase)
     pattern, phase = stored, phase if stored else 0
     dense = dense_blocks(weight) if pattern is None else None
-    if dense is not None and not bool(dense.any()):
+    if dense is not None and not mixed and not bool(dense.any()):
         dense = None
     if not weight.is_cuda:
         if dense is not None:

@@ -47,6 +47,12 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
         *(c_char_p, c_void_p, c_int64, *_INPUT, c_void_p, c_int64, c_void_p, c_void_p),
         *(c_int32, c_void_p, c_int32, c_void_p, c_void_p),
     ),
+    "route": (c_char_p, c_void_p, c_int32, c_int64, c_void_p, c_int32, c_int32, *(c_void_p,) * 4),
+    "grouped": (
+        *(c_char_p, c_void_p, c_int64, c_void_p, c_int32, c_int64, c_int32, c_void_p, c_int32, c_void_p),
+        *(c_int32, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int32, c_char_p, c_void_p, c_void_p),
+    ),
+    "combine": (c_char_p, c_void_p, c_int32, c_int64, c_int32, c_int32, *(c_void_p,) * 3),
     "pack_bytes": (c_int64, _LAYER),
     "pack": (c_char_p, _LAYER, c_void_p, c_int64, c_int32, *(c_void_p,) * 3),
 }

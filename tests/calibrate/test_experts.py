@@ -1,0 +1,99 @@
+"""Routed experts are pruned by the tokens that are routed to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from calibration import calibrated, write_ids
+from checkpoints import config_of, tensors_of
+from moe import EXPERTS, LAYERS, MODELS
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from slidesparse.calibrate import experts
+from slidesparse.calibrate.sparsegpt import pruner
+from slidesparse.errors import CalibrationError
+from slidesparse.pattern import SlidePattern
+from slidesparse.quantize import FP8, INT8, dequantize_rows, quantize_rows
+from slidesparse.slide import violations
+
+PATTERN = SlidePattern(8)
+
+
+def inputs_of_experts(model: nn.Module, layer: int, ids: Tensor) -> list[Tensor]:
+    """Return the inputs of each expert when transformers runs the whole model."""
+    caught: list[tuple[Tensor, ...]] = []
+    module = model.get_submodule(f"model.layers.{layer}.mlp.experts")
+    hook = module.register_forward_pre_hook(lambda _, args: caught.append(args))
+    model(input_ids=ids)
+    hook.remove()
+    ((x, chosen, _),) = caught
+    return [x[(chosen == expert).any(-1)] for expert in range(EXPERTS)]
+
+
+@pytest.mark.parametrize(("name", "quant"), [("mixtral", "int8"), ("qwen2", "fp8")])
+@torch.inference_mode()
+def test_each_expert_is_pruned_by_the_tokens_routed_to_it(tmp_path: Path, name: str, quant: str) -> None:
+    """The first layer with experts, by inputs from transformers' run of the model with the written linear layers."""
+    model, dtype = MODELS[name], {"int8": INT8, "fp8": FP8}[quant]
+    source, ids = model.write(tmp_path / "source"), write_ids(tmp_path / "ids.npy")
+    report = calibrated(source, tmp_path / "out", ids, quant=quant, epochs=0)
+    written, before = tensors_of(tmp_path / "out"), tensors_of(source)
+    block = config_of(tmp_path / "out")["quantization_config"]["slidesparse"]
+    assert block["experts"] == ["6:8"]
+    assert set(block["layers"]) == set(model.linears())
+    rows = {row["name"]: row for row in report.layers}
+    assert set(model.experts()) < set(rows)
+    layer = LAYERS - 1 if model.dense else 0
+    reference = AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, experts_implementation="eager"
+    )
+    for other in model.linears():
+        weight = dequantize_rows(written[f"{other}.weight"], written[f"{other}.weight_scale"])
+        reference.get_submodule(other).weight.data = weight
+    tokens = inputs_of_experts(reference, layer, torch.from_numpy(np.load(ids)))
+    gate, up, down = model.parts
+    for expert, x in enumerate(tokens):
+        prefix = f"model.layers.{layer}.{model.module}.experts.{expert}."
+        assert rows[prefix + gate]["tokens"] == len(x)
+        both = torch.cat([before[f"{prefix}{part}.weight"].float() for part in (gate, up)])
+        best = pruner(x.mT @ x, len(x), 4)(both, PATTERN, None)
+        for part, w in zip((gate, up), best.chunk(2), strict=True):
+            codes = quantize_rows(w, dtype, "cuda")[0].float()
+            stored = written[f"{prefix}{part}.weight"]
+            assert violations(stored, PATTERN) is None
+            assert float((codes != stored.float()).float().mean()) < 0.01
+        first, second = (
+            dequantize_rows(written[f"{prefix}{part}.weight"], written[f"{prefix}{part}.weight_scale"])
+            for part in (gate, up)
+        )
+        h = functional.silu(x @ first.T) * (x @ second.T)
+        best = pruner(h.mT @ h, len(h), 4)(before[f"{prefix}{down}.weight"].float(), PATTERN, None)
+        codes = quantize_rows(best, dtype, "cuda")[0].float()
+        assert float((codes != written[f"{prefix}{down}.weight"].float()).float().mean()) < 0.01
+
+
+def test_experts_with_few_tokens_are_pruned_by_those_of_the_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = MODELS["qwen3"]
+    source, ids = model.write(tmp_path / "source"), write_ids(tmp_path / "ids.npy")
+    monkeypatch.setattr(experts, "FLOOR", 1)  # as many tokens as columns
+    report = calibrated(source, tmp_path / "out", ids, rotate="auto")
+    assert report.rotation.startswith("not rotated")
+    rows = [row for row in report.layers if row["name"] in model.experts()]
+    columns = {name: k for name, (_, k) in model.experts().items()}
+    assert [row["pooled"] for row in rows] == [row["tokens"] < columns[row["name"]] for row in rows]
+    assert {row["pooled"] for row in rows} == {True, False}
+    written = tensors_of(tmp_path / "out")
+    assert all(violations(written[f"{name}.weight"], PATTERN) is None for name in model.experts())
+
+
+def test_distillation_of_pruned_experts_is_refused(tmp_path: Path) -> None:
+    source, ids = MODELS["qwen3"].write(tmp_path / "source"), write_ids(tmp_path / "ids.npy")
+    with pytest.raises(CalibrationError, match="--distill does not train routed experts"):
+        calibrated(source, tmp_path / "out", ids, distill=(ids,))
