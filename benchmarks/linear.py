@@ -20,7 +20,7 @@ from benchmarks.stock import Stock
 from slidesparse import ops
 from slidesparse.gemm import problem
 from slidesparse.gemm.backend import Tunable
-from slidesparse.gemm.problem import DTYPES, TWO_FOUR
+from slidesparse.gemm.problem import DTYPES, TWO_FOUR, stores_windows
 from slidesparse.pattern import SlidePattern, parse_pattern
 from slidesparse.prune import prune
 from slidesparse.tune.inputs import clones, with_sparse_blocks
@@ -59,10 +59,10 @@ def providers(
         taken += [pattern for pattern in patterns if library.sparse and pattern != DENSE]
         for pattern in taken:
             parsed = parse_pattern(pattern)
-            if isinstance(parsed, SlidePattern) and parsed.length in library.coded:
+            if isinstance(parsed, SlidePattern) and not stores_windows(parsed, library.coded):
                 call, _ = _operators(library, layer, dtype, parsed)
-                coded = partial(_pack_pruned, library.pack, parsed)
-                planned.append(Provider(library.name, pattern, False, coded, call, layer.k))
+                pack_pruned = partial(_pack_pruned, library.pack, parsed)
+                planned.append(Provider(library.name, pattern, False, pack_pruned, call, layer.k))
             elif isinstance(parsed, SlidePattern):
                 call, pack = _operators(library, layer, dtype, parsed)
                 columns = parsed.layout(layer.k).slided

@@ -23,8 +23,8 @@ from slidesparse.checkpoint.metadata import LayerEntry
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.errors import SlideSparseError
 from slidesparse.gemm import SPARSE
-from slidesparse.gemm.problem import NAMES, TWO_FOUR, Layer
-from slidesparse.pattern import MixedPattern, Pattern, PatternError, SlidePattern
+from slidesparse.gemm.problem import NAMES, TWO_FOUR, Layer, stores_windows
+from slidesparse.pattern import MixedPattern, Pattern, PatternError, SlideLayout, SlidePattern
 from slidesparse.prune import prune
 from slidesparse.resolve import BREAKS, left_to_vllm, require_invariance
 from slidesparse.slide import is_slided, unslide, violations
@@ -126,7 +126,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         if self.slided:
             self._require_whole_blocks(shard, in_features)
             slided = torch.empty(
-                weight.shape[0], self._slid_layer().layout.slided, dtype=weight.dtype, device=weight.device
+                weight.shape[0], self._layout().slided, dtype=weight.dtype, device=weight.device
             )
             layer.register_parameter(
                 "weight",
@@ -144,6 +144,11 @@ class SlideSparseScheme(CompressedTensorsScheme):
         if self.config.resolution.path != SPARSE or not isinstance(pattern, SlidePattern):
             return None, 0
         return pattern, pattern.shard_phase(self._first_column)
+
+    def _layout(self) -> SlideLayout:
+        """Return the windows of a slided checkpoint's weight."""
+        pattern, phase = self._slides()
+        return (pattern or TWO_FOUR).layout(self._unslid.k, phase)
 
     def _slid_layer(self) -> Layer:
         """Return the layer as the backend sees it at the sparsest possible pattern."""
@@ -247,7 +252,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
                     "these weights"
                 ) from None
             return None
-        if self.slided and not self.dummy and not is_slided(weight, self._slid_layer().layout):
+        if self.slided and not self.dummy and not is_slided(weight, self._layout()):
             raise PatternError(
                 f"{self.name}: a weight stands in two windows of {last}, or outside of the layer; the "
                 "checkpoint is damaged, convert the original one again"
@@ -255,11 +260,11 @@ class SlideSparseScheme(CompressedTensorsScheme):
         return packed
 
     def _source(self, weight: Tensor) -> tuple[Tensor, SlidePattern | None, int]:
-        """Return the weight that the backend packs, its pattern and phase: a slid one, unless the backend codes it."""
+        """Return the weight that the backend packs, its pattern and phase: slid, if the backend stores windows."""
         pattern, phase = self._slides()
         if not self.slided:
             return weight, pattern, phase
-        if pattern is None or pattern.length not in self.backend.coded:
+        if pattern is None or stores_windows(pattern, self.backend.coded):
             return weight, TWO_FOUR, 0
         return unslide(weight, pattern, self._unslid.k, phase), pattern, phase
 

@@ -17,8 +17,8 @@ GemmKernel Instance(const Configuration& configuration) {
   using SplitK = SplitKShape<kStrips, kTokens>;
   using StreamK = StreamKShape<kStrips, kTokens>;
   // Of the kernels for coded weights, those that are fastest or within a percent of it.
-  constexpr bool kHasStreamK = kBlocks != Blocks::kCoded || kTokens == 256 || kStrips == 3;
-  constexpr bool kHasSplitK = kBlocks != Blocks::kCoded || kStrips <= 3;
+  constexpr bool kHasStreamK = !IsCoded(kBlocks) || kTokens == 256 || kStrips == 3;
+  constexpr bool kHasSplitK = !IsCoded(kBlocks) || kStrips <= 3;
   if (configuration.grouped) {
     if constexpr (kStrips <= 3) {
       return {GemmGrouped<Type, kStrips, kTokens, kBlocks>, StreamK::kThreads, [](int stages, int) {
@@ -44,9 +44,10 @@ GemmKernel Instance(const Configuration& configuration) {
 
 template <int kStrips>
 GemmKernel Instance(const Configuration& configuration, Blocks blocks) {
-  return blocks == Blocks::kSparse  ? Instance<kStrips, Blocks::kSparse>(configuration)
-         : blocks == Blocks::kMixed ? Instance<kStrips, Blocks::kMixed>(configuration)
-                                    : Instance<kStrips, Blocks::kCoded>(configuration);
+  return blocks == Blocks::kSparse   ? Instance<kStrips, Blocks::kSparse>(configuration)
+         : blocks == Blocks::kMixed  ? Instance<kStrips, Blocks::kMixed>(configuration)
+         : blocks == Blocks::kCoded8 ? Instance<kStrips, Blocks::kCoded8>(configuration)
+                                     : Instance<kStrips, Blocks::kCoded10>(configuration);
 }
 
 }  // namespace

@@ -34,11 +34,12 @@ enum SlidesparsePrologue {
 struct SlidesparseLayer {
   std::int32_t n;        // 0 for a plan that only quantizes
   std::int32_t k;        // columns of x
-  std::int32_t length;   // columns of a block of the pattern; 8: the weight is coded, else slid
+  std::int32_t length;   // columns of a block of the pattern: 4, 6, or 8 and 10, which are coded
   std::int32_t phase;    // zero columns before the first block; length 4 at phase 0 lifts nothing
   std::int32_t fp8;      // 1: codes are E4M3; 0: INT8
   std::int32_t columns;  // of a row of codes: a multiple of 16, at least K'; zeros beyond K'.  If
-                         // the weight is coded: a multiple of 32, at least phase + k
+                         // the weight is coded: a multiple of 32, at least phase + k, or, at length
+                         // 10, of 128 for each 120 of these
 };
 
 // Which blocks a packed weight is made of.
@@ -188,10 +189,8 @@ SLIDESPARSE_EXPORT const char* slidesparse_hopper_combine(const void* y, std::in
 
 // ---- weights ----
 
-// The bytes of the packed form of a layer's weight that is not mixed, and of the scratch memory
-// that packing it needs.
-SLIDESPARSE_EXPORT void slidesparse_hopper_pack_bytes(const SlidesparseLayer* layer,
-                                                      std::int64_t* packed, std::int64_t* scratch);
+// The bytes of the packed form of a layer's weight that is not mixed.
+SLIDESPARSE_EXPORT std::int64_t slidesparse_hopper_pack_bytes(const SlidesparseLayer* layer);
 
 // Slides a layer's weight [n, k] of one-byte codes, rows `stride` bytes apart, that is pruned to
 // blocks of `length` after `phase` zero columns, and packs its windows, or codes it.  The 32-bit
@@ -201,6 +200,6 @@ SLIDESPARSE_EXPORT void slidesparse_hopper_pack_bytes(const SlidesparseLayer* la
 SLIDESPARSE_EXPORT const char* slidesparse_hopper_pack(const SlidesparseLayer* layer,
                                                        const void* weight, std::int64_t stride,
                                                        std::int32_t mixed, void* packed,
-                                                       void* scratch, void* broken, void* stream);
+                                                       void* broken, void* stream);
 
 }  // extern "C"

@@ -1,5 +1,6 @@
 // Slides a weight into the windows of its pattern and packs them, in one pass over the weight.  In
-// a mixed weight, blocks that the table marks as dense are copied instead.  A 6:8 weight is coded.
+// a mixed weight, blocks that the table marks as dense are copied instead.  6:8 and 8:10 weights
+// are coded.
 //
 // A block of L columns has L / 2 pairs and L / 2 - 1 windows of two neighbouring pairs.  A pair's
 // non-zeros are divided between the window that ends with it and the window that begins with it:
@@ -11,10 +12,8 @@
 //
 // except that all of the first pair goes to the first window and all of the last pair to the last
 // one.  A thread independently makes a word of values, those of two consecutive windows of a row.
-// Only the first two zeros of a block matter, so it usually reads few pairs before its own.  In
-// long blocks, such as a row of 2_inf, they may be far away, so FindZeros finds them once.  This
-// file uses no more of CUDA than qualifiers, indices and an atomic addition, so that tests compile
-// it with a C++ compiler.
+// This file uses no more of CUDA than qualifiers, indices and an atomic addition, so that tests
+// compile it with a C++ compiler.
 
 #pragma once
 
@@ -27,20 +26,18 @@ namespace slidesparse::hopper {
 
 constexpr int kPackThreads = 256;
 constexpr int kWindows = kBlockColumns / 4;  // of a row of a packed block
-constexpr int kLongLength = 64;              // columns; in longer blocks FindZeros runs first
 
 struct PackArguments {
   const std::uint8_t* weight;
   std::uint8_t* packed;
   bool mixed;   // `packed` begins with its table, as the caller has written it
   int* broken;  // counts blocks with too many non-zeros
-  int* zeros;   // [n][pattern_blocks][2]: columns of a block's first two zeros; or null
   std::int64_t stride;
   int n, k;
-  int length, phase;   // of the pattern's blocks
-  int pattern_blocks;  // of a row
-  int blocks;          // packed blocks of a strip
-  bool coded;
+  int length, phase;    // of the pattern's blocks
+  int pattern_blocks;   // of a row
+  int blocks;           // packed blocks of a strip
+  int coded_groups;     // of a row of a block, 0 if the weight is not coded
   std::uint32_t value;  // mask of the bits that are zero only in a zero: all but the sign of E4M3
 };
 
@@ -55,43 +52,23 @@ inline PackArguments MakePackArguments(const SlidesparseLayer& layer) {
     arguments.pattern_blocks =
         static_cast<int>(CeilDiv<std::int64_t>(std::int64_t{layer.k} + layer.phase, layer.length));
   }
-  arguments.coded = layer.length == kCodedLength;
-  const std::int64_t columns = std::int64_t{arguments.pattern_blocks} *
-                               (arguments.coded ? kCodedLength : (layer.length / 2 - 1) * 4);
-  arguments.blocks = static_cast<int>(CeilDiv<std::int64_t>(columns, kBlockColumns));
+  arguments.coded_groups = CodedGroups(layer.length);
+  const std::int64_t windows = std::int64_t{arguments.pattern_blocks} * (layer.length / 2 - 1);
+  arguments.blocks = static_cast<int>(
+      arguments.coded_groups > 0 ? CeilDiv(arguments.pattern_blocks, arguments.coded_groups)
+                                 : CeilDiv<std::int64_t>(windows, kWindows));
   arguments.value = layer.fp8 != 0 ? 0x7F : 0xFF;
   return arguments;
 }
 
 // The bytes of a packed block of a weight that is not mixed.
 inline int BlockBytes(const PackArguments& arguments) {
-  return arguments.coded ? kCodedBytes : kPackedBytes;
+  return arguments.coded_groups > 0 ? kCodedBytes : kPackedBytes;
 }
 
 // CTAs of Pack, one for each packed block.
 inline std::int64_t PackGrid(const PackArguments& arguments) {
   return std::int64_t{StripsOf(arguments.n)} * arguments.blocks;
-}
-
-// CTAs of FindZeros, with a thread for each block of each row.
-inline std::int64_t FindGrid(const PackArguments& arguments) {
-  return CeilDiv<std::int64_t>(std::int64_t{arguments.n} * arguments.pattern_blocks, kPackThreads);
-}
-
-__global__ void FindZeros(const PackArguments arguments) {
-  const std::int64_t index = std::int64_t{blockIdx.x} * kPackThreads + threadIdx.x;
-  const std::int64_t row = index / arguments.pattern_blocks;
-  if (row >= arguments.n) return;
-  const int block = static_cast<int>(index % arguments.pattern_blocks);
-  const int first = block * arguments.length - arguments.phase;
-  const std::uint8_t* from = arguments.weight + row * arguments.stride;
-  int* found = arguments.zeros + 2 * index;
-  found[0] = found[1] = arguments.length;
-  for (int i = 0, count = 0; i < arguments.length && count < 2; ++i) {
-    const int column = first + i;
-    const bool inside = column >= 0 && column < arguments.k;
-    if (!inside || (from[column] & arguments.value) == 0) found[count++] = i;
-  }
 }
 
 // Columns `column` and `column` + 1 of a row of `k`, the first in the low byte; zero outside of the
@@ -118,21 +95,12 @@ __device__ __forceinline__ std::uint32_t Previous(std::uint32_t pair, int zeros)
   return take > 0 ? pair : 0;
 }
 
-// The four bytes of window `index` of a row of `k`; `zeros_of` is the row's part of `zeros`, or
-// null.
+// The four bytes of window `index` of a row of `k`.
 __device__ __forceinline__ std::uint32_t MakeWindow(const PackArguments& arguments,
-                                                    const std::uint8_t* row, const int* zeros_of,
-                                                    int k, int index) {
+                                                    const std::uint8_t* row, int k, int index) {
   const int windows = arguments.length / 2 - 1, block = index / windows, own = index % windows;
   const int first = block * arguments.length - arguments.phase;
-  int zeros = 0;
-  if (zeros_of != nullptr && block < arguments.pattern_blocks) {
-    zeros = (zeros_of[2 * block] < 2 * own) + (zeros_of[2 * block + 1] < 2 * own);
-  } else {
-    for (int j = 0; j < own && zeros < 2; ++j) {
-      zeros += 2 - CountNonzero(LoadPair(arguments, row, k, first + 2 * j));
-    }
-  }
+  int zeros = own == 0 ? 0 : 2 - CountNonzero(LoadPair(arguments, row, k, first));  // own is 0 or 1
   const std::uint32_t pair = LoadPair(arguments, row, k, first + 2 * own);
   zeros += 2 - CountNonzero(pair);
   const std::uint32_t left = own == 0 ? pair : pair & ~Previous(pair, zeros);
@@ -188,12 +156,8 @@ __device__ __forceinline__ void PackSparse(const PackArguments& arguments, int s
     const int window = block * kWindows + word / 512 * 16 + place.column / 2;
     const int k = row < arguments.n ? arguments.k : 0;
     const std::uint8_t* from = arguments.weight + (k > 0 ? row * arguments.stride : 0);
-    const int* zeros = nullptr;
-    if (arguments.zeros != nullptr && k > 0) {
-      zeros = arguments.zeros + 2 * std::int64_t{row} * arguments.pattern_blocks;
-    }
-    const Kept left = Keep(MakeWindow(arguments, from, zeros, k, window));
-    const Kept right = Keep(MakeWindow(arguments, from, zeros, k, window + 1));
+    const Kept left = Keep(MakeWindow(arguments, from, k, window));
+    const Kept right = Keep(MakeWindow(arguments, from, k, window + 1));
     reinterpret_cast<std::uint32_t*>(packed)[word] = left.values | right.values << 16;
     // The byte of these two windows in the metadata word of the thread that holds it for wgmma.
     const int thread = word / 512 * 128 + place.row / 16 * 32 + place.row % 8 * 4 +
@@ -203,51 +167,63 @@ __device__ __forceinline__ void PackSparse(const PackArguments& arguments, int s
   }
 }
 
-// Six values of eight columns, the first in the lowest byte, and the number of the pair that is
-// left out, as CodedConsumer expands them.
+// The values of a group and the number of the pair of columns that is left out, as CodedConsumer
+// expands them.
 struct Coded {
-  std::uint64_t values;
+  std::uint64_t values;  // the first in the lowest byte
   int number;
 };
 
 __device__ __forceinline__ Coded Encode(const PackArguments& arguments, const std::uint8_t* row,
                                         int k, int column) {
-  std::uint64_t values = 0;
-  int first = 0, second = 1, zeros = 0;
-  for (int i = 0; i < kCodedLength; ++i) {
+  const int length = arguments.length;
+  std::uint64_t values = 0, tail = 0;
+  int first = 0, second = 1, zeros = 0, place = 0;
+  for (int i = 0; i < length; ++i) {
     const std::uint32_t pair = LoadPair(arguments, row, k, column + i / 2 * 2);
     const std::uint64_t value = pair >> i % 2 * 8 & 0xFF;
     if (value == 0 && zeros < 2) {
       (zeros == 0 ? first : second) = i;
       ++zeros;
+    } else if (i < 8) {
+      values |= value << 8 * place++;
     } else {
-      values |= value << 8 * (i - zeros);
+      tail |= value << 8 * (i - 2);
     }
   }
   if (zeros < 2) atomicAdd(arguments.broken, 1);
+  // Bytes 6 and 7 are columns 8 and 9, or further values of columns 0 to 7 where these are left
+  // out.
+  if (place == 7 && second == 9)
+    values = (values & ~(std::uint64_t{0xFF} << 48)) | (values >> 48) << 56;
   // The number of pairs before this one in lexicographic order.
-  return {values, first * (2 * kCodedLength - 1 - first) / 2 + second - first - 1};
+  return {values | tail, first * (2 * length - 1 - first) / 2 + second - first - 1};
 }
 
-// Each thread writes what one thread of the consumer's warpgroup reads.
+// Each thread writes what one thread of the consumer's warpgroup reads: a code for each of its
+// groups, and their values.
 __device__ __forceinline__ void PackCoded(const PackArguments& arguments, int strip, int block,
                                           std::uint8_t* packed) {
+  const int groups = arguments.coded_groups, of_thread = groups / 4, length = arguments.length;
+  const bool ten = length == 10;
   for (int thread = threadIdx.x; thread < 128; thread += kPackThreads) {
     std::uint64_t all = 0;
-    for (int group = 0; group < 8; ++group) {  // two rows in each of four wgmmas
-      const int wgmma = group / 2, half = wgmma / 2, lower = group % 2;
+    for (int code = 0; code < 2 * of_thread; ++code) {  // of two rows in turn
+      const int i = code / 2, lower = code % 2;
       const int row = strip * kStripRows + thread / 32 * 16 + lower * 8 + thread % 32 / 4;
-      const int column = block * kBlockColumns + wgmma * 32 + thread % 4 * kCodedLength;
+      const int group = block * groups + (ten ? thread % 4 * 3 + i : i * 4 + thread % 4);
       const int k = row < arguments.n ? arguments.k : 0;
       const std::uint8_t* from = arguments.weight + (k > 0 ? row * arguments.stride : 0);
-      const Coded coded = Encode(arguments, from, k, column - arguments.phase);
-      all |= static_cast<std::uint64_t>(coded.number) << 5 * group;
-      // Of 24 bytes for half of a block, 16 are in one array and 8 in the next.
-      for (int i = 0; i < kCodedLength - 2; ++i) {
-        const int byte = wgmma % 2 * 12 + (i < 4 ? lower * 4 + i : 8 + lower * 2 + i - 4);
-        packed[half * (kCodedValueBytes / 2) +
-               (byte < 16 ? thread * 16 + byte : 128 * 16 + thread * 8 + byte - 16)] =
-            static_cast<std::uint8_t>(coded.values >> 8 * i);
+      const Coded coded = Encode(arguments, from, k, group * length - arguments.phase);
+      all |= static_cast<std::uint64_t>(coded.number) << (ten ? 6 : 5) * code;
+      for (int value = 0; value < length - 2; ++value) {
+        int at = i * 128 * 16 + thread * 16 + lower * 8 + value;
+        if (!ten) {  // of 24 bytes for half of a block, 16 are in one array and 8 in the next
+          const int byte = i % 2 * 12 + (value < 4 ? lower * 4 + value : 8 + lower * 2 + value - 4);
+          at = i / 2 * (kCodedValueBytes / 2) +
+               (byte < 16 ? thread * 16 + byte : 128 * 16 + thread * 8 + byte - 16);
+        }
+        packed[at] = static_cast<std::uint8_t>(coded.values >> 8 * value);
       }
     }
     for (int i = 0; i < 5; ++i) {
@@ -262,7 +238,7 @@ __global__ void Pack(const PackArguments arguments) {
   const int strip = static_cast<int>(cta / arguments.blocks);
   const int block = static_cast<int>(cta % arguments.blocks);
   std::uint8_t* packed = arguments.packed;
-  if (arguments.coded) {
+  if (arguments.coded_groups > 0) {
     PackCoded(arguments, strip, block, packed + cta * kCodedBytes);
     return;
   }

@@ -31,7 +31,7 @@ inline PlanKey KeyOf(int device, const SlidesparseLayer& layer) {
 struct SlidesparseHopperPlan {
   slidesparse::hopper::PlanKey key;
   bool fp8;
-  bool coded;                                       // then there is one kind of blocks, the first
+  slidesparse::hopper::Blocks blocks;  // if coded, there is one kind of blocks, the first
   slidesparse::hopper::QuantizeArguments quantize;  // all but the tensors
   using Gemms = std::array<slidesparse::hopper::Gemm, SLIDESPARSE_BLOCK_KINDS>;
   // A row of the tuned table: the GEMMs for up to `tokens` tokens, by SlidesparseBlocks.
@@ -64,8 +64,12 @@ constexpr std::int64_t kScaleBytes = 128;  // alignment of the codes, which foll
 std::shared_mutex mutex;
 std::map<PlanKey, const Plan*> served;
 
-// Whether a layer's weight is coded.
-bool IsCoded(const SlidesparseLayer& layer) { return layer.length == kCodedLength; }
+// The blocks of a layer's weight, kSparse if they may be mixed.
+Blocks BlocksOf(const SlidesparseLayer& layer) {
+  return layer.length == 8    ? Blocks::kCoded8
+         : layer.length == 10 ? Blocks::kCoded10
+                              : Blocks::kSparse;
+}
 
 // The bytes of flags and partial sums that m tokens need, of whichever blocks the weight is.
 std::int64_t ExchangeOf(const Plan& plan, std::int64_t m) {
@@ -89,11 +93,11 @@ const char* ParseText(const char* text, Configuration* configuration) {
 const char* FindKind(const Plan& plan, std::int64_t bytes, SlidesparseBlocks* kind) {
   const GemmArguments& a = plan.tuned.front().gemms[0].arguments;
   const std::int64_t blocks = std::int64_t{a.strips} * a.k_blocks;
-  if (plan.coded) {
+  if (IsCoded(plan.blocks)) {
     *kind = SLIDESPARSE_ALL_2_4;
     if (bytes == blocks * kCodedBytes) return nullptr;
     return Fail(
-        "a packed weight of %lld bytes for %d out-features and %d blocks of 128 columns at 6:8, "
+        "a packed weight of %lld bytes for %d out-features and %d blocks of 128 columns, coded, "
         "which has %lld; pack it for the backend hopper, from as many in-features",
         static_cast<long long>(bytes), a.n, a.k_blocks,
         static_cast<long long>(blocks * kCodedBytes));
@@ -230,14 +234,13 @@ const char* slidesparse_hopper_candidates(const SlidesparseLayer* layer, std::in
     return Fail("%s (%s) for the current device", cudaGetErrorName(error),
                 cudaGetErrorString(error));
   }
-  const Blocks kinds = IsCoded(*layer)                 ? Blocks::kCoded
-                       : blocks == SLIDESPARSE_ALL_2_4 ? Blocks::kSparse
-                                                       : Blocks::kMixed;
+  const Blocks of_layer = BlocksOf(*layer);
+  const bool coded = IsCoded(of_layer);
+  const Blocks kinds = coded || blocks == SLIDESPARSE_ALL_2_4 ? of_layer : Blocks::kMixed;
   const auto fits = [=](const Configuration& configuration) {
     Gemm gemm;
     return FitGemm(configuration, layer->fp8 != 0, kinds, &gemm) ? Fit{} : gemm.fit;
   };
-  const bool coded = kinds == Blocks::kCoded;
   const double dense = coded ? 1.0 : static_cast<double>(blocks) / SLIDESPARSE_ALL_DENSE;
   const double block = coded ? kCodedBytes : kPackedBytes + dense * (kDenseBytes - kPackedBytes);
   for (const Candidate& one :
@@ -256,27 +259,24 @@ const char* slidesparse_hopper_plan(const SlidesparseLayer* layer, std::int32_t 
   auto plan = std::make_unique<Plan>();
   plan->fp8 = layer->fp8 != 0;
   plan->quantize.k = layer->k;
-  plan->coded = IsCoded(*layer);
-  plan->quantize.length = layer->length;
-  plan->quantize.coded = plan->coded;
+  plan->blocks = BlocksOf(*layer);
   plan->quantize.phase = layer->phase;
   plan->quantize.columns = layer->columns;
   if (count > 0 && (layer->n < 1 || layer->columns < 1)) {
     return Fail("a weight of %d out-features and %d columns: both must be positive", layer->n,
                 layer->columns);
   }
-  if (const char* error = PrepareQuantize(plan->quantize, plan->fp8)) return error;
+  if (const char* error = PrepareQuantize(plan->quantize, layer->length, plan->fp8)) return error;
   for (int i = 0; i < count; ++i) {
     Plan::Tuned tuned = {tokens[i], {}};
-    for (int kind = 0; kind < (plan->coded ? 1 : SLIDESPARSE_BLOCK_KINDS); ++kind) {
+    for (int kind = 0; kind < (IsCoded(plan->blocks) ? 1 : SLIDESPARSE_BLOCK_KINDS); ++kind) {
       Configuration configuration;
       Gemm* gemm = &tuned.gemms[kind];
       const char* error = ParseText(texts[i * SLIDESPARSE_BLOCK_KINDS + kind], &configuration);
       if (error == nullptr) {
-        error = plan->coded ? FitLarger(configuration, plan->fp8, Blocks::kCoded, gemm)
-                : kind == SLIDESPARSE_ALL_2_4
-                    ? FitGemm(configuration, plan->fp8, Blocks::kSparse, gemm)
-                    : FitLarger(configuration, plan->fp8, Blocks::kMixed, gemm);
+        const Blocks blocks = kind == SLIDESPARSE_ALL_2_4 ? plan->blocks : Blocks::kMixed;
+        error = blocks == Blocks::kSparse ? FitGemm(configuration, plan->fp8, blocks, gemm)
+                                          : FitLarger(configuration, plan->fp8, blocks, gemm);
       }
       if (error != nullptr) return error;
       SetWeight(layer->n, layer->columns, gemm);
@@ -395,9 +395,7 @@ const char* slidesparse_hopper_grouped(const SlidesparseHopperPlan* plan, std::i
   const GemmArguments& like = plan->tuned.front().gemms[0].arguments;
   SlidesparseBlocks kind;
   if (const char* error = FindKind(*plan, weight_bytes, &kind)) return error;
-  const Blocks blocks = plan->coded                   ? Blocks::kCoded
-                        : kind == SLIDESPARSE_ALL_2_4 ? Blocks::kSparse
-                                                      : Blocks::kMixed;
+  const Blocks blocks = kind == SLIDESPARSE_ALL_2_4 ? plan->blocks : Blocks::kMixed;
   Configuration chosen = ChooseGrouped(slots, experts, like.strips);
   if (configuration != nullptr) {
     if (const char* error = ParseText(configuration, &chosen)) return error;

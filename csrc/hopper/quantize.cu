@@ -11,8 +11,7 @@ namespace slidesparse::hopper {
 namespace {
 
 constexpr int kMaxCodesBytes = 160 << 10;  // codes of a part in shared memory
-constexpr int kMaxLength = 1 << 16;
-constexpr int kSms = 132;  // an H100's; a heuristic, on which no result depends
+constexpr int kSms = 132;                  // an H100's; a heuristic, on which no result depends
 // If there are few rows, rows of more than kLongVectors are divided among as many SMs as there are,
 // as long as a part has more than kMinVectors.
 constexpr int kLongVectors = 640, kMinVectors = 128;
@@ -30,7 +29,7 @@ struct Division {
 // The columns of a part, in units of kPartUnit blocks; 0 if its codes do not fit into shared
 // memory.
 int PartOf(const QuantizeArguments& arguments, int parts) {
-  const int unit = kPartUnit * arguments.length;
+  const int unit = (arguments.group < kVectorCodes ? kPartUnit : 1) * arguments.group;
   const int part = CeilDiv(CeilDiv(arguments.padded, unit), parts) * unit;
   return std::min(part, arguments.padded) <= kMaxCodesBytes ? part : 0;
 }
@@ -93,37 +92,32 @@ bool IsAligned(const void* pointer) {  // true for null
 
 }  // namespace
 
-const char* PrepareQuantize(QuantizeArguments& arguments, bool fp8) {
-  const int length = arguments.length, phase = arguments.phase;
-  if (length < 4 || length % 2 != 0 || length > kMaxLength || phase < 0 || phase >= length) {
-    return Fail("blocks of %d columns at phase %d: an even length of 4 to %d, a phase below it",
-                length, phase, kMaxLength);
+const char* PrepareQuantize(QuantizeArguments& arguments, int length, bool fp8) {
+  if (const char* error = CheckPattern(length, arguments.phase)) return error;
+  int& group = arguments.group = length;  // a window, or both of a block of 4:6
+  int& codes = arguments.group_codes = length == 6 ? 8 : 4;
+  if (length == 8) group = codes = kCodedColumns8;
+  if (length == 10) {
+    group = kCodedColumns10;
+    codes = kBlockColumns;
   }
-  if (arguments.coded) arguments.length = 4;  // nothing is lifted
-  arguments.windows = arguments.length / 2 - 1;
-  const std::int64_t blocks =
-      CeilDiv<std::int64_t>(std::int64_t{arguments.k} + phase, arguments.length);
-  const int multiple = arguments.coded ? 2 * kStoreCodes : kStoreCodes;
-  if (arguments.k < 0 || arguments.columns < 0 || arguments.columns % multiple != 0 ||
-      arguments.columns < blocks * arguments.windows * 4) {
+  const std::int64_t needed =
+      CeilDiv<std::int64_t>(std::int64_t{arguments.k} + arguments.phase, group) * codes;
+  const int multiple = std::max(codes, kStoreCodes);
+  if (arguments.k < 0 || arguments.columns < needed || arguments.columns % multiple != 0) {
     return Fail(
         "rows of %d columns become %lld; codes are asked for in rows of %d, which must hold that "
         "many and be a multiple of %d",
-        arguments.k, static_cast<long long>(blocks * arguments.windows * 4), arguments.columns,
-        multiple);
+        arguments.k, static_cast<long long>(needed), arguments.columns, multiple);
   }
-  // Blocks are counted for the padding of q as well.
-  const std::int64_t padded =
-      CeilDiv<std::int64_t>(arguments.columns / 4, arguments.windows) * arguments.length;
+  // Groups are counted for the padding of q as well.
+  const std::int64_t padded = CeilDiv<std::int64_t>(arguments.columns, codes) * group;
   arguments.padded = static_cast<int>(std::min<std::int64_t>(padded, INT32_MAX / 2));
   if (padded > std::int64_t{kMaxParts} * kMaxCodesBytes ||
       (padded > 0 && PartOf(arguments, kMaxParts) == 0)) {
     return Fail("rows of %d columns in blocks of %d are longer than the %d that can be quantized",
                 arguments.k, length, kMaxParts * kMaxCodesBytes);
   }
-  arguments.magic = arguments.windows == 1 ? 0
-                                           : static_cast<std::uint32_t>(CeilDiv<std::uint64_t>(
-                                                 std::uint64_t{1} << 32, arguments.windows));
   if (cudaError_t error = LoadKernels(fp8)) {
     return Fail("%s (%s) for the quantizing kernels", cudaGetErrorName(error),
                 cudaGetErrorString(error));
@@ -142,7 +136,7 @@ const char* EnqueueQuantize(QuantizeArguments arguments, std::int64_t m, Float i
   const Division division = Divide(arguments, m, prologue);
   arguments.parts = division.parts;
   arguments.part = PartOf(arguments, division.parts);
-  arguments.part_codes = arguments.part / arguments.length * arguments.windows * 4;
+  arguments.part_codes = arguments.part / arguments.group * arguments.group_codes;
   const bool wide = arguments.phase == 0 && arguments.k % kVectorCodes == 0 &&
                     arguments.stride % kVectorCodes == 0 &&
                     arguments.residual_stride % kVectorCodes == 0 && IsAligned(arguments.x) &&

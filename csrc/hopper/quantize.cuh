@@ -2,9 +2,10 @@
 //
 //     scale[m] = max_k |x[m, k]| / Q        q[m, 4 j + i] = round(x[m, column(j) + i] / scale[m])
 //
-// Word j of a row, four codes, is window l = j % (L/2 - 1) of block j / (L/2 - 1); its columns
-// begin at L block + 2 l - phase.  L = 4 lifts nothing.  The arithmetic is that of
-// `slidesparse.quantize` ("cuda"), bit for bit.
+// Of a slid weight, word j of a row, four codes, is window l = j % (L/2 - 1) of block j / (L/2 -
+// 1), for L = 4 or 6; its columns begin at L block + 2 l - phase.  L = 4 lifts nothing.  A coded
+// weight has columns in another order.  The arithmetic is that of `slidesparse.quantize` ("cuda"),
+// bit for bit.
 //
 // One CTA processes a row, or a cluster if rows are long.  Each CTA loads its part of the row into
 // registers, and loads again what they do not hold.  It writes the part's codes to shared memory in
@@ -23,8 +24,9 @@ namespace slidesparse::hopper {
 
 constexpr int kMaxParts = 8;     // CTAs that share a row: the portable cluster size
 constexpr int kStoreCodes = 16;  // codes of one store
-constexpr int kPartUnit =
-    8;  // a part is a multiple of 8 blocks: whole vectors and stores for any L
+constexpr int kPartUnit = 8;     // groups of a part, if they are small: whole vectors and stores
+// Columns that a quad of threads multiplies together: of a wgmma at 6:8, of a block at 8:10.
+constexpr int kCodedColumns8 = 32, kCodedColumns10 = CodedGroups(10) * 10;
 constexpr int kMaxQuantizeThreads = 1024;
 constexpr float kMaxInt8 = 127.0f, kMaxFp8 = 448.0f;
 constexpr float kMinFp8Scale = 1.0f / (448.0f * 512.0f);
@@ -145,31 +147,30 @@ __device__ __forceinline__ float RowSum(float mine, std::uint32_t* words, int pa
   return WarpSum(found);
 }
 
-// Gathers words 4 i to 4 i + 3 of the part's windows from its codes, which are in the order of the
-// row.
+// Gathers words 4 i to 4 i + 3 of the part's codes, which `codes` has in the order of the row.
 __device__ __forceinline__ uint4 LiftWords(const QuantizeArguments& arguments,
                                            const std::uint8_t* codes, int i) {
   const uint4* const vectors = reinterpret_cast<const uint4*>(codes);
-  if (arguments.coded) {
+  if (arguments.group == 4) return vectors[i];
+  if (arguments.group == kCodedColumns8) {
     // Of eight words the even ones first: see CodedConsumer.
     const uint4 low = vectors[i / 2 * 2], high = vectors[i / 2 * 2 + 1];
     return i % 2 ? make_uint4(low.y, low.w, high.y, high.w)
                  : make_uint4(low.x, low.z, high.x, high.z);
   }
-  if (arguments.length == 4) return vectors[i];
-  const int block = arguments.windows == 1 ? 4 * i : __umulhi(4 * i, arguments.magic);
-  int window = 4 * i - block * arguments.windows;
-  const std::uint8_t* from = codes + block * arguments.length + 2 * window;
+  const bool ten = arguments.group == kCodedColumns10;
+  // 4:6: the windows of two blocks begin at columns 0, 2, 6 and 8.  8:10: word i % 8 of each of
+  // four threads, which have 30 columns each, see Decoder10.
+  const int word = i % 8;
+  const std::uint8_t* from = codes + (ten ? i / 8 * kCodedColumns10 : 12 * i);
+  if (ten) from += word < 6 ? word / 2 * 10 + word % 2 * 4 : word * 20 - 112;
   std::uint32_t words[4];
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
-    const std::uint32_t low = *reinterpret_cast<const std::uint16_t*>(from);
-    const std::uint32_t high = *reinterpret_cast<const std::uint16_t*>(from + 2);
-    words[w] = low | high << 16;
-    // The next window shares two columns with this one, unless this is the last one of its block.
-    const bool last = ++window == arguments.windows;
-    window = last ? 0 : window;
-    from += last ? 4 : 2;
+    const auto* at =
+        reinterpret_cast<const std::uint16_t*>(from + (ten ? 30 * w : w / 2 * 6 + w % 2 * 2));
+    const std::uint32_t high = ten && word == 7 ? 0 : at[ten && word == 6 ? 5 : 1];
+    words[w] = at[0] | high << 16;
   }
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
@@ -283,10 +284,10 @@ using QuantizeKernel = void (*)(QuantizeArguments);
 template <Prologue kPrologue>
 QuantizeKernel FindQuantize(Float input, bool fp8, bool wide, int vectors);
 
-// Validates k, columns, length and phase, which a layer determines, computes from them what a call
-// does not determine, and loads the kernels on the current device.  Returns null, or an error
-// message.
-const char* PrepareQuantize(QuantizeArguments& arguments, bool fp8);
+// Validates k, columns, phase and the length of the pattern, which a layer determines, computes
+// from them what a call does not determine, and loads the kernels on the current device.  Returns
+// null, or an error message.
+const char* PrepareQuantize(QuantizeArguments& arguments, int length, bool fp8);
 
 // Enqueues the quantization of m rows.  `arguments` are those of PrepareQuantize with the tensors.
 const char* EnqueueQuantize(QuantizeArguments arguments, std::int64_t m, Float input, bool fp8,

@@ -15,23 +15,22 @@
 #include <type_traits>
 
 #include "common.cuh"
+#include "decode.cuh"
 
 namespace slidesparse::hopper {
 
 // The shared memory that a stage reserves for a block.
 __host__ __device__ constexpr int SlotBytes(Blocks blocks) {
-  return blocks == Blocks::kMixed   ? kDenseBytes
-         : blocks == Blocks::kCoded ? kCodedBytes
-                                    : kPackedBytes;
+  return blocks == Blocks::kMixed    ? kDenseBytes
+         : blocks == Blocks::kSparse ? kPackedBytes
+                                     : kCodedBytes;
 }
 
 // The bytes of what `stages` have outside of the ring: two mbarriers each, and for a mixed weight a
 // word whose bit i tells whether strip i's block is dense.  A coded weight has a table of
 // selectors, aligned to its size, behind them.
-constexpr int kSelectorBytes = 32 * 4;
 __host__ __device__ constexpr int StageWordBytes(int stages, Blocks blocks) {
-  return stages * (blocks == Blocks::kMixed ? 3 * 8 : 2 * 8) +
-         (blocks == Blocks::kCoded ? 2 * kSelectorBytes : 0);
+  return stages * (blocks == Blocks::kMixed ? 3 * 8 : 2 * 8) + 2 * SelectorBytes(blocks);
 }
 
 template <int kStrips, int kTokens>
@@ -49,9 +48,7 @@ struct TileShape {
   // takes more of them.
   static constexpr int ResidentCtas(Blocks blocks) {
     const int most = kStrips == 1 ? 4 : kStrips == 2 ? 3 : kStrips == 3 ? 2 : 1;
-    return kTokens > 64                                           ? 1
-           : blocks == Blocks::kCoded && kTokens > 32 && most > 1 ? most - 1
-                                                                  : most;
+    return kTokens > 64 ? 1 : IsCoded(blocks) && kTokens > 32 && most > 1 ? most - 1 : most;
   }
   static constexpr int kTokenBytes = kTokens * kBlockColumns;
 
@@ -152,7 +149,7 @@ class TmaProducer {
   using S = TileShape<kStrips, kTokens>;
   static constexpr bool kMixed = kBlocks == Blocks::kMixed;
   static constexpr int kStageBytes = S::StageBytes(kBlocks);
-  static constexpr int kBlockBytes = kBlocks == Blocks::kCoded ? kCodedBytes : kPackedBytes;
+  static constexpr int kBlockBytes = IsCoded(kBlocks) ? kCodedBytes : kPackedBytes;
 
  public:
   __device__ TmaProducer(const GemmArguments& arguments, const MulticastGroup& group,
@@ -504,41 +501,41 @@ class WideConsumer : Consumer {
 
 // The consumer for coded weights.  Decoded values go from registers into dense wgmmas, two of
 // which multiply half of a stage.
-template <class Type, int kStrips, int kTokens>
+template <class Type, int kStrips, int kTokens, Blocks kBlocks>
 class CodedConsumer : Consumer {
   using S = TileShape<kStrips, kTokens>;
-  static constexpr int kStageBytes = S::StageBytes(Blocks::kCoded);
-  static constexpr int kHalves = 2, kHalfBytes = kCodedValueBytes / kHalves;
-  static constexpr int kHalfWgmmas = kDenseWgmmas / kHalves;
+  using Decoder = std::conditional_t<kBlocks == Blocks::kCoded8, Decoder8, Decoder10>;
+  static constexpr int kStageBytes = S::StageBytes(kBlocks);
 
  public:
   __device__ CodedConsumer(const GemmArguments& arguments, const MulticastGroup& group,
                            std::uint32_t ring, std::uint32_t full, std::uint32_t empty)
-      : Consumer(arguments, group, ring, full, empty),
-        selectors_((empty + 8 * arguments.stages + kSelectorBytes - 1) / kSelectorBytes *
-                   kSelectorBytes) {
+      : Consumer(arguments, group, ring, full, empty) {
+    constexpr int kBytes = SelectorBytes(kBlocks);
+    table_ = (empty + 8 * arguments.stages + kBytes - 1) / kBytes * kBytes;
     block_ = ring + S::kTokenBytes + threadIdx.x / 128 * kCodedBytes;
-    const int lane = threadIdx.x % 32;
     // Every warp writes the whole table, so that it need not wait for the others.
-    StoreShared32(selectors_ + 4 * lane, Selectors(lane));
+    for (int code = threadIdx.x % 32; code < kBytes / 4; code += 32) {
+      StoreShared32(table_ + 4 * code, Decoder::Selectors(code));
+    }
     __syncwarp();
   }
 
   // As WideConsumer::Run.  Half of a stage is expanded while the other half is multiplied.
   template <int kSums>
   __device__ __forceinline__ void Run(int count, bool accumulate, std::uint32_t (&sums)[kSums]) {
-    Half first, second;
-    Stored now, later;
+    typename Decoder::Half first, second;
+    typename Decoder::Stored now, later;
     if (!accumulate) Clear(sums);
     Pin(sums);
     Wait();
     Load(now, later);
-    Expand(now, first);
+    Decoder::ExpandFirst(now, later, first);
     for (int i = 0; i < count; ++i) {
       Multiply<0>(first, sums);
       WgmmaWait<1>();  // the preceding stage and `second` are no longer read
       if (i > 0) Release();
-      Expand(later, second);
+      Decoder::ExpandSecond(later, second);
       Multiply<1>(second, sums);
       next_.Advance(arguments_.stages);
       if (i + 1 < count) {
@@ -546,7 +543,7 @@ class CodedConsumer : Consumer {
         Load(now, later);
       }
       WgmmaWait<1>();  // `first` is no longer read
-      if (i + 1 < count) Expand(now, first);
+      if (i + 1 < count) Decoder::ExpandFirst(now, later, first);
     }
     WgmmaWait<0>();
     Pin(sums);
@@ -554,91 +551,36 @@ class CodedConsumer : Consumer {
   }
 
  private:
-  // A thread's registers of the weight for the wgmmas of half a stage.
-  using Half = uint4[kHalfWgmmas];
-
-  // The selectors by which PRMT expands the values of code `code`: the low half of the word for
-  // columns 0 to 3, the high half for columns 4 to 7.  Codes count the pairs of columns without a
-  // value, in lexicographic order.  Bytes 0 to 5 of PRMT's operands are the values, 6 is zero.
-  static __device__ __forceinline__ std::uint32_t Selectors(int code) {
-    int first = 0, second = code + 1;
-    while (first < kCodedLength - 2 && second >= kCodedLength) {
-      ++first;
-      second += first + 1 - kCodedLength;
-    }
-    std::uint32_t selectors = 0, value = 0;
-#pragma unroll
-    for (int column = 0; column < kCodedLength; ++column) {
-      const bool zero = column == first || column == second;
-      selectors |= (zero ? 6 : value) << 4 * column;
-      value += zero ? 0 : 1;
-    }
-    return selectors;
-  }
-
-  // What a thread loads of half of a stage.
-  struct Stored {
-    uint4 most;
-    uint2 rest;
-    std::uint32_t selectors[2 * kHalfWgmmas];
-  };
-
-  // Loads both halves of the next stage, whose latencies overlap.
-  __device__ __forceinline__ void Load(Stored& now, Stored& later) {
+  __device__ __forceinline__ void Load(typename Decoder::Stored& now,
+                                       typename Decoder::Stored& later) {
     const int thread = threadIdx.x % 128;
     const std::uint32_t block = block_ + next_.stage * kStageBytes;
     const std::uint32_t codes = block + kCodedValueBytes;
-    const std::uint32_t low = LoadShared32(codes + 4 * thread);
-    const std::uint32_t high = LoadShared8(codes + 128 * 4 + thread);
-    // Codes begin at bit 2, because a table entry has four bytes.
-    Load(now, block, low << 2);
-    Load(later, block + kHalfBytes, __funnelshift_r(low, high, 20 - 2));
-  }
-
-  __device__ __forceinline__ void Load(Stored& stored, std::uint32_t values, std::uint32_t codes) {
-    const int thread = threadIdx.x % 128;
-    stored.most = LoadShared128(values + 16 * thread);
-    stored.rest = LoadShared64(values + 128 * 16 + 8 * thread);
-#pragma unroll
-    for (int i = 0; i < 2 * kHalfWgmmas; ++i) {
-      stored.selectors[i] = LoadShared32((codes >> 5 * i & 0x7C) | selectors_);
-    }
-  }
-
-  // Expands six values of each group to eight columns.
-  static __device__ __forceinline__ void Expand(const Stored& stored, Half& half) {
-    const std::uint32_t values[] = {stored.most.x, stored.most.y, stored.most.z,
-                                    stored.most.w, stored.rest.x, stored.rest.y};
-#pragma unroll
-    for (int i = 0; i < kHalfWgmmas; ++i) {
-      const std::uint32_t upper = stored.selectors[2 * i], lower = stored.selectors[2 * i + 1];
-      const std::uint32_t tails = values[3 * i + 2];
-      half[i].x = Permute(values[3 * i], tails & 0xFFFF, upper);
-      half[i].y = Permute(values[3 * i + 1], tails >> 16, lower);
-      half[i].z = Permute(values[3 * i], tails & 0xFFFF, upper >> 16);
-      half[i].w = Permute(values[3 * i + 1], tails >> 16, lower >> 16);
-    }
+    Decoder::Load(now, later, block, LoadShared32(codes + 4 * thread),
+                  LoadShared8(codes + 128 * 4 + thread), table_);
   }
 
   template <int kHalf, int kSums>
-  __device__ __forceinline__ void Multiply(const Half& half, std::uint32_t (&sums)[kSums]) {
+  __device__ __forceinline__ void Multiply(const typename Decoder::Half& half,
+                                           std::uint32_t (&sums)[kSums]) {
+    constexpr int kWgmmasOfHalf = kDenseWgmmas / 2;
     const std::uint32_t tokens =
-        ring_ + next_.stage * kStageBytes + kHalf * kHalfWgmmas * kDenseWgmmaColumns;
+        ring_ + next_.stage * kStageBytes + kHalf * kWgmmasOfHalf * kDenseWgmmaColumns;
     WgmmaFence();
 #pragma unroll
-    for (int i = 0; i < kHalfWgmmas; ++i) {
+    for (int i = 0; i < kWgmmasOfHalf; ++i) {
       Wgmma<Type, 2 * kSums>::DenseFromRegisters(sums, half[i],
                                                  Descriptor(tokens + i * kDenseWgmmaColumns));
     }
     WgmmaCommit();
   }
 
-  std::uint32_t block_, selectors_;
+  std::uint32_t block_, table_;
 };
 
 template <class Type, int kStrips, int kTokens, Blocks kBlocks>
 using ConsumerOf = std::conditional_t<
-    kBlocks == Blocks::kCoded, CodedConsumer<Type, kStrips, kTokens>,
+    IsCoded(kBlocks), CodedConsumer<Type, kStrips, kTokens, kBlocks>,
     std::conditional_t<TileShape<kStrips, kTokens>::kWide || kBlocks == Blocks::kMixed,
                        WideConsumer<Type, kStrips, kTokens, kBlocks>,
                        NarrowConsumer<Type, kStrips, kTokens>>>;

@@ -31,15 +31,14 @@ struct QuantizeArguments {
   std::int64_t stride, residual_stride;
   float eps;
   int k, columns;
-  int length, phase;
-  bool coded;           // for a coded weight, whose wgmmas take words in another order
-  int windows;          // in a block of `length` columns
-  std::uint32_t magic;  // 2^32 / windows, rounded up: divides by multiplying
-  int padded;           // columns of a row, in whole blocks and with the phase
-  int parts;            // CTAs that share a row
-  int part;             // padded columns of one part
-  int part_codes;       // columns of q that these become
-  int flag_count;       // kFlagWords each
+  int phase;
+  int group,
+      group_codes;  // columns that are ordered or lifted together, and how many codes they are
+  int padded;       // columns of a row, in whole groups and with the phase
+  int parts;        // CTAs that share a row
+  int part;         // padded columns of one part
+  int part_codes;   // columns of q that these become
+  int flag_count;   // kFlagWords each
   // Experts only: rows are those of `offsets` [experts + 1].  Row i is that of slot order[i]: a
   // gathering quantizer reads row order[i] / top_k of x; scales are multiplied by slot_scale [m].
   const std::int32_t *offsets, *order;

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from slidesparse import reference
-from slidesparse.gemm.problem import ALL_2_4, TWO_FOUR, Layer, LibraryError, Plan, Problem, Tensors, bucket
+from slidesparse.gemm.problem import (
+    ALL_2_4,
+    NOT_CODED,
+    TWO_FOUR,
+    Layer,
+    LibraryError,
+    Plan,
+    Problem,
+    Tensors,
+    bucket,
+)
 from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import arithmetic_of
 from slidesparse.slide import require_pattern
@@ -30,7 +40,8 @@ class Backend(Protocol):
     threads: bool  # whether each step of the model may run in a new thread
     alignment: int  # rows of quantized activations are zero-padded to a multiple of this many columns
     outputs: tuple[torch.dtype, ...]  # supported dtypes of outputs
-    coded: Collection[int]  # lengths L of the patterns whose weights are coded, not slid
+    # The patterns whose weights are coded, not slid: their lengths L, and how many columns of a row make 128 codes
+    coded: Mapping[int, int]
 
     def unusable(self, device: torch.device, capability: tuple[int, int] | None = None) -> str | None:
         """Return why this backend cannot run on ``device``, with the remedy, or None when it can.  Never raises.
@@ -98,7 +109,7 @@ class TwoStep(ABC):
 
     fuses = False
     threads = False
-    coded: Collection[int] = ()
+    coded: Mapping[int, int] = NOT_CODED
 
     @abstractmethod
     def pack(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:

@@ -6,13 +6,15 @@ way in which a backend computes it, a short string that the backend understands.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from slidesparse.blocks import BLOCK
 from slidesparse.errors import EnvironmentFault
 from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout, SlidePattern, round_up
 from slidesparse.quantize import FP8, INT8
@@ -32,11 +34,35 @@ OPERANDS = ("int8", "fp8", "fp16", "bf16")
 BLOCKS = ALL_2_4, MIXED, ALL_DENSE = ("2:4", "mixed", "dense")
 CODED = "coded"  # those of a weight that is not slid but coded, see `slidesparse.gemm.hopper.format`
 TWO_FOUR = SlidePattern(HARDWARE_LENGTH)  # 2:4: the identity, because its windows do not overlap
+SLID_BY_CODERS = (
+    HARDWARE_LENGTH,
+    6,
+)  # lengths of the patterns whose windows backends that code weights store
+NOT_CODED: Mapping[int, int] = MappingProxyType({})  # `Backend.coded` of backends that code nothing
 MIN_ROWS = 16
 
 
 class LibraryError(EnvironmentFault, RuntimeError):
     """A GEMM library refused a call, or is missing; the message holds the library's error, the shapes and the types."""
+
+
+def stores_windows(pattern: SlidePattern, coded: Mapping[int, int]) -> bool:
+    """Whether a backend, of which ``coded`` is, stores the windows of weights at ``pattern``."""
+    return not coded or pattern.length in SLID_BY_CODERS
+
+
+def stored_pattern(pattern: SlidePattern | None, coded: Mapping[int, int]) -> SlidePattern | None:
+    """Return the pattern in whose form a backend stores a weight, slid or coded; None for dense.
+
+    Windows of patterns beyond 8:10 have more bytes than the dense weight, so backends that code store those dense.
+    """
+    kept = pattern is None or stores_windows(pattern, coded) or pattern.length in coded
+    return pattern if kept else None
+
+
+def coded_columns(layout: SlideLayout, coded: Mapping[int, int]) -> int:
+    """Return the columns of the activations of a coded weight, whole blocks; 0 if ``coded`` of a backend lacks it."""
+    return BLOCK * -(-layout.padded // coded[layout.length]) if layout.length in coded else 0
 
 
 class Layer(NamedTuple):
@@ -49,7 +75,7 @@ class Layer(NamedTuple):
         int  # zero columns before the first: those of its block that belong to another tensor-parallel shard
     )
     fp8: int  # 1 if weight and quantized activations are E4M3, 0 if they are INT8
-    # width of the quantized activations: K', or K with a coded weight, and zeros up to a multiple of the alignment
+    # width of the quantized activations: K' or `coded_columns`, and zeros up to a multiple of the alignment
     columns: int
 
     @classmethod
@@ -61,15 +87,16 @@ class Layer(NamedTuple):
         phase: int,
         dtype: torch.dtype,
         alignment: int,
-        coded: Collection[int] = (),
+        coded: Mapping[int, int] = NOT_CODED,
     ) -> Layer:
         """Return the layer of a weight [n, k] of ``dtype``; ``pattern`` None is a dense weight, which is not slid.
 
         ``alignment`` and ``coded`` are the backend's.
         """
+        pattern = stored_pattern(pattern, coded)
         layout = pattern.layout(k, phase) if pattern else TWO_FOUR.layout(k)
-        columns = round_up(layout.padded if layout.length in coded else layout.slided, alignment)
-        return cls(n, k, layout.length, layout.phase, int(dtype == FP8), columns)
+        columns = coded_columns(layout, coded) or layout.slided
+        return cls(n, k, layout.length, layout.phase, int(dtype == FP8), round_up(columns, alignment))
 
     @property
     def layout(self) -> SlideLayout:

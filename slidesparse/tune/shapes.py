@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from slidesparse.checkpoint.converted import open_checkpoint
 from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.checkpoint.storage import FLOATS, parse_json, text_config
 from slidesparse.errors import SlideSparseError, shown
-from slidesparse.gemm.problem import ALL_2_4, CODED
+from slidesparse.gemm.problem import ALL_2_4, ALL_DENSE, CODED, NOT_CODED, coded_columns, stored_pattern
 from slidesparse.pattern import SlidePattern, parse_pattern, round_up
 from slidesparse.synth import PUBLIC
 
@@ -56,15 +56,19 @@ def decoder_layers(config: Mapping[str, Any]) -> tuple[Layer, ...]:
 MODELS = {name: decoder_layers(config) for name, config in PUBLIC.items()}
 
 
-def packed_columns(k: int, pattern: str, alignment: int, coded: Collection[int] = ()) -> tuple[int, str]:
+def packed_columns(
+    k: int, pattern: str, alignment: int, coded: Mapping[int, int] = NOT_CODED
+) -> tuple[int, str]:
     """Return the columns of a packed weight of K in-features at a pattern, and its `Problem.blocks`.
 
-    They are K' or, if the library codes the pattern, K, rounded up to what it takes.  ``alignment`` and ``coded`` are
-    the library's.
+    They are K' or K, rounded up to what the library takes, or `coded_columns`.  ``alignment`` and ``coded`` are its.
     """
-    layout = SlidePattern.parse(pattern).layout(k)
-    if layout.length in coded:
-        return round_up(k, alignment), CODED
+    parsed = SlidePattern.parse(pattern)
+    layout = parsed.layout(k)
+    if stored_pattern(parsed, coded) is None:
+        return round_up(k, alignment), ALL_DENSE
+    if columns := coded_columns(layout, coded):
+        return columns, CODED
     return round_up(layout.slided, alignment), ALL_2_4
 
 

@@ -23,6 +23,7 @@ from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.stream import convert
 from slidesparse.errors import SlideSparseError
 from slidesparse.gemm import tuned
+from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
 from slidesparse.pattern import PatternError, SlidePattern
 from slidesparse.slide import nonzero, obeys
@@ -243,7 +244,9 @@ def test_packed_columns_are_aligned_for_the_library() -> None:
     """8:10 of 2048: 205 blocks of 16 are 3280, and 32 divides 3296; coded weights keep their columns."""
     found = [shapes.packed_columns(2048, "8:10", alignment) for alignment in (16, 32, 128)]
     assert found == [(columns, "2:4") for columns in (3280, 3296, 3328)]
-    assert shapes.packed_columns(2000, "6:8", 128, coded=(8,)) == (2048, "coded")
+    assert shapes.packed_columns(2000, "6:8", 128, coded=Hopper.coded) == (2048, "coded")
+    assert shapes.packed_columns(2000, "8:10", 128, coded=Hopper.coded) == (2176, "coded")
+    assert shapes.packed_columns(2000, "14:16", 128, coded=Hopper.coded) == (2048, "dense")
 
 
 # --- operands and timing

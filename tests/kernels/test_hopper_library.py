@@ -37,7 +37,7 @@ def loaded(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pack(n: int, k: int, length: int, phase: int = 0, mixed: int = 0) -> None:
     layer = native.integers(Layer(n, k, length, phase, 0, 0))
-    native.call("pack", layer, None, 0, mixed, None, None, None, None)
+    native.call("pack", layer, None, 0, mixed, None, None, None)
 
 
 def plan(*layer: int) -> None:
@@ -46,8 +46,8 @@ def plan(*layer: int) -> None:
 
 REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
     "an odd length": (lambda: pack(1, 8, 7), "blocks of 7 columns"),
-    "too short": (lambda: pack(1, 8, 2), "an even length of 4 or more"),
-    "no length": (lambda: pack(1, 8, 0), "an even length of 4 or more"),
+    "too short": (lambda: pack(1, 8, 2), "a length of 4, 6, 8 or 10"),
+    "too long": (lambda: plan(64, 64, 12, 0, 0, 128), "a length of 4, 6, 8 or 10"),
     "a whole block before": (lambda: pack(1, 8, 8, 8), "a phase below it"),
     "no such size": (lambda: pack(-1, 8, 8), r"\[-1, 8\]"),
     "long rows": (lambda: pack(1, 2**31 - 1, 8), "no such sizes"),
@@ -58,6 +58,7 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
     "too few columns": (lambda: plan(64, 64, 6, 0, 0, 80), "become 88"),
     "unaligned columns": (lambda: plan(64, 64, 6, 0, 0, 100), "a multiple of 16"),
     "unaligned columns of a coded weight": (lambda: plan(64, 64, 8, 0, 0, 80), "a multiple of 32"),
+    "too few columns of a coded weight": (lambda: plan(64, 121, 10, 0, 0, 128), "become 256"),
     "no out-features": (lambda: plan(0, 64, 8, 0, 0, 96), "0 out-features"),
     "no configuration": (lambda: native.fit("x" * 500, INT8), "is no configuration of the Hopper kernels"),
     **{

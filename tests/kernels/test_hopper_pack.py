@@ -9,10 +9,11 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
-from gpu_layers import require_hopper
+from gpu_layers import coded_order, require_hopper
 from hypothesis import given, settings
 from strategies import FILLS, Case, assert_same_bits, cases, is_zero, obeying, raw
 from torch import Tensor
@@ -24,7 +25,7 @@ from slidesparse.gemm import cuda
 from slidesparse.gemm.hopper import format as hopper_format
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.backend import Hopper, pack_by_kernel
-from slidesparse.gemm.problem import TWO_FOUR, Layer, LibraryError
+from slidesparse.gemm.problem import SLID_BY_CODERS, TWO_FOUR, Layer, LibraryError
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8
@@ -40,9 +41,6 @@ GEOMETRIES = [
     ("6:8", 130, 90, 3),
     ("4:6", 70, 193, 2),
     ("8:10", 64, 333, 9),
-    ("14:16", 3, 300, 15),
-    ("2_inf", 66, 70, 0),
-    ("98:100", 70, 333, 99),
 ]
 LARGE = [("6:8", 4608, 3584, 0), ("2:4", 1000, 18944, 0), ("4:6", 3584, 3585, 1)]
 
@@ -57,25 +55,19 @@ static int atomicAdd(int* at, int by) { const int before = *at; *at += by; retur
 #include "pack.cuh"
 using namespace slidesparse::hopper;
 #define EXPORT extern "C" SLIDESPARSE_EXPORT
-EXPORT void slidesparse_hopper_pack_bytes(const SlidesparseLayer* layer, std::int64_t* packed,
-                                          std::int64_t* scratch) {
+EXPORT std::int64_t slidesparse_hopper_pack_bytes(const SlidesparseLayer* layer) {
   const PackArguments arguments = MakePackArguments(*layer);
-  *packed = PackGrid(arguments) * BlockBytes(arguments);
-  *scratch = layer->length > kLongLength ? std::int64_t{layer->n} * arguments.pattern_blocks * 8 : 0;
+  return PackGrid(arguments) * BlockBytes(arguments);
 }
 EXPORT const char* slidesparse_hopper_pack(const SlidesparseLayer* layer, const void* weight,
                                            std::int64_t stride, std::int32_t mixed, void* packed,
-                                           void* scratch, void* broken, void*) {
+                                           void* broken, void*) {
   PackArguments arguments = MakePackArguments(*layer);
   arguments.weight = static_cast<const std::uint8_t*>(weight);
   arguments.stride = stride;
   arguments.mixed = mixed != 0;
   arguments.packed = static_cast<std::uint8_t*>(packed);
-  arguments.zeros = layer->length > kLongLength ? static_cast<int*>(scratch) : nullptr;
   arguments.broken = static_cast<int*>(broken);
-  for (blockIdx.x = 0; arguments.zeros && blockIdx.x < FindGrid(arguments); ++blockIdx.x) {
-    for (threadIdx.x = 0; threadIdx.x < kPackThreads; ++threadIdx.x) FindZeros(arguments);
-  }
   for (blockIdx.x = 0; blockIdx.x < PackGrid(arguments); ++blockIdx.x) {
     for (threadIdx.x = 0; threadIdx.x < kPackThreads; ++threadIdx.x) Pack(arguments);
   }
@@ -84,11 +76,76 @@ EXPORT const char* slidesparse_hopper_pack(const SlidesparseLayer* layer, const 
 """
 PACKERS = ("pack_bytes", "pack")
 
+# csrc/hopper/decode.cuh, with the shared memory and the intrinsics that it uses.
+DECODER = """
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+#define __host__
+#define __device__
+#define __forceinline__ inline
+struct uint2 { std::uint32_t x, y; };
+struct uint4 { std::uint32_t x, y, z, w; };
+static uint4 make_uint4(std::uint32_t x, std::uint32_t y, std::uint32_t z, std::uint32_t w) {
+  return {x, y, z, w};
+}
+static struct { unsigned x; } threadIdx;
+static std::uint8_t memory[8192];
+template <class Word> static Word Load(std::uint32_t at) {
+  Word word;
+  std::memcpy(&word, memory + at, sizeof(word));
+  return word;
+}
+static std::uint32_t LoadShared32(std::uint32_t at) { return Load<std::uint32_t>(at); }
+static uint2 LoadShared64(std::uint32_t at) { return Load<uint2>(at); }
+static uint4 LoadShared128(std::uint32_t at) { return Load<uint4>(at); }
+static std::uint32_t __funnelshift_r(std::uint32_t low, std::uint32_t high, unsigned by) {
+  return static_cast<std::uint32_t>((std::uint64_t{high} << 32 | low) >> by);
+}
+static std::uint32_t Permute(std::uint32_t low, std::uint32_t high, std::uint32_t selectors) {
+  std::uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const std::uint32_t selector = selectors >> 4 * i & 15;
+    const std::uint32_t byte = (selector & 4 ? high : low) >> selector % 4 * 8 & 0xFF;
+    result |= (selector & 8 ? (byte & 0x80 ? 0xFFu : 0u) : byte) << 8 * i;
+  }
+  return result;
+}
+#include "decode.cuh"
+using namespace slidesparse::hopper;
+template <class Decoder, Blocks kBlocks>
+static void Decode(const std::uint8_t* block, std::uint32_t* words) {
+  constexpr std::uint32_t kTable = 7168;  // a multiple of its size
+  std::memcpy(memory, block, kCodedBytes);
+  for (int code = 0; code < SelectorBytes(kBlocks) / 4; ++code) {
+    const std::uint32_t selectors = Decoder::Selectors(code);
+    std::memcpy(memory + kTable + 4 * code, &selectors, 4);
+  }
+  for (threadIdx.x = 0; threadIdx.x < 128; ++threadIdx.x) {
+    typename Decoder::Stored now, later;
+    typename Decoder::Half halves[2];
+    const std::uint32_t codes = kCodedValueBytes;
+    Decoder::Load(now, later, 0, LoadShared32(codes + 4 * threadIdx.x), memory[codes + 512 + threadIdx.x],
+                  kTable);
+    Decoder::ExpandFirst(now, later, halves[0]);
+    Decoder::ExpandSecond(later, halves[1]);
+    std::memcpy(words + 16 * threadIdx.x, halves, 64);
+  }
+}
+extern "C" __attribute__((visibility("default")))
+void decode(const std::uint8_t* block, int length, std::uint32_t* words) {
+  (length == 8 ? Decode<Decoder8, Blocks::kCoded8> : Decode<Decoder10, Blocks::kCoded10>)(block, words);
+}
+"""
+
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    folder = tmp_path_factory.mktemp("pack")
-    (folder / "around.cpp").write_text(AROUND)
+    return compile_source(tmp_path_factory.mktemp("pack"), AROUND)
+
+
+def compile_source(folder: Path, source: str) -> ctypes.CDLL:
+    (folder / "around.cpp").write_text(source)
     command = [*compiler(), *FLAGS, "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
     command += [f"-I{sources_folder() / 'hopper'}", str(folder / "around.cpp")]
     compile_with([*command, "-o", str(folder / "pack.so")])
@@ -116,7 +173,7 @@ def packed_by_torch(weight: Tensor, pattern: SlidePattern, phase: int) -> Tensor
     """Pack by torch, with -0.0 replaced by +0.0."""
     if pattern.length in Hopper.coded:
         weight = torch.where(is_zero(weight), 0, raw(weight)).view(weight.dtype)
-        return hopper_format.pack_coded(weight, phase)
+        return hopper_format.pack_coded(weight, pattern, phase)
     windows = slide(weight, pattern, phase)
     return hopper_format.pack(torch.where(is_zero(windows), 0, raw(windows)).view(windows.dtype))
 
@@ -160,7 +217,7 @@ def test_pack_kernel_keeps_dense_blocks(
     assert_same_bits(packed.cpu(), hopper_format.pack_mixed(codes, dense))
 
 
-@given(cases(dtypes=(INT8, FP8)))
+@given(cases(dtypes=(INT8, FP8), lengths=(*SLID_BY_CODERS, *Hopper.coded)))
 @settings(max_examples=60)
 def test_pack_kernel_equals_reference_on_random_weights(device: torch.device, case: Case) -> None:
     check(case.weight, case.pattern, case.phase, device)
@@ -192,7 +249,7 @@ def test_pack_kernel_handles_every_2_4_mask(device: torch.device, dtype: torch.d
     native.call(
         "pack",
         *(native.integers(Layer.of(64, 256, TWO_FOUR, 0, dtype, 128)), weight.data_ptr(), 256, False),
-        *(packed[16:].data_ptr(), None, broken[1:].data_ptr(), None),
+        *(packed[16:].data_ptr(), broken[1:].data_ptr(), None),
     )
     assert_same_bits(packed[16:-16].cpu(), hopper_format.pack(weight.cpu()))
     assert bool((packed[:16] == 0x55).all())
@@ -200,10 +257,26 @@ def test_pack_kernel_handles_every_2_4_mask(device: torch.device, dtype: torch.d
     assert broken.tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("length", Hopper.coded)
+def test_coded_weights_are_decoded(length: int, tmp_path: Path) -> None:
+    """The registers of dense wgmmas, by the PTX ISA, hold the weight with its columns in the quantizer's order."""
+    columns, pattern = Hopper.coded[length], SlidePattern(length)
+    weight = obeying(pattern, 64, columns, 0, INT8, "mixed", length)
+    block = hopper_format.pack_coded(weight, pattern)
+    words = torch.zeros(128, 4, 4, dtype=torch.int32)
+    decoder = compile_source(tmp_path, DECODER)
+    decoder.decode(ctypes.c_void_p(block.data_ptr()), length, ctypes.c_void_p(words.data_ptr()))
+    # thread: w, g, t; wgmma; register: half of the columns, r; byte -> rows w, r, g; columns wgmma, half, t, byte
+    registers = words.view(torch.int8).view(4, 8, 4, 4, 2, 2, 4).permute(0, 5, 1, 3, 4, 2, 6)
+    layer = Layer.of(64, columns, pattern, 0, INT8, 128, Hopper.coded)
+    assert_same_bits(registers.reshape(64, 128), coded_order(weight, layer))
+
+
 def test_pack_kernel_counts_violations(device: torch.device) -> None:
     weight = torch.zeros(70, 40, dtype=INT8)
     weight[69, 8:15], weight[3, 0:8] = 1, 1
     assert pack_by_kernel(weight.to(device), SlidePattern(8))[1] == 2
+    assert pack_by_kernel(weight.to(device), SlidePattern(10))[1] == 0
     weight[69, 8] = weight[3, 0] = 0
     assert pack_by_kernel(weight.to(device), SlidePattern(8))[1] == 1  # seven of eight
 

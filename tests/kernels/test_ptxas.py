@@ -29,7 +29,7 @@ FRAMES = {
     # The 672 threads have 80 registers each.  Stores and loads are outside of the main loop, as above.
     r"GemmStreamKINS0_(4Int8|3Fp8)ELi5ELi64ELNS0_6BlocksE[01]E": 16,
     # As above.
-    r"GemmStreamKINS0_(4Int8|3Fp8)ELi3ELi(32|64|128)ELNS0_6BlocksE2E": 24,
+    r"Gemm(SplitK|StreamK)INS0_(4Int8|3Fp8)ELi[23]ELi(32|128)ELNS0_6BlocksE[23]E": 16,
 }
 
 BAD = """

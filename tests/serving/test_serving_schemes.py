@@ -96,21 +96,33 @@ def test_another_scheme_of_vllm_is_refused(
         assert scheme(config(layout), "model.layers.1.mlp.down_proj") == "CompressedTensorsW8A16Fp8"
 
 
-@pytest.mark.parametrize("backend", ["hopper", "cusparselt"])
-def test_slided_weights_are_unslid_for_a_backend_that_codes_them(backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "ratio", "unslid"),
+    [
+        ("hopper", "6:8", True),
+        ("hopper", "14:16", True),
+        ("hopper", "4:6", False),
+        ("cusparselt", "6:8", False),
+    ],
+)
+def test_slided_weights_are_unslid_for_a_backend_that_stores_no_windows(
+    backend: str, ratio: str, unslid: bool
+) -> None:
     from slidesparse.vllm_patch.scheme import SlideSparseScheme
 
-    weight = prune(torch.randn(16, 48, generator=torch.Generator().manual_seed(0)) * 40, SIX_EIGHT).to(
+    pattern = SlidePattern.parse(ratio)
+    weight = prune(torch.randn(16, 48, generator=torch.Generator().manual_seed(0)) * 40, pattern).to(
         torch.int8
     )
     layer: Any = object.__new__(SlideSparseScheme)
-    layer.patterns, layer.slided, layer.backend = [SIX_EIGHT], True, gemm.get(backend)
+    layer.patterns, layer.slided, layer.backend = [pattern], True, gemm.get(backend)
     layer.config = SimpleNamespace(resolution=SimpleNamespace(path=gemm.SPARSE))
     layer._first_column, layer._unslid = 96, Layer.of(16, 48, None, 0, torch.int8, 128)
-    slided = slide(weight, SIX_EIGHT)
-    source, pattern, phase = layer._source(slided)
-    assert (pattern, phase) == ((SIX_EIGHT, 0) if backend == "hopper" else (TWO_FOUR, 0))
-    assert torch.equal(source, weight if backend == "hopper" else slided)
+    slided = slide(weight, pattern)
+    assert slided.shape[1] == layer._layout().slided
+    source, found, phase = layer._source(slided)
+    assert (found, phase) == ((pattern, 0) if unslid else (TWO_FOUR, 0))
+    assert torch.equal(source, weight if unslid else slided)
 
 
 def test_dense_layout_is_left_to_vllm_with_one_warning(

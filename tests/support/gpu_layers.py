@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slidesparse import gemm, ops
+from slidesparse.blocks import BLOCK
 from slidesparse.flags import AUTO, BACKEND
 from slidesparse.gemm import backend as backends
 from slidesparse.gemm import cuda, library
@@ -101,9 +102,15 @@ def hopper_quantize(x: Tensor, layer: Layer, producer: Producer = None) -> tuple
 
 def coded_order(q: Tensor, layer: Layer) -> Tensor:
     """Put codes [M, K] into the order in which a coded weight is multiplied, [M, columns]."""
-    rows = torch.nn.functional.pad(
-        q.view(torch.int8), (layer.phase, layer.columns - layer.phase - q.shape[1])
-    )
+    columns = layer.columns // BLOCK * Hopper.coded[layer.length]
+    rows = torch.nn.functional.pad(q.view(torch.int8), (layer.phase, columns - layer.phase - q.shape[1]))
+    if (
+        layer.length == 10
+    ):  # a thread's three groups: columns 0 to 7 of each, then all of 8 and 9, and two zeros
+        groups = rows.view(len(q), -1, 4, 3, 10)
+        tails = torch.nn.functional.pad(groups[..., 8:].flatten(-2), (0, 2))
+        words = torch.cat([groups[..., :8].flatten(-2), tails], -1).view(len(q), -1, 4, 8, 4)
+        return words.transpose(2, 3).reshape(len(q), layer.columns).view(q.dtype)
     groups = rows.view(len(q), layer.columns // 32, 4, 2, 4)  # of eight columns, in two halves
     return groups.transpose(2, 3).reshape(len(q), layer.columns).view(q.dtype)
 
@@ -186,7 +193,8 @@ class PackedLayer:
             NAMES[self.dtype], NAMES[out], self.layer.n, q.shape[1], len(q), "both", blocks=blocks
         )
         with cuda.on_device(q.get_device()):
-            multiply(plan_layer(product_layer(problem), q.get_device()), tensors._replace(activations=q))
+            made = self.layer if self.coded else product_layer(problem)
+            multiply(plan_layer(made, q.get_device()), tensors._replace(activations=q))
         return y
 
     def arguments(self, bias: Tensor | None, out: torch.dtype) -> tuple[Any, ...]:

@@ -34,9 +34,9 @@ LARGE = [
     ("4:6", 2047, 1),
     ("2:4", 18942, 0),
 ]
-# Those whose activations the Hopper kernels lift, as they code 6:8 weights.
+# Those whose activations the Hopper kernels lift: windows of 2:4 and 4:6.
 HOPPER_GEOMETRIES, HOPPER_LARGE = (
-    [(pattern.replace("6:8", "8:10"), k, phase) for pattern, k, phase in geometries]
+    [(pattern if pattern == "2:4" else "4:6", k, phase % 6) for pattern, k, phase in geometries]
     for geometries in (GEOMETRIES, LARGE)
 )
 

@@ -8,10 +8,9 @@ previous one has ended, so `pack` waits until the packed weight is written.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import threading
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
@@ -37,10 +36,11 @@ from slidesparse.gemm.problem import (
     Problem,
     Tensors,
     require_operand,
+    stored_pattern,
 )
 from slidesparse.pattern import HARDWARE_LENGTH, SlidePattern, round_up
 from slidesparse.quantize import FP8, INT8
-from slidesparse.slide import slide
+from slidesparse.slide import require_pattern, slide
 
 HOPPER_CAPABILITY = (9, 0)  # sm_90a: neither earlier nor later GPUs have its instructions
 VERSION = "4"  # version of the configurations; tables of other versions are not read
@@ -55,6 +55,7 @@ MAX_CONFIGURATIONS = 4096  # more than there are
 TABLE_TOKENS = tuple(1 << i for i in range(16))
 OUTPUTS = (torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # bytes: alignment of the rows that TMA reads
+SIX_EIGHT = SlidePattern(8)  # the coded pattern whose kernels are tuned; those of 8:10 differ little
 
 _planning = threading.Lock()
 
@@ -101,7 +102,7 @@ class Hopper(CudaBackend):
     alignment = BLOCK
     products = dict.fromkeys(("int8", "fp8"), tuple(NAMES[dtype] for dtype in OUTPUTS))
     outputs: tuple[torch.dtype, ...] = OUTPUTS
-    coded: Collection[int] = (hopper_format.CODED_LENGTH,)
+    coded: Mapping[int, int] = hopper_format.CODED_COLUMNS
 
     def version(self) -> str:
         """See `Tunable.version`: the version of the configurations."""
@@ -135,9 +136,7 @@ class Hopper(CudaBackend):
     def operand(self, weight: Tensor, blocks: str = ALL_2_4) -> Tensor:
         """See `Tunable.operand`: packed (`slidesparse.gemm.hopper.format`), with dense blocks where needed."""
         require_operand(weight.dtype)
-        return pack_without_plan(
-            weight, SlidePattern(hopper_format.CODED_LENGTH) if blocks == CODED else None
-        )
+        return pack_without_plan(weight, SIX_EIGHT if blocks == CODED else None)
 
     def algorithms(self, problem: Problem, device: torch.device) -> list[str]:
         """See `Tunable.algorithms`: the CANDIDATES configurations that the cost model predicts to be fastest."""
@@ -166,7 +165,9 @@ class Hopper(CudaBackend):
 
         All have a table of their blocks if one has a dense block.
         """
-        mixed = pattern is None and any(bool(dense_blocks(one).any()) for one in weight)
+        mixed = stored_pattern(pattern, self.coded) is None and any(
+            bool(dense_blocks(one).any()) for one in weight
+        )
         packed = [pack_without_plan(one, pattern, phase, mixed) for one in weight]
         if weight.is_cuda:
             with cuda.on_device(weight.get_device()):
@@ -178,7 +179,8 @@ class Hopper(CudaBackend):
     def pack(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
         """See `Backend.pack`: the packed windows or codes, N padded to whole strips and K' or K to whole blocks.
 
-        A weight without a pattern is stored in blocks of 64 out-features x 128 columns, 2:4 where their zeros allow it.
+        A weight without a pattern, or of one beyond 8:10, is stored in blocks of 64 out-features x 128 columns, 2:4
+        where their zeros allow it.
         Little temporary memory is used.  Raises LibraryError for dtypes other than INT8 and FP8.
         """
         packed = pack_without_plan(weight, pattern, phase)
@@ -264,7 +266,7 @@ def _predictions(problem: Problem, device_index: int) -> dict[str, float]:
 
 def product_layer(problem: Problem) -> Layer:
     """Return the layer of a GEMM alone, whose activations have been quantized and lifted already."""
-    pattern = SlidePattern(hopper_format.CODED_LENGTH) if problem.blocks == CODED else TWO_FOUR
+    pattern = SIX_EIGHT if problem.blocks == CODED else TWO_FOUR
     return Layer.of(problem.n, problem.k, pattern, 0, DTYPES[problem.dtype], ALIGNMENT, Hopper.coded)
 
 
@@ -280,6 +282,9 @@ def pack_without_plan(
         raise LibraryError(
             f"a weight of {weight.dtype}; the Hopper kernels take {INT8} and {FP8}: quantize it"
         )
+    if (stored := stored_pattern(pattern, Hopper.coded)) is None and pattern is not None:
+        require_pattern(weight, pattern, "weight", phase)
+    pattern, phase = stored, phase if stored else 0
     dense = dense_blocks(weight) if pattern is None else None
     if dense is not None and not mixed and not bool(dense.any()):
         dense = None
@@ -287,7 +292,7 @@ def pack_without_plan(
         if dense is not None:
             return hopper_format.pack_mixed(weight, dense)
         if pattern is not None and pattern.length in Hopper.coded:
-            return hopper_format.pack_coded(weight, phase)
+            return hopper_format.pack_coded(weight, pattern, phase)
         return hopper_format.pack(slide(weight, pattern or TWO_FOUR, phase))
     packed, broken = pack_by_kernel(weight, pattern or TWO_FOUR, phase, dense)
     require_unbroken_blocks(weight, pattern, phase, broken)
@@ -305,23 +310,19 @@ def pack_by_kernel(
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     n, k = weight.shape
     layer = native.integers(Layer.of(n, k, pattern, phase, weight.dtype, BLOCK))
-    packed_bytes, scratch_bytes = ctypes.c_int64(), ctypes.c_int64()
-    native.library().slidesparse_hopper_pack_bytes(
-        layer, ctypes.byref(packed_bytes), ctypes.byref(scratch_bytes)
-    )
     if dense is None:
-        packed = weight.new_empty(packed_bytes.value, dtype=torch.uint8)
+        size = native.library().slidesparse_hopper_pack_bytes(layer)
+        packed = weight.new_empty(size, dtype=torch.uint8)
     else:
         packed = hopper_format.allocate_mixed(dense)
     if not packed.numel():
         return packed, 0
-    scratch = weight.new_empty(scratch_bytes.value, dtype=torch.uint8)
     broken = weight.new_zeros(1, dtype=torch.int32)
     index = weight.get_device()
     with cuda.on_device(index):
         native.call(
             "pack",
             *(layer, weight.data_ptr(), weight.stride(0), dense is not None),
-            *(packed.data_ptr(), scratch.data_ptr(), broken.data_ptr(), cuda.current_stream(index)),
+            *(packed.data_ptr(), broken.data_ptr(), cuda.current_stream(index)),
         )
     return packed, int(broken.item())  # synchronizes, see the module docstring

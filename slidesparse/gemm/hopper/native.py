@@ -53,8 +53,8 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
         *(c_int32, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int32, c_char_p, c_void_p, c_void_p),
     ),
     "combine": (c_char_p, c_void_p, c_int32, c_int64, c_int32, c_int32, *(c_void_p,) * 3),
-    "pack_bytes": (None, _LAYER, POINTER(c_int64), POINTER(c_int64)),
-    "pack": (c_char_p, _LAYER, c_void_p, c_int64, c_int32, *(c_void_p,) * 4),
+    "pack_bytes": (c_int64, _LAYER),
+    "pack": (c_char_p, _LAYER, c_void_p, c_int64, c_int32, *(c_void_p,) * 3),
 }
 PLANNER = ctypes.CFUNCTYPE(None, c_int32, _LAYER, c_void_p, c_size_t)  # SlidesparsePlanner
 
