@@ -113,10 +113,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
             if self.dense_because is None:
                 self._require_able(weight, dtype)
         except SlideSparseError as error:
-            if self.config.resolution.asked or self.config.metadata:
-                raise
-            compat.warn(f"vLLM's own kernels serve this model: {error}")  # which nobody asked us to serve
-            self.dense_because = UNABLE
+            self.dense_because = self._left(error)
         if self.dense_because:
             return
         compat.forget_input_quant_key(layer)
@@ -207,7 +204,10 @@ class SlideSparseScheme(CompressedTensorsScheme):
             return
         if not self.dummy:
             self.load_check.require_all(layer)
-        packed = None if self.dense_because else self._packed(self._loaded(layer))
+        try:
+            packed = None if self.dense_because else self._packed(self._loaded(layer))
+        except gemm.BackendError as error:
+            packed, self.dense_because = None, self._left(error)
         if packed is None:
             self.dense_because = self.dense_because or BREAKS
             self.inner.process_weights_after_loading(layer)
@@ -215,6 +215,13 @@ class SlideSparseScheme(CompressedTensorsScheme):
             self._serve(layer, packed)
         self.dummy = False  # weights loaded from now on are not random
         self._report()
+
+    def _left(self, error: SlideSparseError) -> str:
+        """Return why vLLM serves a layer that we cannot serve; raise the error if we were asked to."""
+        if self.config.resolution.asked or self.config.metadata:
+            raise error
+        compat.warn(f"vLLM's own kernels serve this model: {error}")
+        return UNABLE
 
     def _loaded(self, layer: torch.nn.Module) -> Tensor:
         """Return the loaded weight; a random one, of dummy loading, is pruned first."""
