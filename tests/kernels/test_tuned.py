@@ -225,9 +225,9 @@ def test_untuned_shape_is_logged_once_with_the_command(caplog: pytest.LogCapture
 
 
 def test_documented_shapes_are_tuned() -> None:
-    """See "Tuned models" in docs/install.md: each shape at these patterns, in both types, on an H200."""
+    """See "Tuned models" in docs/serve.md: each shape at these patterns, in both types, on an H200."""
     root = Path(__file__).parents[2]
-    rows = re.findall(r"^\| (.+) \| `([0-9x,]+)` \|$", (root / "docs/install.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (.+) \| `([0-9x,]+)` \|$", (root / "docs/serve.md").read_text(), re.MULTILINE)
     assert len(rows) > 25
     path = root / "slidesparse/tuned_tables/nvidia-h200_sm90_hopper-4.json"
     entries = json.loads(path.read_text())["entries"]
