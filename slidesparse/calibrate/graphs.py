@@ -30,10 +30,14 @@ class _Recordings:
 
     def __init__(self) -> None:
         self.made: dict[tuple[Any, ...], _Recording] = {}
+        self._stream = (
+            torch.cuda.Stream() if torch.cuda.is_available() else None
+        )  # memory belongs to a stream
         self._first: torch.cuda.CUDAGraph | None = None  # the pool lives as long as one of its graphs
 
     def record(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        graph, stream, current = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()
+        graph, stream, current = torch.cuda.CUDAGraph(), self._stream, torch.cuda.current_stream()
+        assert stream
         stream.wait_stream(current)
         pool = self._first.pool() if self._first else None
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):

@@ -141,7 +141,11 @@ class Skeleton:
             for path, module in block.named_modules():
                 if not getattr(module, "has_gate", False) or module.has_bias:
                     continue
-                if module.is_transposed or not module.is_concatenated or module.has_post_expert_norm:
+                if (
+                    module.is_transposed
+                    or not module.is_concatenated
+                    or getattr(module, "has_post_expert_norm", False)
+                ):
                     continue
                 for name, parts in JOINED_PARTS.items():
                     parameter = f"{path}.{name}"
