@@ -68,6 +68,7 @@ struct GemmArguments {
   uint4* partials;              // [CTAs][kTokens / 8][consumer threads]
   int whole_tiles;              // tiles that each CTA computes alone, before its shared ones
   std::uint32_t shared_stages;  // stages of all shared tiles together
+  bool two_per_tile;            // no tile is shared by more than two CTAs
 
   // Grouped only.
   const std::int32_t* offsets;  // [experts + 1]: the rows of q of each expert
@@ -80,6 +81,11 @@ __device__ __forceinline__ float Widen(const void* from, int index, Float type) 
   const std::uint16_t bits = LoadVolatile(static_cast<const std::uint16_t*>(from) + index);
   return type == Float::kBFloat16 ? __bfloat162float(__ushort_as_bfloat16(bits))
                                   : __half2float(__ushort_as_half(bits));
+}
+
+__device__ __forceinline__ std::uint16_t Narrow(float value, Float type) {
+  return type == Float::kBFloat16 ? __bfloat16_as_ushort(__float2bfloat16_rn(value))
+                                  : __half_as_ushort(__float2half_rn(value));
 }
 
 // Packs two numbers into one word, the first in the low half.
