@@ -83,11 +83,6 @@ __device__ __forceinline__ float Widen(const void* from, int index, Float type) 
                                   : __half2float(__ushort_as_half(bits));
 }
 
-__device__ __forceinline__ std::uint16_t Narrow(float value, Float type) {
-  return type == Float::kBFloat16 ? __bfloat16_as_ushort(__float2bfloat16_rn(value))
-                                  : __half_as_ushort(__float2half_rn(value));
-}
-
 // Packs two numbers into one word, the first in the low half.
 __device__ __forceinline__ std::uint32_t Narrow(float first, float second, Float type) {
   std::uint32_t both;
