@@ -1,4 +1,4 @@
-// The operations that only CUDA has.  Tests that run kernels.cuh on a CPU replace this file.
+// The operations that only CUDA has.
 
 #pragma once
 

@@ -26,11 +26,8 @@
 
 #pragma once
 
-#include "interface.h"
-
-#ifdef __CUDACC__
 #include "device.cuh"
-#endif
+#include "interface.h"
 
 namespace slidesparse::spmm {
 

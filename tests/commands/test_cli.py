@@ -16,7 +16,6 @@ import pytest
 from calibration import write_ids
 from checkpoints import DOWN, LLAMA, MODEL, Q, config_of, convert, llama, snapshot, tensors_of, w8a8, write
 from commands import Done
-from rich.console import Console
 from typer.main import get_command
 
 from slidesparse import __version__
@@ -223,17 +222,6 @@ def test_budget_prints_losses(
     )
 
 
-def test_calibration_logs_progress(
-    source: Path, tmp_path: Path, calib: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
-    result = Done(*convert_command(source, tmp_path / "out", *calib))
-    assert result.code == 0, result.err
-    lines = [line for line in result.err.splitlines() if line.startswith("pruning")]
-    assert lines
-    assert all(re.fullmatch(r"pruning \d+% in \d+ s(, about \d+ s left)?", line) for line in lines)
-
-
 # Signals
 
 
@@ -340,22 +328,6 @@ def test_inspect_output(converted: Path) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("columns", "kind"), [(60, "xterm"), (200, "dumb")])
-def test_inspect_truncates_nothing_in_a_narrow_terminal(
-    converted: Path, monkeypatch: pytest.MonkeyPatch, columns: int, kind: str
-) -> None:
-    monkeypatch.setenv("TERM", kind)
-    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich take stdout for a terminal, whatever it is
-    options: dict[str, Any] = {"highlight": False, "soft_wrap": True, "color_system": None, "height": 20}
-    terminal = Console(force_terminal=True, width=columns, **options)
-    monkeypatch.setattr(sys.modules["slidesparse.cli.main"], "out", terminal)
-    lines = Done("inspect", converted).out.splitlines()
-    (start,) = (i for i, line in enumerate(lines) if Q in line)
-    row = lines[start : start + (3 if columns == 60 else 1)]
-    assert max(map(len, row)) <= columns
-    assert {"64", "x", "I8", "6:8", "4,352", "1.500"} <= set(" ".join(row).replace(", ", " ").split())
-
-
 @pytest.mark.parametrize("as_json", [True, False])
 def test_inspect_exits_1_for_a_violation(converted: Path, as_json: bool) -> None:
     tensors = tensors_of(converted)
@@ -373,14 +345,6 @@ def test_closed_pipe_prints_no_error(converted: Path) -> None:
     command = ["bash", "-c", f"{inspect} | true; exit ${{PIPESTATUS[0]}}"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (process.returncode, process.stderr) == (1, "")
-
-
-def test_unprintable_paths_are_escaped(converted: Path, tmp_path: Path) -> None:
-    folder = converted.rename(tmp_path / "mod\u00e8le-\u6a21")
-    environ = {**os.environ, "PYTHONUTF8": "1", "PYTHONIOENCODING": "ascii"}
-    result = run("import slidesparse.cli as cli; cli.main()", "inspect", folder, env=environ)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "mod\\xe8le-\\u6a21: pattern 6:8" in result.stdout
 
 
 # Without torch

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from fractions import Fraction
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,7 @@ from slidesparse.slide import nonzero, obeys
 from slidesparse.tune import machine, measure, shapes
 from slidesparse.tune.inputs import Inputs, with_sparse_blocks
 from slidesparse.tune.jobs import gemm_jobs, tune
-from slidesparse.tune.measure import EXACT_US, MAX_COPIES, SAMPLES, copies_for, launches_for
-from slidesparse.tune.search import FINALISTS, SearchResult, outputs_agree, search
-from slidesparse.tune.session import served_outputs
+from slidesparse.tune.search import SearchResult, outputs_agree, search
 from slidesparse.tune.shapes import Layer, ShapeError
 
 LAYERS = (Layer("a", 64, 64), Layer("b", 32, 128))
@@ -45,10 +42,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def find(library: FakeLibrary, problem: Problem, clock: FakeClock | None = None) -> SearchResult:
+def find(library: FakeLibrary, problem: Problem) -> SearchResult:
     inputs = Inputs(CPU, GPU.l2_bytes)
     weights = inputs.packed(library, problem, inputs.copies(problem))
-    return search(library, problem, inputs.operands(problem, weights), clock or FakeClock(library), CPU)
+    return search(library, problem, inputs.operands(problem, weights), FakeClock(library), CPU)
 
 
 INT8 = Problem("int8", "int32", 64, 64, 16)
@@ -64,19 +61,6 @@ def test_search_takes_the_fastest_correct_algorithm(problem: Problem) -> None:
     assert 10.0 <= result.timing.p20 < result.timing.p50 < result.timing.p80 < 10.2
 
 
-def test_search_times_only_finalists_thoroughly_and_in_turns() -> None:
-    names = [f"a{i}" for i in range(FINALISTS + 2)]
-    library = FakeLibrary(times={name: 10.0 + i for i, name in enumerate(names)} | {"awful": 500.0})
-    clock = FakeClock(library)
-    result = find(library, INT8, clock)
-    assert result.algorithm == "a0"
-    quick = 2
-    finalists = dict.fromkeys(names[:FINALISTS], quick + SAMPLES)
-    assert clock.sampled == {**finalists, **dict.fromkeys(names[FINALISTS:], quick)}
-    first, second = clock.turns[-2 * FINALISTS : -FINALISTS], clock.turns[-FINALISTS:]
-    assert (first, second) == (names[:FINALISTS][::-1], names[:FINALISTS])
-
-
 def test_search_fails_without_a_usable_algorithm() -> None:
     message = "of the 2 algorithms .* 1 cannot run here and 1 give wrong results"
     with pytest.raises(LibraryError, match=message):
@@ -89,8 +73,7 @@ def test_search_fails_without_a_usable_algorithm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "out", "scale"),
-    [("fp8", "bf16", "both"), ("fp8", "fp32", "none"), ("bf16", "bf16", "none")],
+    ("dtype", "out", "scale"), [("fp8", "bf16", "both"), ("fp8", "fp32", "none"), ("bf16", "bf16", "none")]
 )
 def test_outputs_agree_up_to_rounding_only(dtype: str, out: str, scale: str) -> None:
     """Two roundings of one product agree; without one of 64 tiles, or scaled twice, it does not."""
@@ -108,26 +91,6 @@ def test_outputs_agree_up_to_rounding_only(dtype: str, out: str, scale: str) -> 
     lacking[0, 0] = torch.nan
     assert not outputs_agree(lacking, first, problem)
     assert not outputs_agree(first, lacking, problem)
-
-
-def test_outputs_agree_bit_for_bit_for_int8_sums() -> None:
-    sums = torch.arange(64, dtype=torch.int32).view(8, 8) + 2**30
-    assert outputs_agree(sums.clone(), sums, INT8)
-    assert not outputs_agree(sums + torch.eye(8, dtype=torch.int32), sums, INT8)
-
-
-@pytest.mark.parametrize(
-    ("library", "dtype", "expected"),
-    [
-        (FakeLibrary(scale="both"), "int8", [("bf16", "both"), ("int32", "none")]),
-        (FakeLibrary(scale="both"), "fp8", [("bf16", "both")]),
-        (FakeLibrary(outs=("bf16", "fp32")), "fp8", [("bf16", "none"), ("fp32", "none")]),  # for float16
-        (FakeLibrary(sparse=False, outs=("int32", "int8")), "int8", [("int32", "none")]),
-        (FakeLibrary(sparse=False), "bf16", []),
-    ],
-)
-def test_served_outputs(library: FakeLibrary, dtype: str, expected: list[tuple[str, str]]) -> None:
-    assert served_outputs(library, dtype) == expected
 
 
 def test_gemm_jobs_are_distinct_problems() -> None:
@@ -176,23 +139,6 @@ def test_tune_keeps_results_at_the_time_limit() -> None:
 
 
 # --- the command
-
-
-def test_tune_command_tunes_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    dense, sparse = FakeLibrary("cublaslt", sparse=False, outs=("int32", "int8")), FakeLibrary()
-    monkeypatch.setattr(machine, "require_gpu", lambda: GPU)
-    monkeypatch.setattr(machine, "require_libraries", lambda gpu, names: [dense, sparse])
-    monkeypatch.setattr(gemm, "choose", lambda path, device: ("cusparselt", ""))
-    monkeypatch.setattr(measure, "CudaClock", lambda device: nullcontext(FakeClock(dense, sparse)))
-    words = "tune --shapes 64x64,32x128 --dtype int8 --pattern 2_4,6:8 --m 16,32 --json"
-
-    def run() -> dict[str, Any]:
-        result = CliRunner().invoke(app, words.split(), catch_exceptions=False)
-        assert result.exit_code == 0, result.stderr
-        return dict(json.loads(result.stdout))
-
-    count = 2 * 2 * (1 + 2 * 2)  # two layers and two M: dense; sparse with two outputs and patterns
-    assert (run()["tuned"], run()["known"]) == (count, count)
 
 
 def test_tune_command_tunes_layers_of_a_converted_checkpoint(
@@ -317,37 +263,6 @@ def test_random_sparse_weights_are_2_4(dtype: str) -> None:
     assert nonzero(dense).float().mean() > 0.98
     if dtype == "int8":
         assert (int(dense.min()), int(dense.max())) == (-127, 127)
-
-
-def test_operand_copies_exceed_the_cache_and_do_not_overlap() -> None:
-    problem = Problem("int8", "int32", 32, 64, 16)
-    inputs = Inputs(CPU, 1 << 14)
-    copies = inputs.copies(problem)
-    call = 32 * 64 + 16 * 64 + 16 * 32 * 4
-    assert 2 << 14 < copies * call < 4 << 14
-    operands = inputs.operands(problem, inputs.packed(FakeLibrary(), problem, copies))
-    tensors = [*operands.activations, *operands.weights, *operands.outs]
-    spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors)
-    assert len(spans) == 3 * copies
-    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-    assert all(nonzero(tensor).float().mean() > 0.9 for tensor in operands.activations)
-
-
-def test_random_operands_are_reused_and_grown() -> None:
-    inputs = Inputs(CPU, 0)
-    first = inputs.activations("int8", 64, 64, 1)[0]
-    assert inputs.activations("int8", 16, 64, 2)[0].data_ptr() == first.data_ptr()
-    assert nonzero(inputs.activations("int8", 128, 128, 2)[1]).float().mean() > 0.98
-
-
-def test_numbers_of_copies_and_launches() -> None:
-    assert copies_for(1000, 100) == 1
-    assert copies_for(100, 1000) == 25
-    assert copies_for(1, 1 << 30) == MAX_COPIES
-    for copies, us in ((1, 5.0), (27, 5.0), (128, 3.0), (1, 7000.0), (3, 0.0)):
-        count = launches_for(copies, us, EXACT_US)
-        assert count % copies == 0
-        assert count * us >= EXACT_US or count >= 512 or us == 0
 
 
 @pytest.mark.parametrize(("share", "most"), [(Fraction(1, 2), 7), (Fraction(1, 3), 5)])

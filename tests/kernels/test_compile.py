@@ -207,22 +207,6 @@ def test_hanging_compiler_times_out(root: Path, monkeypatch: pytest.MonkeyPatch)
         build("hopper_operators")
 
 
-def test_no_compiler_starts_after_an_interrupt(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started = []
-
-    def interrupted(command: tuple[str, ...], folder: Path | None = None) -> None:
-        started.append(command)
-        if len(started) > 1:
-            time.sleep(0.2)
-        raise KeyboardInterrupt
-
-    monkeypatch.setenv("MAX_JOBS", "1")
-    monkeypatch.setattr(compile, "compile_with", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        build("hopper")
-    assert len(started) <= 2
-
-
 def test_unwritable_cache_and_missing_sources_are_errors(root: Path) -> None:
     (root / "cache").write_text("a file, no folder")
     with pytest.raises(ToolchainError, match="cannot be written: .*SLIDESPARSE_CACHE"):
@@ -230,13 +214,6 @@ def test_unwritable_cache_and_missing_sources_are_errors(root: Path) -> None:
     (root / "csrc" / "hopper" / "operators.cpp").unlink()
     with pytest.raises(ToolchainError, match=r"operators.cpp is not there; reinstall"):
         build("hopper_operators")
-
-
-def test_max_jobs_bounds_parallel_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile.os, "sched_getaffinity", lambda process: set(range(6)))
-    for value, jobs in (("4", 4), ("64", 6), ("many", 6), ("", 6)):
-        monkeypatch.setenv("MAX_JOBS", value)
-        assert compile._max_jobs() == jobs
 
 
 def test_cache_folder_follows_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

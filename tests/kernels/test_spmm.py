@@ -1,44 +1,21 @@
-"""N:M products: compression, the arithmetic in torch, and the kernel source compiled for a CPU.
-
-tests/gpu/test_gpu_spmm.py tests the same on a GPU; tests/support/spmm_on_cpu.cpp explains how a CPU runs CUDA.
-"""
+"""N:M products without a GPU: compression, the CPU's product, refusals; tests/gpu/test_gpu_spmm.py has the kernels."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spmm_cases import PATTERNS, SHAPES, bound, integers, operands
+from spmm_cases import SHAPES, bound, operands
 from torch import Tensor
 
 from benchmarks.spmm import kernels as spmm_module
-from benchmarks.spmm.kernels import (
-    STRIP,
-    VARIANTS,
-    Compressed,
-    SpmmError,
-    compress,
-    decompress,
-    prune,
-    reference,
-    sequential,
-    spmm,
-)
-from slidesparse.build import compile, find
+from benchmarks.spmm.kernels import STRIP, SpmmError, compress, decompress, prune, sequential
+from slidesparse.build import find
 from slidesparse.build.find import ToolchainError
-
-SOURCE = Path(__file__).parents[1] / "support" / "spmm_on_cpu.cpp"
-Product = Callable[[Tensor, Compressed, str, int], Tensor]
-STRIPS = pytest.mark.parametrize("strip", [1, STRIP])
-
-
-# --- compression
 
 
 @given(st.data())
@@ -90,22 +67,6 @@ def test_compress_refuses_invalid_weights(
         compress(weight, kept, group, strip)
 
 
-# --- products
-
-
-@pytest.fixture(scope="module")
-def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Product:
-    """Compile the kernels with the C++ compiler."""
-    path = tmp_path_factory.mktemp("spmm") / "spmm.so"
-    command = [*find.compiler(), *compile.FLAGS, "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-    compile.compile_with(
-        [*command, f"-I{compile.sources_folder() / 'spmm'}", str(SOURCE), "-o", str(path), "-lpthread"]
-    )
-    function: Any = ctypes.CDLL(str(path)).slidesparse_spmm
-    function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_char_p
-    return lambda x, weight, variant, splits: spmm_module.launch(function, x, weight, variant, splits, 0)
-
-
 @pytest.fixture(scope="module")
 def compiled() -> Any:
     """Return the library compiled by nvcc, whose host code runs without a GPU."""
@@ -114,68 +75,6 @@ def compiled() -> Any:
     except ToolchainError as error:
         pytest.skip(str(error))
     return spmm_module.native()
-
-
-@STRIPS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("kept", "group"), PATTERNS)
-@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
-def test_every_variant_is_exact_on_integers(
-    on_cpu: Product, m: int, n: int, k: int, kept: int, group: int, dtype: torch.dtype, strip: int
-) -> None:
-    """Sums of small integers are exact in any order, so all variants are equal."""
-    x, weight = integers(m, n, k, kept, group, dtype, strip)
-    expected = (x.double() @ decompress(weight).double().t()).to(dtype)
-    assert torch.equal(reference(x, weight), expected)
-    for variant in VARIANTS:
-        for splits in (1, 3):
-            assert torch.equal(on_cpu(x, weight, variant, splits), expected), (variant, splits)
-
-
-@STRIPS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_variants_are_bitwise_equal_and_splits_bounded(
-    on_cpu: Product, dtype: torch.dtype, strip: int
-) -> None:
-    x, weight = operands(33, 40, 600, 2, 4, dtype, strip)
-    exact, allowed = bound(x, weight)
-    baseline = on_cpu(x, weight, "baseline", 1)
-    for variant in VARIANTS:
-        assert torch.equal(on_cpu(x, weight, variant, 1), baseline)
-        assert bool(((on_cpu(x, weight, variant, 4).double() - exact).abs() <= allowed).all())
-    assert bool(((baseline.double() - exact).abs() <= allowed).all())
-    # a fused multiply-add in float64 rounds twice, which may change the last bit
-    apart = (baseline.double() - reference(x, weight).double()).abs()
-    assert bool((apart <= allowed).all())
-    assert float((apart > 0).double().mean()) < 0.01
-
-
-def test_memory_out_of_bounds_is_not_used(on_cpu: Product) -> None:
-    """Memory after tokens and out-features holds NaN and invalid offsets, and is not aligned for vectors."""
-    x, weight = integers(13, 21, 90, 2, 4, torch.float32)
-    expected = on_cpu(x, weight, "double", 1)
-    wide = torch.full((90, 32), torch.nan)
-    wide[:, :13] = x.t()
-    values, offsets = torch.full((46, 48), torch.nan), torch.full((46, 48), 0xFF, dtype=torch.uint8)
-    values[:, :21], offsets[:, :21] = weight.values, weight.offsets
-    poisoned = Compressed(values[:, :21], offsets[:, :21], 2, 4, 90)
-    for variant in VARIANTS:
-        assert torch.equal(on_cpu(wide[:, :13].t(), poisoned, variant, 2), expected)
-    shifted = torch.zeros(91 * 13)[1 : 90 * 13 + 1].view(90, 13)
-    shifted.copy_(x.t())
-    assert torch.equal(on_cpu(shifted.t(), weight, "double", 1), expected)
-
-
-def test_empty_products_are_zero(on_cpu: Product) -> None:
-    for m, n, k in ((0, 5, 8), (5, 0, 8), (5, 3, 0)):
-        x, weight = torch.ones(m, k), compress(torch.zeros(n, k), 2, 4)
-        for product in (lambda *call: spmm(*call), on_cpu):
-            output = product(x, weight, "double", 2)
-            assert output.shape == (m, n)
-            assert not bool(output.any())
-
-
-# --- the compiled library, without a GPU
 
 
 def test_sequential_product_is_within_its_error_bound(compiled: Any) -> None:

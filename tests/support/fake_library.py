@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from benchmarks.measure import Window
-from slidesparse import gemm
 from slidesparse.gemm.problem import ALL_2_4, DTYPES, TWO_FOUR, LibraryError, Problem, Tensors
-from slidesparse.pattern import SlidePattern
 from slidesparse.slide import obeys
 from slidesparse.tune.inputs import Inputs
 from slidesparse.tune.machine import Gpu
@@ -73,9 +69,6 @@ class FakeLibrary:
     def version(self) -> str:
         return "1.2.3"
 
-    def unusable(self, device: torch.device) -> str | None:
-        return None
-
     def output_types(self, dtype: str) -> tuple[str, ...]:
         fp8 = ("bf16", "fp32") if "fp32" in self.outs else ("bf16",)
         return {"int8": self.outs, "fp8": fp8}.get(dtype, ())
@@ -87,9 +80,6 @@ class FakeLibrary:
         assert not self.sparse or obeys(weight, TWO_FOUR)
         self.packed.append(tuple(weight.shape))
         return weight
-
-    def pack(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
-        return gemm.get("reference").pack(weight, pattern, phase)
 
     def algorithms(self, problem: Problem, device: torch.device) -> list[str]:
         self.searched.append(problem)
@@ -105,50 +95,40 @@ class FakeLibrary:
 
 
 class FakeClock:
-    """A clock that runs launches and reads their times from the tables of the libraries."""
+    """A clock that runs launches and reads their times from the table of the library."""
 
-    def __init__(self, *libraries: FakeLibrary) -> None:
-        self._libraries = libraries
-        self.prepared: list[tuple[str, int, float]] = []  # algorithm, copies, target
-        self.sampled: Counter[str] = Counter()
-        self.turns: list[str] = []
+    def __init__(self, library: FakeLibrary) -> None:
+        self._library = library
 
-    def _run(self, launch: Launch) -> tuple[str, float]:
-        for library in self._libraries:
-            library.ran.clear()
+    def _run(self, launch: Launch) -> float:
+        self._library.ran.clear()
         launch(0)
-        for library in self._libraries:
-            for name in library.ran:
-                return name, library.times[name]
-        return "other", 5.0
+        return self._library.times[self._library.ran[0]]
 
     def time_once(self, launch: Launch) -> float:
-        return self._run(launch)[1] + 4.0  # the host's overhead
+        return self._run(launch) + 4.0  # the host's overhead
 
     def prepare(self, launch: Launch, copies: int, about_us: float, target_us: float) -> Replay:
-        name, us = self._run(launch)
+        us = self._run(launch)
         for i in range(copies):
             launch(i)
-        self.prepared.append((name, copies, target_us))
-        return _FakeReplay(self, name, us)
+        return _FakeReplay(us)
 
 
 class _FakeReplay(Replay):
-    def __init__(self, clock: FakeClock, name: str, us: float) -> None:
+    def __init__(self, us: float) -> None:
         super().__init__(lambda: None, launches=1, graphed=True)
-        self._clock, self._name, self._us = clock, name, us
+        self._us = us
 
     def samples(self, count: int) -> list[float]:
-        self._clock.sampled[self._name] += count
-        self._clock.turns.append(self._name)
         return [self._us + 0.01 * i for i in range(count)]
 
 
 def session(
-    *libraries: FakeLibrary, limit: float | None = None, now: Callable[[], float] | None = None
+    library: FakeLibrary, limit: float | None = None, now: Callable[[], float] | None = None
 ) -> Session:
     deadline = Deadline(limit, now) if now else Deadline(limit)
-    return Session(GPU, FakeClock(*libraries), Inputs(CPU, GPU.l2_bytes), deadline)
+    return Session(GPU, FakeClock(library), Inputs(CPU, GPU.l2_bytes), deadline)
 
 
 class Ticks:
@@ -160,27 +140,3 @@ class Ticks:
     def __call__(self) -> float:
         self.seconds += 1.0
         return self.seconds
-
-
-def times_of(rows: Sequence[dict[str, str]], **columns: object) -> list[float]:
-    """Return the p50 times of the rows that have these values in ``columns``."""
-    return [
-        float(row["p50_us"])
-        for row in rows
-        if all(row[name] == str(value) for name, value in columns.items())
-    ]
-
-
-class FakeGauge:
-    """A gauge whose launches have the times of `FakeClock` and draw 100 W; it records whose turn it was."""
-
-    def __init__(self, *libraries: FakeLibrary) -> None:
-        self._clock = FakeClock(*libraries)
-        self.turns: list[Replay] = []
-
-    def prepare(self, launch: Launch, copies: int) -> Replay:
-        return self._clock.prepare(launch, copies, 1.0, 1.0)
-
-    def window(self, replay: Replay, seconds: float) -> Window:
-        self.turns.append(replay)
-        return Window(replay.samples(3), 100.0)
