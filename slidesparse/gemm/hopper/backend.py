@@ -165,7 +165,9 @@ class Hopper(CudaBackend):
 
         All have a table of their blocks if one has a dense block.
         """
-        mixed = stored_pattern(pattern, self.coded) is None and any(bool(dense_blocks(one).any()) for one in weight)
+        mixed = stored_pattern(pattern, self.coded) is None and any(
+            bool(dense_blocks(one).any()) for one in weight
+        )
         packed = [pack_without_plan(one, pattern, phase, mixed) for one in weight]
         if weight.is_cuda:
             with cuda.on_device(weight.get_device()):
