@@ -68,6 +68,7 @@ struct GemmArguments {
   uint4* partials;              // [CTAs][kTokens / 8][consumer threads]
   int whole_tiles;              // tiles that each CTA computes alone, before its shared ones
   std::uint32_t shared_stages;  // stages of all shared tiles together
+  bool two_per_tile;            // no tile is shared by more than two CTAs
 
   // Grouped only.
   const std::int32_t* offsets;  // [experts + 1]: the rows of q of each expert

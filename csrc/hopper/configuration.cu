@@ -27,7 +27,7 @@ constexpr int kReservedBytes = 1 << 10;  // that CUDA reserves for each CTA
 // `slidesparse tune` timed them (five models' layers, INT8 and FP8, 2:4 to 8:10) the best
 // prediction takes 4% longer than the best of sixteen candidates in the mean and 16% in the worst
 // twentieth with 256 tokens and more, 8% and 25% with fewer.  A new fit to half of them did no
-// better on the others.
+// better on the others. kPartialsUs was not fitted: docs/kernels-notebook.md measured it.
 constexpr double kMemoryRate = 4.2e6, kCacheRate = 8.0e6;  // bytes a us
 constexpr double kPortBytes = 128, kClock = 2000.0;        // bytes a cycle; cycles a us
 constexpr double kL2Bytes = 23e6;                          // of activations that stay in L2
@@ -35,9 +35,9 @@ constexpr double kEnoughSms = 116;                         // that together satu
 constexpr double kSharpness = 3.6;  // exponent of the norm that combines times: infinity is max
 // Relative cost of each further CTA of a multicast group, whose CTAs wait for each other.
 constexpr double kSplitKMulticast = 0.06, kStreamKMulticast = 0.07;
-constexpr double kStartUs = 5.0, kSplitUs = 1.2, kStreamUs = 0.8;
+constexpr double kStartUs = 5.0, kSplitUs = 1.2, kStreamUs = 0.8, kPartialsUs = 5.0;
 // Microseconds for each strip of 64 tokens of a tile.
-constexpr double kExchangeUs = 0.53, kOutputUs = 0.04, kWholeTileUs = 0.15;
+constexpr double kExchangeUs = 0.53, kOutputUs = 0.04, kSharedTileUs = 1.7, kWholeTileUs = 0.15;
 
 // The number of tiles, counting those of a multicast group as one.
 std::int64_t TilesOf(const Configuration& c, int n, int m) {
@@ -45,9 +45,12 @@ std::int64_t TilesOf(const Configuration& c, int n, int m) {
 }
 
 // The time that does not depend on K': launch and prologue, reduction and epilogue of a tile.
-double FixedUs(const Configuration& c) {
+double FixedUs(const Configuration& c, std::int64_t tiles, int sms) {
   const double tile = static_cast<double>(c.tokens) * c.strips / 64;
-  if (c.stream_k) return kStartUs + kStreamUs + kWholeTileUs * tile;
+  if (c.stream_k) {  // shared tiles go through memory
+    if (tiles * c.multicast < sms) return kStartUs + kPartialsUs + kSharedTileUs * tile;
+    return kStartUs + kStreamUs + kWholeTileUs * tile;
+  }
   const double exchange =
       c.splits > 1 ? kSplitUs + kExchangeUs * tile * (c.splits - 1) / c.splits : 0.0;
   return kStartUs + exchange + kOutputUs * tile;
@@ -63,7 +66,7 @@ double PredictUs(const Configuration& c, int n, int columns, int m, double dense
   const std::int64_t tiles = TilesOf(c, n, m);
   double ctas, stages, fill = 1.0;  // of an SM, over all its CTAs; the filled share of waves
   if (c.stream_k) {
-    ctas = static_cast<double>(std::min<std::int64_t>(clusters, tiles)) * c.Cluster();
+    ctas = static_cast<double>(clusters) * c.Cluster();
     stages = static_cast<double>(tiles) * c.multicast * k_blocks / std::min<double>(ctas, sms);
   } else {
     const std::int64_t count = tiles * c.Cluster(), waves = CeilDiv<std::int64_t>(tiles, clusters);
@@ -79,10 +82,9 @@ double PredictUs(const Configuration& c, int n, int columns, int m, double dense
   // CTAs of shared tiles read other columns than their neighbours at the same time: from memory, as
   // far as L2 does not hold the activations.
   const double shared =
-      c.stream_k && tiles > clusters
-          ? 1 - static_cast<double>(std::max<std::int64_t>(0, tiles / clusters - 1)) * clusters /
-                    static_cast<double>(tiles)
-          : 0.0;
+      c.stream_k ? 1 - static_cast<double>(std::max<std::int64_t>(0, tiles / clusters - 1)) *
+                           clusters / static_cast<double>(tiles)
+                 : 0.0;
   const double missed =
       read * shared * std::max(0.0, 1 - kL2Bytes / (m * k_blocks * kBlockColumns));
   // Bytes of a stage through the shared-memory port: all reads, and writes at half their size.
@@ -97,7 +99,7 @@ double PredictUs(const Configuration& c, int n, int columns, int m, double dense
   for (double time : times) sum += std::pow(time, kSharpness);
   const double multicast =
       1 + (c.stream_k ? kStreamKMulticast : kSplitKMulticast) * (c.multicast - 1);
-  return std::pow(sum, 1 / kSharpness) * multicast + FixedUs(c);
+  return std::pow(sum, 1 / kSharpness) * multicast + FixedUs(c, tiles, sms);
 }
 
 // Reads a positive number without leading zeros, and advances `text` past it.

@@ -113,10 +113,10 @@ void ChooseL2Policies(GemmArguments& a) {
 int DivideStages(const Gemm& gemm, std::int64_t tiles, GemmArguments& a) {
   const std::int64_t stages = tiles * a.k_blocks;
   if (stages > INT32_MAX) return 0;
-  const std::int64_t groups = std::min<std::int64_t>(gemm.fit.clusters, tiles);
-  // Each group shares stages of one tile at least, so that no tile has more than two parts.
-  a.whole_tiles = static_cast<int>(tiles / groups - 1);
+  const std::int64_t groups = std::min<std::int64_t>(gemm.fit.clusters, stages);
+  a.whole_tiles = tiles > groups ? static_cast<int>(tiles / groups - 1) : 0;
   a.shared_stages = static_cast<std::uint32_t>(stages - a.whole_tiles * groups * a.k_blocks);
+  a.two_per_tile = a.shared_stages / groups >= a.k_blocks;
   a.stages = static_cast<int>(std::min<std::int64_t>(gemm.fit.stages, CeilDiv(stages, groups)));
   return static_cast<int>(groups);
 }

@@ -25,6 +25,8 @@
 
 namespace slidesparse::hopper {
 
+constexpr int kPartialsAtOnce = 2;  // loads of 8 tokens in flight, as many as registers allow
+
 // Tokens whose outputs are staged at a time.  Each time takes a barrier: with 256 tokens fewer
 // barriers are worth the pipeline stage that the larger staging memory costs.
 constexpr int StagedTokens(int tokens) { return tokens > 128 ? 64 : tokens > 64 ? 32 : tokens; }
@@ -164,6 +166,34 @@ __device__ __forceinline__ void StartFromPartial(const GemmArguments& arguments,
   }
 }
 
+template <class Type, int kStrips, int kTokens>
+__device__ __forceinline__ void AddPartial(const GemmArguments& arguments, int cta, int tokens,
+                                           std::uint32_t (&sums)[kTokens / 2]) {
+  using S = TileShape<kStrips, kTokens>;
+  constexpr int kAtOnce = kTokens / 8 < kPartialsAtOnce ? kTokens / 8 : kPartialsAtOnce;
+  const uint4* from = PartialOf<kStrips, kTokens>(arguments, cta);
+#pragma unroll
+  for (int first = 0; first < kTokens / 8; first += kAtOnce) {
+    uint4 partials[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      if (8 * (first + j) < tokens)
+        partials[j] = LoadGlobal128(from + (first + j) * S::kConsumerThreads);
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      if (8 * (first + j) < tokens) {
+        const std::uint32_t words[4] = {partials[j].x, partials[j].y, partials[j].z, partials[j].w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          std::uint32_t& sum = sums[4 * (first + j) + e];
+          sum = ToBits(Add(words[e], FromBits<Type>(sum)));
+        }
+      }
+    }
+  }
+}
+
 template <int kStrips, int kTokens>
 __device__ __forceinline__ void StorePartial(const GemmArguments& arguments, int tokens,
                                              const std::uint32_t (&sums)[kTokens / 2]) {
@@ -266,9 +296,9 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
       const int tokens = min(kTokens, arguments.m - segment.token);
       StreamKScales<kTokens> scales;
       if (owned) scales.Load(arguments, segment);
-      // The accumulators start from the other CTA's partial sums, which is cheaper than to add them
-      // afterwards.
-      const bool from_partial = owned && shared_tile;
+      // If only one other CTA has a part of the tile, the accumulators start from its partial sums,
+      // which is cheaper than to add them afterwards.
+      const bool from_partial = owned && shared_tile && arguments.two_per_tile;
       const int other_cta = blockIdx.x - arguments.multicast;
       if (from_partial) WaitForPartial<kStrips, kTokens>(arguments, other_cta);
       StartFromPartial<kStrips, kTokens>(arguments, from_partial, other_cta, tokens, sums);
@@ -276,6 +306,14 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
       if (!owned) {
         StorePartial<kStrips, kTokens>(arguments, tokens, sums);
       } else {
+        if (shared_tile && !arguments.two_per_tile) {
+          const int tile_end = end - remaining + arguments.k_blocks;
+          for (int other = part + 1; PartBegin(arguments, other, parts) < tile_end; ++other) {
+            const int cta = blockIdx.x - (other - part) * arguments.multicast;
+            WaitForPartial<kStrips, kTokens>(arguments, cta);
+            AddPartial<Type, kStrips, kTokens>(arguments, cta, tokens, sums);
+          }
+        }
         StoreStrip<Type, kStrips, kTokens>(arguments, segment, tokens, staging, scales, sums);
       }
       remaining -= count;

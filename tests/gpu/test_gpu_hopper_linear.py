@@ -243,8 +243,7 @@ def test_linear_in_every_configuration(pattern: str, m: int, n: int, k: int) -> 
     x, bias = normal(m, k, 5), normal(1, n, 6)[0]
     expected, _ = expected_of(packed_layer, x, bias, torch.bfloat16, INT8)
     configs = [text for text, _ in native.candidates(packed_layer.layer, m, 4096)]
-    kinds = {config.partition(":")[0] for config in configs}
-    assert kinds == {"split", "stream"} or (packed_layer.coded and "split" in kinds)
+    assert any(config.startswith("split:") for config in configs)
     for config in configs:
         print(config)  # a failed launch does not name its configuration
         run = run_config(packed_layer, config, x, bias, torch.bfloat16)

@@ -26,10 +26,8 @@ FAST = ("pack.cu", "instance.cu TYPE=Int8 TOKENS=256")  # the latter's accumulat
 FRAMES = {
     # Two or three CTAs share an SM's registers.  By their SASS, stores precede the main loop and loads follow it.
     r"GemmSplitKINS0_4Int8ELi[23]ELi64ELNS0_6BlocksE0E": 24,
-    # The 672 threads have 80 registers each.  Stores and loads are outside of the main loop, as above.
-    r"GemmStreamKINS0_(4Int8|3Fp8)ELi5ELi64ELNS0_6BlocksE[01]E": 16,
     # As above.
-    r"Gemm(SplitK|StreamK)INS0_(4Int8|3Fp8)ELi[23]ELi(32|128)ELNS0_6BlocksE[23]E": 16,
+    r"Gemm(SplitK|StreamK|Grouped)INS0_(4Int8|3Fp8)ELi[23]ELi(32|128)ELNS0_6BlocksE[23]E": 24,
 }
 
 BAD = """
