@@ -141,11 +141,9 @@ class Skeleton:
             for path, module in block.named_modules():
                 if not getattr(module, "has_gate", False) or module.has_bias:
                     continue
-                if (
-                    module.is_transposed
-                    or not module.is_concatenated
-                    or getattr(module, "has_post_expert_norm", False)
-                ):
+                # the last two came with later releases of transformers 5
+                normed = getattr(module, "has_post_expert_norm", False)
+                if module.is_transposed or normed or not getattr(module, "is_concatenated", True):
                     continue
                 for name, parts in JOINED_PARTS.items():
                     parameter = f"{path}.{name}"

@@ -55,3 +55,18 @@ def test_shell_scripts_stop_at_errors() -> None:
         if path.suffix == ".sh" or path.parent.name == ".ci":
             assert "set -euo pipefail" in path.read_text(), path
             assert path.stat().st_mode & 0o111, f"{path} is not executable"
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    def anchors(page: Path) -> set[str]:
+        titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+        return {re.sub(r"[^\w -]", "", title.strip().lower()).replace(" ", "-") for title in titles}
+
+    broken = []
+    for page in (path for path in FILES if path.suffix == ".md"):
+        for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            name, _, anchor = link.partition("#")
+            other = (page.parent / name).resolve() if name else page
+            if not other.exists() or (anchor and anchor not in anchors(other)):
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert broken == []
