@@ -561,9 +561,14 @@ class CodedConsumer : Consumer {
   }
 
   template <int kHalf, int kSums>
-  __device__ __forceinline__ void Multiply(const typename Decoder::Half& half,
+  __device__ __forceinline__ void Multiply(typename Decoder::Half& half,
                                            std::uint32_t (&sums)[kSums]) {
     constexpr int kWgmmasOfHalf = kDenseWgmmas / 2;
+    // Expanded before the fence.
+#pragma unroll
+    for (int i = 0; i < kWgmmasOfHalf; ++i) {
+      asm volatile("" : "+r"(half[i].x), "+r"(half[i].y), "+r"(half[i].z), "+r"(half[i].w));
+    }
     const std::uint32_t tokens =
         ring_ + next_.stage * kStageBytes + kHalf * kWgmmasOfHalf * kDenseWgmmaColumns;
     WgmmaFence();
