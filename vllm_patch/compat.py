@@ -90,7 +90,10 @@ def experts_route() -> bool:
 
 def choose_experts(layer: Any, x: Any, router_logits: Any) -> tuple[Any, Any]:
     """Return the weights and the numbers of the experts of each token, both [T, top_k], where `experts_route`."""
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import select_experts
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import select_experts
+    except ImportError:  # up to 0.27
+        from vllm.model_executor.layers.fused_moe.cpu_fused_moe import select_experts
 
     names = (
         *("use_grouped_topk", "renormalize", "topk_group", "num_expert_group", "custom_routing_function"),
