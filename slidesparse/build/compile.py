@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import logging
 import os
 import platform
@@ -31,7 +32,7 @@ from slidesparse.build.find import ToolchainError
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 HOPPER = ("-gencode=arch=compute_90a,code=sm_90a",)
 LAUNCHERS = ("ccache", "sccache", "distcc")  # before the compiler's name in $CXX
-NVCC_FLAGS = ("-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden")
+NVCC_FLAGS = ("-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v")
 NVCC_LINK_FLAGS = ("-shared", "-cudart=static")
 COMPILE_SECONDS = 900  # time limit of one compiler run
 REMEDY = f"$CXX chooses another C++ compiler, {find.NVCC} another nvcc"
@@ -109,6 +110,11 @@ def build(target: str | Target) -> Path:
 def target_path(name: str) -> Path:
     """Return the path of target ``name`` in the cache, built or not.  Raises ToolchainError."""
     return _recipe(TARGETS[name]).place
+
+
+def said_path(place: Path) -> Path:
+    """Return the path of what the compiler said of each unit of a target's file, a list of texts in JSON."""
+    return place.with_name(f"{place.name}.json")
 
 
 def sources_folder() -> Path:
@@ -294,12 +300,13 @@ def _run_recipe(recipe: Recipe, place: Path) -> None:
         with ThreadPoolExecutor(_max_jobs()) as pool:
             futures = [pool.submit(compile_with, command, folder) for command in recipe.compiles]
             try:
-                for future in futures:
-                    future.result()
+                said = [future.result() for future in futures]
             except BaseException:  # also on KeyboardInterrupt: start no further compiler
                 pool.shutdown(cancel_futures=True)
                 raise
         compile_with(recipe.link, folder)
+        (folder / "said").write_text(json.dumps(said))
+        publish(folder / "said", said_path(place), 0o644)
         publish(folder / recipe.file, place, 0o755)
 
 

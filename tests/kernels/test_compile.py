@@ -74,7 +74,8 @@ def test_build_compiles_each_target_once(root: Path, monkeypatch: pytest.MonkeyP
         assert build(name) == build(name) == place == compile.target_path(name)
         assert place.is_relative_to(root / "cache" / "extensions")
         assert place.read_text() == "first second\n"
-        assert sorted(path.name for path in place.parent.iterdir()) == [place.name, f"{place.name}.lock"]
+        names = sorted(path.name for path in place.parent.iterdir())
+        assert names == [place.name, f"{place.name}.json", f"{place.name}.lock"]
     operators, *compiles, link = runs(root)
     for options in ("-O1 -std=c++17", f"-isystem {root}/torch/include", f"-L{root}/torch/lib -ltorch_cpu"):
         assert options in operators
