@@ -1,6 +1,6 @@
 # make demo       a real language model, pruned to 6:8 and served by real vLLM
 # make test       lint, types and tests
-# make test-cpus  all tests as on a processor with SSE alone, with AVX2 alone, and with one thread
+# make test-cpus  all tests as on a processor with SSE alone, and with AVX2 alone
 # make compat     the serving tests by several releases of vLLM, into docs/compatibility.md
 # make release    what would be published, in dist/, checked and run in a fresh environment without a compiler
 # The first of them makes ./.venv, once; what goes in depends on whether `nvidia-smi -L` finds a GPU.
@@ -17,7 +17,6 @@ EXTRAS := $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),cuda,cpu)
 # What a result may not depend on: the instructions that libraries choose by the processor, which these variables limit.
 SSE := ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 TORCHINDUCTOR_VEC_ISA_OK=0
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
-ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 NUMERICS := tests/math tests/golden tests/calibrate tests/kernels/test_operators.py \
 	$(patsubst %,--ignore=tests/calibrate/test_%.py,resume simulated_gpu fuzz_state samples)
 # OpenMP threads spin while they wait: with two workers on two cores, two threads each take several times as long.
@@ -103,7 +102,6 @@ endif
 test-cpus: venv
 	@$(SSE) $(PARALLEL) $(BY_FILE) -m "not alone"
 	@$(AVX2) $(PARALLEL) $(BY_FILE) -m "not alone"
-	@$(ONE_THREAD) $(BIN)/python -m pytest -m "not alone"
 
 release: venv
 	@rm -rf dist build/fresh

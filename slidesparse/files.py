@@ -5,7 +5,6 @@ Standard library only.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -26,7 +25,7 @@ class DamagedFile(SlideSparseError, ValueError):  # noqa: N818  names what was f
 
 
 def own_folder(folder: Path, instead: str = "name another place") -> Path:
-    """Create a folder, with its parents, and return it.
+    """Create a folder, with its parents, under any umask not writable by others, and return it.
 
     Args:
         instead: what to do where it cannot be used, for messages.
@@ -34,13 +33,13 @@ def own_folder(folder: Path, instead: str = "name another place") -> Path:
     Raises EnvironmentFault unless it is a folder of this user, not a link, that nobody else may write to.
     """
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o755, exist_ok=True)
+        for missing in reversed([place for place in (folder, *folder.parents) if not place.exists()]):
+            missing.mkdir(mode=0o755, exist_ok=True)
         status = folder.lstat()
     except OSError as error:
         raise EnvironmentFault(f"{folder} cannot be created: {error.strerror}; {instead}") from error
     if not stat.S_ISDIR(status.st_mode):
-        raise EnvironmentFault(f"{folder} is a link, which is not followed; remove it, or {instead}")
+        raise EnvironmentFault(f"{folder} is a link or a file; remove it, or {instead}")
     if status.st_uid != os.geteuid():
         raise EnvironmentFault(f"{folder} belongs to another user; remove it, or {instead}")
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -51,19 +50,25 @@ def own_folder(folder: Path, instead: str = "name another place") -> Path:
 
 
 @contextmanager
-def locked(folder: Path, busy: SlideSparseError | None = None) -> Iterator[None]:
-    """Hold the lock on a folder, which the kernel releases when a process dies.
+def locked(path: Path, busy: SlideSparseError | None = None) -> Iterator[bool]:
+    """Hold the lock of a folder, or of a file X.lock, which is made; the kernel releases it when a process dies.
 
-    Raises ``busy`` if another process has it; waits for that process if ``busy`` is None.
+    Yields whether it is held: file systems may have no locks, and NFS none of folders.  Raises ``busy`` if another
+    process has it; waits for that process if ``busy`` is None.
     """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    import fcntl  # POSIX only; imported late so that doctor runs everywhere
+
+    flags = os.O_RDWR | os.O_CREAT if path.suffix == ".lock" else os.O_RDONLY | os.O_DIRECTORY
+    descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o600)
+    held = True
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
-        except BlockingIOError:
-            assert busy
-            raise busy from None
-        yield
+        except OSError as error:
+            if busy and isinstance(error, BlockingIOError):
+                raise busy from None
+            held = False
+        yield held
     finally:
         os.close(descriptor)
 

@@ -9,8 +9,8 @@ compiled, and one build of them serves any torch.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import json
 import logging
 import os
 import platform
@@ -19,7 +19,7 @@ import stat
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
@@ -27,11 +27,13 @@ from pathlib import Path
 
 from slidesparse.build import find
 from slidesparse.build.find import ToolchainError
+from slidesparse.errors import EnvironmentFault
+from slidesparse.files import SHARED, locked, own_folder, sync, write_atomically
 
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 HOPPER = ("-gencode=arch=compute_90a,code=sm_90a",)
 LAUNCHERS = ("ccache", "sccache", "distcc")  # before the compiler's name in $CXX
-NVCC_FLAGS = ("-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden")
+NVCC_FLAGS = ("-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v")
 NVCC_LINK_FLAGS = ("-shared", "-cudart=static")
 COMPILE_SECONDS = 900  # time limit of one compiler run
 REMEDY = f"$CXX chooses another C++ compiler, {find.NVCC} another nvcc"
@@ -96,19 +98,27 @@ def build(target: str | Target) -> Path:
         if not place.is_file():
             make_folder(place.parent)
             _require_trusted(place.parent)
-            with file_lock(place.with_name(f"{place.name}.lock")):
+            with locked(place.with_name(f"{place.name}.lock")):
                 if not place.is_file():
                     _logger.info("compiling the %s, once, into %s", target.title, place)
                     _run_recipe(recipe, place)
         _require_trusted(place)
     except OSError as error:
-        raise _unwritable(place.parent, error) from None
+        raise ToolchainError(
+            f"the cache {place.parent} cannot be written: {error.strerror or error}",
+            "set SLIDESPARSE_CACHE to another folder",
+        ) from None
     return place
 
 
 def target_path(name: str) -> Path:
     """Return the path of target ``name`` in the cache, built or not.  Raises ToolchainError."""
     return _recipe(TARGETS[name]).place
+
+
+def said_path(place: Path) -> Path:
+    """Return the path of what the compiler said of each unit of a target's file, a list of texts in JSON."""
+    return place.with_name(f"{place.name}.json")
 
 
 def sources_folder() -> Path:
@@ -144,45 +154,10 @@ def make_folder(path: Path) -> None:
     Raises ToolchainError where it cannot be made, or written.
     """
     try:
-        parents = [parent for parent in path.parents if parent.is_relative_to(cache_folder())]
-        for folder in reversed([path, *parents]):
-            if not folder.is_dir():
-                folder.parent.mkdir(parents=True, exist_ok=True)
-                with contextlib.suppress(FileExistsError):  # another process made it meanwhile
-                    folder.mkdir(mode=0o755)
-        tempfile.TemporaryFile(dir=path).close()
-    except OSError as error:
-        raise _unwritable(path, error) from None
-
-
-@contextlib.contextmanager
-def file_lock(path: Path) -> Iterator[None]:
-    """Hold the lock of a folder, or of a file, which is made if it is not there, against other processes."""
-    import fcntl  # POSIX only; imported late so that doctor runs everywhere
-
-    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-    lock = os.open(path, flags | os.O_CLOEXEC, 0o600)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks: two processes may write the same
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
-
-
-def publish(file: Path, place: Path, mode: int) -> None:
-    """Move a finished file to its place in one step, after which a crash cannot leave less than all of it."""
-    with file.open("rb") as content:
-        os.fsync(content.fileno())
-    file.chmod(mode)
-    os.replace(file, place)
-
-
-def _unwritable(folder: Path, error: OSError) -> ToolchainError:
-    return ToolchainError(
-        f"the cache {folder} cannot be written: {error.strerror or error}",
-        "set SLIDESPARSE_CACHE to a folder that can",
-    )
+        own_folder(path, "set SLIDESPARSE_CACHE to a folder that can be written")
+    except EnvironmentFault as error:
+        what, _, remedy = str(error).partition("; ")
+        raise ToolchainError(what, remedy) from None
 
 
 def _require_trusted(path: Path) -> None:
@@ -197,7 +172,7 @@ def _require_trusted(path: Path) -> None:
         if stat.S_ISLNK(status.st_mode):
             raise ToolchainError(f"{place} in the cache is a symbolic link", "remove it")
         foreign = status.st_uid not in (os.getuid(), 0)
-        if foreign or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        if foreign or status.st_mode & SHARED:
             remedy = f"chown -R {os.getuid()} {cache}" if foreign else f"chmod -R go-w {cache}"
             raise ToolchainError(
                 f"{place} belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}, so another "
@@ -294,13 +269,15 @@ def _run_recipe(recipe: Recipe, place: Path) -> None:
         with ThreadPoolExecutor(_max_jobs()) as pool:
             futures = [pool.submit(compile_with, command, folder) for command in recipe.compiles]
             try:
-                for future in futures:
-                    future.result()
+                said = [future.result() for future in futures]
             except BaseException:  # also on KeyboardInterrupt: start no further compiler
                 pool.shutdown(cancel_futures=True)
                 raise
         compile_with(recipe.link, folder)
-        publish(folder / recipe.file, place, 0o755)
+        write_atomically(said_path(place), json.dumps(said).encode())
+        (folder / recipe.file).chmod(0o755)
+        sync(folder / recipe.file)
+        os.replace(folder / recipe.file, place)
 
 
 def compile_with(command: Sequence[str], folder: Path | None = None) -> str:

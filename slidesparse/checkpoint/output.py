@@ -118,8 +118,9 @@ def remove_stale(out: Path) -> None:
                 raise EnvironmentFault(
                     f"{stale} is a link or a file, not an interrupted conversion; remove it"
                 )
-            with locked(stale, _busy(stale, out)):
-                shutil.rmtree(stale)
+            with locked(stale, _busy(stale, out)) as held:
+                if held:  # else it may be written at this moment
+                    shutil.rmtree(stale)
 
 
 @contextmanager

@@ -183,13 +183,12 @@ def convert(
         budget=budget,
         calibration=_calibration(calib, calibration),
     )
+    folder = local_folder(source)
     with (
         Skeletons() if is_available() else nullcontext() as skeletons,
         byte_progress(lines=True) as progress,
     ):
-        result = run(
-            local_folder(source), target, options, dry_run=dry_run, progress=progress, skeletons=skeletons
-        )
+        result = run(folder, target, options, dry_run=dry_run, progress=progress, skeletons=skeletons)
     _warn(result)
     _summarize(result, dry_run)
 

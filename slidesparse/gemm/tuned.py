@@ -16,15 +16,15 @@ import json
 import logging
 import math
 import re
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slidesparse.build.compile import cache_folder, file_lock, make_folder, publish
+from slidesparse.build.compile import cache_folder, make_folder
 from slidesparse.errors import EnvironmentFault, shown
+from slidesparse.files import locked, write_atomically
 from slidesparse.gemm.problem import ALL_2_4, CODED, Problem
 
 FORMAT = 1
@@ -221,16 +221,11 @@ def save(subject: Subject, results: Iterable[tuple[Problem, Tuned]]) -> Path:
     """
     path = tables_folder() / subject.file_name
     make_folder(path.parent)
-    with (
-        file_lock(path.parent),
-        tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as scratch,
-    ):
+    with locked(path.parent):
         entries = _read_table(path, subject)
         for problem, best in results:
             entries.setdefault(Shape.of_problem(problem), {})[problem.m] = best
-        file = Path(scratch) / path.name
-        file.write_text(_to_text(subject, entries), encoding="utf-8")
-        publish(file, path, 0o644)
+        write_atomically(path, _to_text(subject, entries).encode())
     _merged_table.cache_clear()
     return path
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from calibration import LINEARS, TOKENS, calibrated, open_model, save, write_ids
-from checkpoints import DOWN, Q, bert, config_of, llama, snapshot, tensors_of, write
+from checkpoints import bert, config_of, llama, snapshot, tensors_of, write
 from strategies import NAMED, assert_same_bits
 from torch import Tensor, nn
 
@@ -23,7 +23,6 @@ from slidesparse.calibrate.resume import work_folder
 from slidesparse.calibrate.sparsegpt import compensated_target, damping_for, factor, refine, sparsegpt
 from slidesparse.calibrate.task import Calibration, prepare
 from slidesparse.checkpoint.inspection import inspect
-from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.convert.report import Report
 from slidesparse.errors import CalibrationError, EnvironmentFault
 from slidesparse.pattern import SlidePattern
@@ -143,28 +142,6 @@ def test_layer_that_obeys_the_pattern_is_unchanged(
         codes, _ = quantize_rows(tensors[f"{name}.weight"].float(), torch.int8, "cuda")
         assert torch.equal(output[f"{name}.weight"], codes)
         assert not tuned[f"{name}.weight"][tensors[f"{name}.weight"] == 0].any()
-
-
-def test_patterns_by_layer_rules(source: Path, tmp_path: Path, ids: str) -> None:
-    """The last match applies; dense layers are quantized as they are, and not fine-tuned."""
-    rules = ["down_proj=8:10", r"layers\.1\..*down_proj=14:16", "gate_proj|up_proj=4:6", r"1\..*o_proj=dense"]
-    report = calibrated(source, tmp_path / "out", ids, layer=rules, epochs=1)
-    ratios = {layer: pattern.ratio for layer, pattern in report.plan.patterns.items()}
-    expected = {DOWN: "8:10", Q: "6:8", "model.layers.1.mlp.down_proj": "14:16"}
-    expected |= {"model.layers.1.mlp.gate_proj": "4:6"}
-    assert expected.items() <= ratios.items()
-    o_proj = "model.layers.1.self_attn.o_proj"
-    assert report.plan.skipped == {o_proj: "--layer"}
-    metadata = Metadata.of_config(config_of(tmp_path / "out")["quantization_config"])
-    assert metadata is not None
-    assert metadata.pattern.ratio == "6:8"
-    assert {layer: entry.pattern.ratio for layer, entry in metadata.layers.items()} == ratios
-    written = tensors_of(tmp_path / "out")
-    for layer, ratio in ratios.items():
-        assert violations(written[f"{layer}.weight"], SlidePattern.parse(ratio)) is None
-    codes, scale = quantize_rows(tensors_of(source)[f"{o_proj}.weight"].float(), torch.int8, "cuda")
-    assert torch.equal(written[f"{o_proj}.weight"], codes)
-    assert torch.equal(written[f"{o_proj}.weight_scale"], scale)
 
 
 # Memory

@@ -13,7 +13,7 @@ from models import LLAMA, converted, write_float
 
 from slidesparse.errors import SlideSparseError
 from slidesparse.evaluate import perplexity
-from slidesparse.evaluate.engine import Scored, generate, score
+from slidesparse.evaluate.engine import Scored, run, score
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -26,19 +26,6 @@ def exact_logprobs(folder: Path, ids: list[list[int]]) -> np.ndarray:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     logprobs = model(torch.tensor(ids)).logits[:, :-1].log_softmax(-1)
     return logprobs.gather(2, torch.tensor(ids)[:, 1:, None]).flatten().numpy()
-
-
-@torch.inference_mode()
-def continued(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """Return the three most likely tokens that continue each prompt, by transformers in float32."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    found = [[*prompt] for prompt in prompts]
-    for ids in found:
-        for _ in range(3):
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return [ids[-3:] for ids in found]
 
 
 def test_perplexity_by_vllm_is_that_of_transformers(engines: Engines, tmp_path: Path) -> None:
@@ -67,23 +54,24 @@ def test_perplexity_by_vllm_is_that_of_transformers(engines: Engines, tmp_path: 
     assert result["top1_agreement"].value < 1
 
 
-def test_engine_process_scores_and_says_what_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that ``slidesparse eval`` starts, with the slided layout, and its log."""
+def test_engine_process_scores_and_says_what_served(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that ``slidesparse eval`` starts, with the slided layout, and its log; it continues prompts, too."""
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # would hide the plugin's line
     source, log = write_float(LLAMA, tmp_path / "source"), tmp_path / "log"
     slided = converted(source, tmp_path / "slided", "6:8", "slided")
     options = {"dtype": "float32", "gpu_memory_utilization": 0.2, "enforce_eager": True}
-    scores = score(slided, [[1, 2, 3, 4], [5, 6]], 2, options, log)
+    sampling = [{"max_tokens": 3, "temperature": 0.0, "ignore_eos": True}] * 2
+    request = {"ids": [[1, 2, 3, 4], [5, 6]], "top": 2, "prompts": [[1, 2], [3]], "sampling": sampling}
+    done: list[int] = []
+    scores = run(slided, request, {**options, "max_model_len": 8}, log, report=done.append)
     assert scores.served_by.startswith(
         "6:8 (2 of every 8 pruned): 8 layers sparse, 1 dense (1 lm_head); slided layout"
     )
-    shapes = {"logprobs": (4,), "top_ids": (4, 2), "top_logprobs": (4, 2), "outputs": (0,), "lengths": (0,)}
+    shapes = {"logprobs": (4,), "top_ids": (4, 2), "top_logprobs": (4, 2), "outputs": (6,), "lengths": (2,)}
     assert {name: array.shape for name, array in scores.arrays.items()} == shapes
-    sampling = [{"max_tokens": 3, "temperature": 0.0, "ignore_eos": True}] * 2
-    done: list[int] = []
-    outputs = generate(source, [[1, 2], [3]], sampling, options, done.append)
-    assert [len(ids) for ids in outputs] == [3, 3]
-    assert outputs == continued(source, [[1, 2], [3]])
+    assert scores.outputs == engines.serve(slided, work={"prompts": [[1, 2], [3]], "tokens": 3}).tokens
     assert done == [2]
     with pytest.raises(SlideSparseError, match=r"run .*source:\n.*ValidationError.*\n.*max_model_len"):
         score(source, [[1, 2]], 2, {**options, "max_model_len": 10**6}, log)

@@ -156,14 +156,6 @@ def test_each_sample_is_in_one_split(max_tokens: int) -> None:
     assert all((part.stop - part.start) * 16 <= max(max_tokens, 16) for _, part in trained)
 
 
-def test_few_samples_serve_for_training_and_validation(source: Path) -> None:
-    shapes = [torch.Size((VALIDATION_INTERVAL - 1, 16, 4))]
-    trained, judged = finetuning._pieces(shapes, 10**6)
-    assert trained == judged == [(0, slice(0, VALIDATION_INTERVAL - 1))]
-    tuned = Case(source, samples=VALIDATION_INTERVAL - 1).run(INT8)
-    assert tuned.error_after < tuned.error_before
-
-
 def test_blocks_are_trained_on_the_outputs_of_trained_blocks(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

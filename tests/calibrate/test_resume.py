@@ -12,13 +12,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from calibration import DEVICES, Killed, calibrated, save, write_ids
 from checkpoints import snapshot
+from pacing import set_clock
 
 from slidesparse import files
 from slidesparse.calibrate import distill, learning
@@ -49,10 +49,9 @@ def dying(monkeypatch: pytest.MonkeyPatch, at: int) -> Iterator[list[str]]:
 
 
 def run(source: Path, out: Path, ids: str, **options: Any) -> Any:
-    """Convert with a clock that advances one second at each reading, so that distillations have the same steps."""
-    seconds = iter(range(10**6))
+    """Convert by the clock of `pacing`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distill, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+        set_clock(patch)
         patch.setattr(distill, "SAVE_SECONDS", 5.0)
         patch.setattr(distill, "SAVE_PART", 0)
         patch.setattr(learning, "STEPS", 4)
@@ -261,7 +260,7 @@ def test_work_folder_of_others_is_refused(
     refused("cannot be created", False)
     folder.unlink()
     folder.write_text("a file")
-    refused("cannot be created", True)
+    refused("is a link or a file", True)
     folder.unlink()
     folder.mkdir()
     folder.chmod(0o777)

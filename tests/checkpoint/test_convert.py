@@ -240,6 +240,20 @@ def test_concurrent_conversion_is_refused(tmp_path: Path) -> None:
     assert (phases[-1], (out / "config.json").exists()) == ("writing", True)
 
 
+def test_file_systems_without_locks_of_folders_are_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS; what may be another process's conversion is left there."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    (tmp_path / ".out.partial-1").mkdir()
+    convert(llama(tmp_path / "source"), tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out", ".out.partial-1"}
+
+
 def test_errors_remove_partial_output_and_restore_torch_threads(tmp_path: Path) -> None:
     """Interrupts are tested in tests/commands/test_cli.py."""
 

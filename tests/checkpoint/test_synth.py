@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -93,25 +92,6 @@ def test_share_of_blocks_is_pruned_for_measuring(
         weight = weights[f"{name}.weight"]
         assert obeys(weight, half)
         assert float((~dense_blocks(weight)).float().mean()) == 0.5, name
-
-
-def test_output_depends_on_neither_shards_nor_processors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, written = config_file(tmp_path), []
-    synth(config, tmp_path / "one", pattern=SIX)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
-    monkeypatch.setattr(module, "SHARD_BYTES", 20_000)
-    plan = synth(config, tmp_path / "many", pattern=SIX, progress=lambda *call: written.append(call[1:]))
-    assert_same_tensors(tensors_of(tmp_path / "many"), tensors_of(tmp_path / "one"))
-    checkpoint = Checkpoint.open(tmp_path / "many")
-    assert checkpoint.index is not None
-    assert checkpoint.index["metadata"]["total_size"] == plan.bytes_out
-    assert len(checkpoint.files) > 2
-    assert checkpoint.files[0] == f"model-00001-of-{len(checkpoint.files):05}.safetensors"
-    assert written == sorted(written)
-    assert written[-1][0] == written[-1][1]
-    assert not (tmp_path / "one" / "model.safetensors.index.json").exists()
 
 
 def test_fewer_layers_are_the_first_ones(tmp_path: Path) -> None:

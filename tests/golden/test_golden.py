@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from foreign import codes
 from models import quantization_config
 from tiny import tiny
 
@@ -38,15 +39,8 @@ def w8a8(folder: Path) -> Path:
 
 def fp8_block(folder: Path) -> Path:
     """Write a Llama in FP8 with a scale for each block of 32 x 32 weights."""
-
-    def quantize(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        blocks = w.unflatten(1, (-1, 32)).unflatten(0, (-1, 32)).transpose(1, 2)
-        codes, scale = quantize_rows(blocks.flatten(2).flatten(0, 1), FP8)
-        codes = codes.view(blocks.shape).transpose(1, 2).flatten(0, 1).flatten(1)
-        return codes, scale.view(blocks.shape[:2])
-
     block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
-    return quantized(folder, quantize, "weight_scale_inv", block)
+    return quantized(folder, lambda w: codes(w, FP8, 32, 32), "weight_scale_inv", block)
 
 
 def quantized(folder: Path, quantize: Callable[..., Any], scale: str, quantization: dict[str, Any]) -> Path:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from gpu_layers import (
@@ -61,27 +59,6 @@ def test_int8_sums_are_exact(int8_layer: PackedLayer, m: int) -> None:
     expected = exact(q, int8_layer.weight).to(torch.int32)
     assert_same_bits(accumulate(int8_layer, q, torch.int32), expected)
     assert_same_bits(dense_sums(q, int8_layer.weight), expected)
-
-
-@pytest.mark.parametrize("m", TOKENS)
-def test_int8_to_bfloat16_rounds_the_exact_sum_once(int8_layer: PackedLayer, m: int) -> None:
-    """Sums are exact in float32, so BF16 outputs are rounded once, to nearest even."""
-    q = codes(m, K, seed=m)
-    expected = exact(q, int8_layer.weight).float().to(torch.bfloat16)
-    assert_same_bits(accumulate(int8_layer, q, torch.bfloat16), expected)
-
-
-@pytest.fixture(scope="module")
-def dense_layer() -> PackedLayer:
-    return layer("cublaslt", "2_inf", INT8, N, K)
-
-
-@pytest.mark.parametrize("m", TOKENS)
-def test_cublaslt_backend_is_exact_in_int8(dense_layer: PackedLayer, m: int) -> None:
-    """Scales of 1 and a float32 output leave the sums unchanged."""
-    q, ones = codes(m, K, seed=m), torch.ones(max(m, N), 1, device=gpu())
-    output = replace(dense_layer, scale=ones[:N]).product(q, ones[:m], None, torch.float32)
-    assert_same_bits(output, exact(q, dense_layer.weight).float())
 
 
 @pytest.mark.parametrize("backend", LIBRARIES)

@@ -9,11 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spmm_cases import SHAPES, bound, operands
-from torch import Tensor
 
 from benchmarks.spmm import kernels as spmm_module
-from benchmarks.spmm.kernels import STRIP, SpmmError, compress, decompress, prune, sequential
+from benchmarks.spmm.kernels import STRIP, compress, decompress, prune
 from slidesparse.build import find
 from slidesparse.build.find import ToolchainError
 
@@ -49,24 +47,6 @@ def test_prune_keeps_the_largest() -> None:
     assert prune(rows, 1, 4, STRIP).nonzero()[:2].tolist() == [[0, 1], [1, 1]]
 
 
-@pytest.mark.parametrize(
-    ("weight", "kept", "group", "strip", "fact"),
-    [
-        (torch.ones(3, 8), 2, 4, 1, "row 0 of the weight has 4 non-zeros in columns 0 to 3"),
-        (torch.eye(64, 64), 2, 4, STRIP, "of its strip"),
-        (torch.ones(3, 99), 1, 33, 1, "at most 32"),
-        (torch.ones(3, 8), 2, 4, 8, "strips of 8"),
-        (torch.ones(3, 8, dtype=torch.int8), 2, 4, 1, "torch.int8"),
-        (torch.ones(8), 2, 4, 1, r"\(8,\)"),
-    ],
-)
-def test_compress_refuses_invalid_weights(
-    weight: Tensor, kept: int, group: int, strip: int, fact: str
-) -> None:
-    with pytest.raises(SpmmError, match=fact):
-        compress(weight, kept, group, strip)
-
-
 @pytest.fixture(scope="module")
 def compiled() -> Any:
     """Return the library compiled by nvcc, whose host code runs without a GPU."""
@@ -75,15 +55,6 @@ def compiled() -> Any:
     except ToolchainError as error:
         pytest.skip(str(error))
     return spmm_module.native()
-
-
-def test_sequential_product_is_within_its_error_bound(compiled: Any) -> None:
-    for m, n, k in SHAPES:
-        x, weight = operands(m, n, k, 3, 5, torch.float32)
-        exact, allowed = bound(x, weight, fused=False)
-        assert bool(((sequential(x, weight)[0].double() - exact).abs() <= allowed).all())
-    with pytest.raises(SpmmError, match="float16"):
-        sequential(x.half(), weight)
 
 
 def test_library_refuses_invalid_calls(compiled: Any) -> None:

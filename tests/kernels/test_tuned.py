@@ -110,33 +110,19 @@ def test_user_table_overrides_the_shipped_one(cache: Path) -> None:
 
 
 def test_concurrent_saves_keep_both_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    publish = tuned.publish
+    write = tuned.write_atomically
     thread = threading.Thread(target=save_results, args=((128, "b"),))
 
-    def while_another_saves(file: Path, place: Path, mode: int) -> None:
-        monkeypatch.setattr(tuned, "publish", publish)
+    def while_another_saves(path: Path, content: bytes) -> None:
+        monkeypatch.setattr(tuned, "write_atomically", write)
         thread.start()
         thread.join(0.5)  # waits for the lock
-        publish(file, place, mode)
+        write(path, content)
 
-    monkeypatch.setattr(tuned, "publish", while_another_saves)
+    monkeypatch.setattr(tuned, "write_atomically", while_another_saves)
     save_results((64, "a"))
     thread.join()
     assert [choose(replace(PROBLEM, m=m)) for m in (64, 128)] == ["a", "b"]
-
-
-def test_failed_save_leaves_the_old_table(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_results((64, "a"))
-    table = (cache / FILE).read_bytes()
-
-    def die(*_: object) -> None:
-        raise OSError("no power")
-
-    monkeypatch.setattr(os, "replace", die)
-    with pytest.raises(OSError, match="no power"):
-        save_results((128, "b"))
-    assert {path.name for path in cache.iterdir()} == {FILE}
-    assert (cache / FILE).read_bytes() == table
 
 
 @pytest.mark.parametrize(

@@ -138,14 +138,6 @@ def test_windows_at_stride_m_cover_any_hardware() -> None:
                     assert not Windows(windows.nonzeros + 1, length, Hardware(m, n), stride=m).covers
 
 
-def test_speedup_is_at_most_density_bound() -> None:
-    for w in all_windows(16, any_stride=True):
-        if w.covers:
-            assert w.speedup <= density_bound(w.nonzeros, w.length), w
-            if w.speedup == density_bound(w.nonzeros, w.length):
-                assert reaches_bound(w.nonzeros, w.length, w.hardware), w
-
-
 def test_reaches_bound_equals_brute_force() -> None:
     """Every choice of Z/M windows of any N positions is checked against every block."""
     for n, m, longest in [(2, 1, 5), (3, 1, 5), (3, 2, 6), (4, 1, 6), (4, 2, 6), (4, 3, 6)]:

@@ -14,7 +14,7 @@ from statistics import mean, stdev
 import numpy as np
 import pytest
 import torch
-from edits import SPARSE_FLAGS, edited, refused
+from edits import SPARSE_FLAGS, edited
 from engines import STOCK, Answer, Engines, Request
 from models import LLAMA, QWEN, Decoder, converted, write_w8a8
 from safetensors.torch import load_file
@@ -72,14 +72,6 @@ def test_int8_tokens_equal_stock_in_every_layout(engines: Engines, store: Path, 
         assert f"{layout} layout; backend reference" in answer.summary
 
 
-def test_a_registered_backend_serves(engines: Engines, store: Path) -> None:
-    """It needs a module and a line in the registry, and no other change."""
-    model = checkpoint(store, QWEN, "6:8")
-    toy = sparse(engines, model, env={"SLIDESPARSE_BACKEND": "toy"}, registered="toy_backend")
-    assert "backend toy: SLIDESPARSE_BACKEND=toy" in toy.summary
-    assert toy.tokens == sparse(engines, model).tokens
-
-
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_int8_tokens_equal_stock_for_every_pattern(engines: Engines, store: Path, pattern: str) -> None:
     """K is 128 and 320: most patterns leave a tail.  Layouts alternate, both are compared for 6:8 above."""
@@ -92,16 +84,6 @@ def test_per_tensor_scales_tokens_equal_stock(engines: Engines, store: Path) -> 
     source = write_w8a8(QWEN, store / "per-tensor", strategy="tensor")
     dense = str(converted(source, store / "per-tensor-pruned", "6:8", "dense"))
     assert sparse(engines, dense).tokens == stock(engines, dense).tokens
-
-
-def test_convert_drops_zero_points_of_symmetric_weights(engines: Engines, store: Path) -> None:
-    """vLLM cannot load them."""
-    expected = sparse(engines, checkpoint(store, QWEN, "6:8"))
-    zeros = {f"{name}.weight_zero_point": torch.zeros(n, 1).char() for name, (n, _) in QWEN.linears().items()}
-    source = edited(store / "qwen2-int8", store / "zero-points", dict(zeros), {})
-    out = str(converted(Path(source), store / "zero-points-pruned", "6:8"))
-    assert sparse(engines, out).tokens == stock(engines, out).tokens == expected.tokens
-    refused(engines, source, STOCK, "weight_zero_point")
 
 
 @pytest.mark.parametrize(
@@ -258,22 +240,3 @@ def test_dummy_weights_are_served_sparse(engines: Engines, store: Path, layout: 
 def test_reloaded_weights_give_the_same_tokens(engines: Engines, store: Path, layout: str) -> None:
     model = checkpoint(store, QWEN, "6:8", layout)
     assert sparse(engines, model, task="reload").tokens == sparse(engines, model).tokens
-
-
-def test_compile_cache_key_depends_on_pattern_and_plugin(engines: Engines, store: Path) -> None:
-    """vLLM reuses compiled graphs by this key: two that run different operators must not share it."""
-    source = store / "qwen2-int8"
-    checkpoint(store, QWEN, "6:8")
-    environments = {
-        "stock": STOCK,
-        "6:8": {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"},
-        "4:6": {"USE_CUSPARSELT": "1", "SPARSITY": "4:6"},
-        "cublaslt": {"USE_CUBLASLT": "1"},
-    }
-    keys = {
-        name: engines.serve(source, env=env, task="config_hash").config_hash
-        for name, env in environments.items()
-    }
-    assert len(set(keys.values())) == len(keys), keys
-    repeated = engines.serve(source, env=environments["6:8"], task="config_hash").config_hash
-    assert repeated == keys["6:8"]

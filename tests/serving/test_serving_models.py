@@ -127,17 +127,6 @@ def test_summary_does_not_wait_for_unloaded_layers() -> None:
     assert summary.count("4") is False  # after a reload
 
 
-def test_summary_names_a_pattern_other_than_the_models() -> None:
-    """This happens in a pipeline stage whose layers all have a pattern of their own."""
-    from slidesparse.vllm_patch.summary import LayerSummary
-
-    resolution = resolve(config(), Flags(), on_cuda=False)
-    for pattern, kind in (("6:8", "1 layers sparse, "), ("4:6", r"1 layers sparse (1 at 4:6), ")):
-        summary = LayerSummary()
-        summary.count("down_proj", pattern=pattern)
-        assert f"SlideSparse 6:8 (2 of every 8 pruned): {kind}" in summary.lines(resolution)[1]
-
-
 def scheme(monkeypatch: pytest.MonkeyPatch, model_dtype: torch.dtype, backend: str) -> Any:
     """The scheme of a layer served by ``backend``, in a model of that type."""
     from slidesparse.vllm_patch import compat
@@ -193,8 +182,7 @@ def test_batch_invariance_is_refused_where_unsupported(
 
 
 def test_batch_invariance_disables_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slidesparse.flags import Flags
-    from slidesparse.resolve import ResolveError, resolve
+    from slidesparse.resolve import ResolveError
 
     monkeypatch.setattr(type(gemm.get("hopper")), "unusable", lambda *_: None)
     assert resolve(config(), Flags(backend="hopper"), on_cuda=True).fuse

@@ -40,10 +40,12 @@ def planned(skeletons: Skeletons, folder: Path, **config: object) -> Serving:
 needs_torchvision = pytest.mark.skipif(
     not find_spec("torchvision"), reason="vLLM's file of Qwen3.5 needs torchvision"
 )
-HYBRIDS = [("FalconH1", 12), ("GraniteMoeHybrid", 8), ("Lfm2", 8)]
+HYBRIDS = [("falcon_h1", 12), ("granitemoehybrid", 8), ("lfm2", 8)]
 
 
-@pytest.mark.parametrize(("name", "sparse"), [*HYBRIDS, pytest.param("Qwen3_5", 9, marks=needs_torchvision)])
+@pytest.mark.parametrize(
+    ("name", "sparse"), [*HYBRIDS, pytest.param("qwen3_5_text", 9, marks=needs_torchvision)]
+)
 @pytest.mark.usefixtures("warm")
 def test_layers_of_other_names_are_served_sparse(
     engines: Engines, tmp_path: Path, name: str, sparse: int
@@ -52,7 +54,7 @@ def test_layers_of_other_names_are_served_sparse(
     doctor, the server and stock agree.
     """
     model = hybrid(name, tmp_path)
-    options = {"dtype": hybrids.MODELS[name][1].get("dtype", "float32")}
+    options = {"dtype": hybrids.MODELS[name].get("dtype", "float32")}
     answer = engines.serve(model, env={"USE_CUSPARSELT": "1"}, options=options)
     (served,) = summaries(answer.log)
     assert served["layers"] == {"6:8": sparse}
@@ -64,7 +66,7 @@ def test_layers_of_other_names_are_served_sparse(
 def test_changed_weights_of_a_layer_of_another_name(engines: Engines, tmp_path: Path) -> None:
     """They are served as they are with a warning, and refused if a flag asks for the sparse path."""
     name = "model.layers.0.mamba.in_proj.weight"
-    model = hybrid("GraniteMoeHybrid", tmp_path)
+    model = hybrid("granitemoehybrid", tmp_path)
     weight = load_file(model / "model.safetensors")[name]
     changed = edited(model, tmp_path / "changed", {name: torch.ones_like(weight)}, {})
     answer = engines.serve(changed)
@@ -74,7 +76,7 @@ def test_changed_weights_of_a_layer_of_another_name(engines: Engines, tmp_path: 
     assert words in engines.ask(Request(changed, env={"USE_CUSPARSELT": "1"})).error
 
 
-@pytest.mark.parametrize("name", ["FalconH1", "GraniteMoeHybrid"])
+@pytest.mark.parametrize("name", ["falcon_h1", "granitemoehybrid"])
 def test_mlps_alone_are_quantized_whatever_the_others_are_called(
     engines: Engines, skeletons: Skeletons, tmp_path: Path, name: str
 ) -> None:
@@ -92,7 +94,7 @@ def test_mlps_alone_are_quantized_whatever_the_others_are_called(
 
 def test_fused_groups_are_known(skeletons: Skeletons, tmp_path: Path) -> None:
     """Also of MLA, whose attention does not run on CPUs."""
-    source = hybrids.write("DeepseekV2", tmp_path / "source")
+    source = hybrids.write("deepseek_v2", tmp_path / "source")
     groups = {
         tuple(sorted(name.rpartition(".")[2] for name in layer.weights))
         for layer in planned(skeletons, source).layers

@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.alone]
 
 ON_GPU, GPUS = torch.cuda.is_available(), torch.cuda.device_count()
 MODEL = replace(QWEN, hidden=256, head_dim=64)  # FlashAttention has kernels for these sizes
-REQUESTS = 10_000 if ON_GPU else 3_000
+REQUESTS = 10_000 if ON_GPU else 2_000
 SETTLED, THREADS = REQUESTS // 5, 16
 CANCELLED = 10  # one of this many requests is cancelled
 CANCELLED_TOKENS = 440  # so many that a request is usually cancelled before it ends

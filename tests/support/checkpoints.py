@@ -13,6 +13,7 @@ import torch
 from models import Decoder, float_tensors, quantization_config
 from safetensors.torch import load_file, save_file
 from strategies import assert_same_bits
+from tiny import build, fill
 from torch import Tensor
 
 from slidesparse.calibrate.task import Progress, no_progress
@@ -75,31 +76,11 @@ def w8a8(folder: Path, quant: str = "int8", strategy: str = "channel") -> Path:
 
 
 def bert(folder: Path) -> Path:
-    """Write a two-layer BERT-like encoder with a pooler, and a tokenizer of the words w0 to w49."""
-    generator = torch.Generator().manual_seed(1)
-    tensors = {
-        "embeddings.word_embeddings.weight": torch.randn(50, 32, generator=generator),
-        "embeddings.position_embeddings.weight": torch.randn(16, 32, generator=generator),
-        "embeddings.token_type_embeddings.weight": torch.randn(2, 32, generator=generator),
-        "embeddings.position_ids": torch.arange(16).reshape(1, 16),
-        "pooler.dense.weight": torch.randn(32, 32, generator=generator),
-    }
-    norms = [
-        "embeddings",
-        *(f"encoder.layer.{i}.{n}" for i in range(2) for n in ("attention.output", "output")),
-    ]
-    for norm in norms:
-        tensors |= {f"{norm}.LayerNorm.weight": torch.ones(32), f"{norm}.LayerNorm.bias": torch.zeros(32)}
-    shapes = dict.fromkeys(("query", "key", "value"), (32, 32))
-    shapes = {f"attention.self.{name}": shape for name, shape in shapes.items()}
-    shapes |= {"attention.output.dense": (32, 32), "intermediate.dense": (48, 32), "output.dense": (32, 48)}
-    for i in range(2):
-        for name, shape in shapes.items():
-            tensors[f"encoder.layer.{i}.{name}.weight"] = torch.randn(*shape, generator=generator)
-            tensors[f"encoder.layer.{i}.{name}.bias"] = torch.randn(shape[0], generator=generator)
-    config = {"architectures": ["BertModel"], "model_type": "bert", "hidden_act": "gelu", "hidden_size": 32}
-    config |= {"intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 50}
-    write(folder, config | {"max_position_embeddings": 16}, tensors)
+    """Write a two-layer BERT in float32, with a tokenizer of the words w0 to w49."""
+    model = build("bert", hidden_size=32, intermediate_size=48, vocab_size=50, max_position_embeddings=16)
+    fill(model, 1)
+    model.save_pretrained(folder)
+    rewrite(folder, **{"embeddings.position_ids": torch.arange(16).reshape(1, 16)})  # as older files have it
     write_tokenizer(folder, [f"w{i}" for i in range(50)])
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')

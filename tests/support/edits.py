@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 from pathlib import Path
 
 import torch
+from checkpoints import MODEL, edit_block, tensors_of
 from engines import Engines, Request
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 SPARSE_FLAGS = {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"}
 
@@ -16,17 +17,11 @@ def edited(
     source: Path, out: Path, tensors: dict[str, torch.Tensor | None], quantization: dict[str, object]
 ) -> str:
     """Copy ``source`` with tensors and entries of quantization_config replaced, or removed where None."""
-    out.mkdir()
-    replaced = {**load_file(source / "model.safetensors"), **tensors}
+    shutil.copytree(source, out)
+    replaced = {**tensors_of(source), **tensors}
     merged = {name: tensor for name, tensor in replaced.items() if tensor is not None}
-    save_file(merged, out / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
-    for key, value in quantization.items():
-        if value is None:
-            del config["quantization_config"][key]
-        else:
-            config["quantization_config"][key] = value
-    (out / "config.json").write_text(json.dumps(config))
+    save_file(merged, out / MODEL, metadata={"format": "pt"})
+    edit_block(out, **quantization)
     return str(out)
 
 

@@ -16,15 +16,16 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import fuzz
+import pytest
 from calibration import Killed, calibrated, save, write_ids
 from checkpoints import snapshot
+from pacing import set_clock
 
-from slidesparse.calibrate import distill, learning
+from slidesparse.calibrate import learning
 from slidesparse.calibrate.resume import STATE, work_folder
 from slidesparse.convert import stream
 from slidesparse.convert.budget import Budget, Choice
@@ -64,9 +65,8 @@ class State:
         os.environ["SLIDESPARSE_CACHE"] = str(folder / "case" / "cache")
 
     def _convert(self, out: Path, resume: bool = False) -> None:
-        """Convert with a clock that advances one second at each reading, for distillations of the same steps."""
-        seconds = iter(range(10**6))
-        with patch.object(distill, "time", SimpleNamespace(monotonic=lambda: float(next(seconds)))):
+        with pytest.MonkeyPatch.context() as clock:
+            set_clock(clock)
             calibrated(self.source, out, self.ids, distill=(self.text,), resume=resume, **OPTIONS)
 
     def resume(self) -> str:

@@ -12,10 +12,14 @@ from slidesparse.calibrate import distill
 WORKER = distill._worker
 
 
-def set_pace(patch: pytest.MonkeyPatch) -> None:
-    """Set the clock, with short steps at a high rate."""
+def set_clock(patch: pytest.MonkeyPatch) -> None:
     seconds = iter(range(10**6))
     patch.setattr(distill, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+
+
+def set_pace(patch: pytest.MonkeyPatch) -> None:
+    """Set the clock, with short steps at a high rate."""
+    set_clock(patch)
     patch.setattr(distill, "RATE", 0.01)
     patch.setitem(distill.STEP_TOKENS, "cpu", 960)
     patch.setitem(distill.PASS_TOKENS, "cpu", 240)

@@ -1,8 +1,6 @@
-"""Every kernel and both GEMM libraries on small odd shapes, to be run under a tool that detects invalid accesses::
+"""Every Hopper kernel on small odd shapes, to be run under a tool that detects invalid accesses::
 
     compute-sanitizer --tool memcheck --error-exitcode 9 python tests/support/sanitize.py [WORD OF A CASE'S NAME ...]
-
-The word spmm selects only the hand-written N:M kernels, which racecheck, synccheck and initcheck can check as well.
 
 Every tensor has its own memory, not a part of torch's pool, so that the tool knows where it ends.  Inputs lie between
 NaN, Inf or large codes; outputs, where they can be passed in, lie between guards that must stay unchanged.  Results are
@@ -17,34 +15,24 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # before torch is imported
-sys.path.append(str(Path(__file__).parents[2]))  # of the folder benchmarks, which is not installed
-
-import ctypes
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import chain, product
 from typing import cast
 
 import torch
 from gpu_layers import hopper_quantize, run_hopper
-from spmm_cases import SHAPES, integers
 from torch import Tensor
 
-from benchmarks.spmm import kernels as spmm
 from slidesparse import gemm, reference
 from slidesparse.blocks import BLOCK
-from slidesparse.gemm.backend import Tunable
 from slidesparse.gemm.hopper import format as hopper_format
 from slidesparse.gemm.hopper import native
-from slidesparse.gemm.hopper.backend import HOPPER_CAPABILITY, Hopper, pack_by_kernel
-from slidesparse.gemm.problem import ALL_2_4, BLOCKS, MIXED, Layer, Problem, Tensors, bucket
+from slidesparse.gemm.hopper.backend import Hopper, pack_by_kernel
+from slidesparse.gemm.problem import ALL_2_4, BLOCKS, MIXED, Layer, Problem, Tensors
 from slidesparse.kernels import RmsNorm, SiluMul
-from slidesparse.kernels.dequant_bias import dequant_bias
-from slidesparse.kernels.quant_slide import quant_slide
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8, quantize_rows
@@ -56,17 +44,8 @@ HOPPER = cast("Hopper", gemm.get("hopper"))
 GUARD = 0x55  # bytes around outputs
 MARGIN = 64  # columns or rows of poison, a multiple of every required alignment
 TOKENS = (1, 5, 17)
-GEOMETRIES = (
-    ("2:4", 37, 0),
-    ("8:10", 75, 0),
-    ("8:10", 76, 3),
-    ("4:6", 1003, 0),
-    ("14:16", 2050, 1),
-    ("2_inf", 33, 0),
-)
-HOPPER_GEOMETRIES = (("2:4", 37, 0), ("4:6", 75, 3), ("4:6", 1003, 0))  # those that the Hopper kernels lift
-SOURCES = (torch.bfloat16, torch.float16, torch.float32)
-CODES = (INT8, FP8)
+GEOMETRIES = (("2:4", 37, 0), ("4:6", 75, 3), ("4:6", 1003, 0))  # those that the Hopper kernels lift
+SOURCES, CODES = (torch.bfloat16, torch.float16), (INT8, FP8)
 
 Case = tuple[str, Callable[[], bool]]
 
@@ -89,15 +68,6 @@ def poisoned(x: Tensor) -> Tensor:
     if x.element_size() > 1 and x.dtype.is_floating_point:
         wide[:, -MARGIN:] = torch.inf
     return wide[:, MARGIN : MARGIN + x.shape[1]].view(x.dtype)
-
-
-def beside(x: Tensor) -> Tensor:
-    """Copy to the GPU as the first columns of rows of whole vectors; NaN or invalid offsets follow them."""
-    rows, columns = x.shape
-    value = torch.nan if x.dtype.is_floating_point else 0xFF
-    wide = torch.full((rows, columns + -columns % 16 + 16), value, dtype=x.dtype, device="cuda")
-    wide[:, :columns] = x.cuda()
-    return wide[:, :columns]
 
 
 class Guarded:
@@ -123,57 +93,23 @@ def same(actual: Tensor, expected: Tensor) -> bool:
     return left.dtype == right.dtype and torch.equal(left.view(integers), right.view(integers))
 
 
-Quantize = Callable[[Tensor, Layer], tuple[Tensor, Tensor]]
-
-
-def by_triton(x: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
-    return quant_slide(x, layer.layout, layer.dtype, layer.columns, bucket(len(x)))
-
-
-def check_quantization(
-    run: Quantize, pattern: str, k: int, phase: int, source: torch.dtype, dtype: torch.dtype
-) -> bool:
+def check_quantization(pattern: str, k: int, phase: int, source: torch.dtype, dtype: torch.dtype) -> bool:
     layer, passed = Layer.of(0, k, SlidePattern.parse(pattern), phase, dtype, HOPPER.alignment), True
     layout = layer.layout
     for m in TOKENS:
         x = normal(m, k, source)
         q, scale = reference.quant_slide(x, layout, dtype)
         for tokens in (tight(x), poisoned(x)):
-            actual = run(tokens, layer)
+            actual = hopper_quantize(tokens, layer)
             passed &= same(actual[0][:, : layout.slided], q) and same(actual[1], scale)
             passed &= not bool(actual[0][:, layout.slided :].view(INT8).any())
     return passed
 
 
-def quantization(run: Quantize, name: str) -> Iterator[Case]:
-    sources = SOURCES[:2] if run == hopper_quantize else SOURCES
-    geometries = HOPPER_GEOMETRIES if run == hopper_quantize else GEOMETRIES
-    for (pattern, k, phase), source, dtype in product(geometries, sources, CODES):
-        if k == 75 or source == SOURCES[0] or run == hopper_quantize:  # Triton's compilation takes time
-            case = f"{name} {pattern} K={k} phase={phase} {source} {dtype}"
-            yield case, partial(check_quantization, run, pattern, k, phase, source, dtype)
-
-
-def check_dequantization(n: int, source: torch.dtype, out_dtype: torch.dtype) -> bool:
-    passed = True
-    scale_w = tight(torch.linspace(0.005, 0.015, n).reshape(n, 1))
-    for m in TOKENS:
-        acc, scale_x = (normal(m, n) * 1000).to(source), tight(normal(m, 1).abs())
-        for bias in (None, tight(normal(1, n)[0].to(out_dtype))):
-            for sums in (tight(acc), poisoned(acc)):
-                guarded = Guarded(m, n, out_dtype)
-                dequant_bias(sums, scale_x, scale_w, bias, guarded.out)
-                expected = reference.dequant_bias(sums, scale_x, scale_w, bias, out_dtype)
-                passed &= same(guarded.out, expected) and guarded.untouched()
-    return passed
-
-
-def dequantization() -> Iterator[Case]:
-    for n in (1, 37, 1003):
-        for source in (torch.int32, torch.float32, torch.bfloat16):
-            for out_dtype in SOURCES if n == 37 else SOURCES[:1]:
-                case = f"dequant_bias N={n} {source} -> {out_dtype}"
-                yield case, partial(check_dequantization, n, source, out_dtype)
+def quantization() -> Iterator[Case]:
+    for (pattern, k, phase), source, dtype in product(GEOMETRIES, SOURCES, CODES):
+        case = f"hopper quantize {pattern} K={k} phase={phase} {source} {dtype}"
+        yield case, partial(check_quantization, pattern, k, phase, source, dtype)
 
 
 def check_packing(pattern: str, k: int, phase: int, dtype: torch.dtype) -> bool:
@@ -195,35 +131,10 @@ def check_packing(pattern: str, k: int, phase: int, dtype: torch.dtype) -> bool:
 
 
 def packing() -> Iterator[Case]:
-    for pattern, k, phase in (*HOPPER_GEOMETRIES, ("6:8", 76, 3), ("8:10", 75, 0), ("8:10", 250, 9)):
+    for pattern, k, phase in (*GEOMETRIES, ("6:8", 76, 3), ("8:10", 75, 0), ("8:10", 250, 9)):
         for dtype in CODES:
             case = f"hopper pack {pattern} K={k} phase={phase} {dtype}"
             yield case, partial(check_packing, pattern, k, phase, dtype)
-
-
-def check_products(library: Tunable, dtype: torch.dtype, name: str, out: torch.dtype) -> bool:
-    """Products by plans with a guarded output: exact for INT32, within two percent of the norm for FP8 to BF16."""
-    passed = True
-    for n, k in ((32, 64), (96, 160), (224, 1056)):
-        w = prune(quantize_rows(normal(n, k), dtype)[0], SlidePattern(4))
-        packed = library.operand(tight(w))
-        for m in (16, 48):
-            q = quantize_rows(normal(m, k), dtype)[0]
-            problem = Problem(name, "int32" if dtype == INT8 else "bf16", n, k, m)
-            guarded = Guarded(m, n, out)
-            library.plan(problem, GPU).run(Tensors(tight(q), packed, guarded.out))
-            expected = q.double() @ w.double().t()
-            difference = guarded.out.cpu().double() - expected
-            passed &= float(difference.norm() / expected.norm()) <= (0 if dtype == INT8 else 0.02)
-            passed &= guarded.untouched()
-    return passed
-
-
-def products() -> Iterator[Case]:
-    libraries = [cast("Tunable", gemm.get(name)) for name in ("cusparselt", "cublaslt")]
-    for library in libraries:
-        for dtype, name, out in ((INT8, "int8", torch.int32), (FP8, "fp8", torch.bfloat16)):
-            yield f"{library.name} {name} -> {out}", partial(check_products, library, dtype, name, out)
 
 
 def check_hopper_products(m: int, n: int, k: int, blocks: str) -> bool:
@@ -286,55 +197,17 @@ def check_hopper_producers(pattern: str, k: int, phase: int, source: torch.dtype
 
 
 def hopper_producers() -> Iterator[Case]:
-    for pattern, k, phase in (*HOPPER_GEOMETRIES, ("4:6", 2048, 0)):
-        for source in SOURCES[:2]:
+    for pattern, k, phase in (*GEOMETRIES, ("4:6", 2048, 0)):
+        for source in SOURCES:
             case = f"hopper producers {pattern} K={k} phase={phase} {source}"
             yield case, partial(check_hopper_producers, pattern, k, phase, source)
-
-
-def check_spmm_products(
-    m: int, n: int, k: int, pattern: tuple[int, int], dtype: torch.dtype, strip: int
-) -> bool:
-    """The hand-written N:M kernels in every variant, with guards around outputs and around partial sums."""
-    x, weight = integers(m, n, k, *pattern, dtype, strip)
-    expected = (spmm.decompress(weight).double() @ x.double().t()).to(dtype)
-    stream, passed = torch.cuda.current_stream().cuda_stream, True
-    for place in (tight, beside):
-        tokens = place(x.t()).t()
-        placed = replace(weight, values=place(weight.values), offsets=place(weight.offsets))
-        for variant, splits in product(spmm.VARIANTS, (1, 3)):
-            call, *alive = spmm._prepare(tokens, placed, variant, splits, stream)
-            out = Guarded(n, m, dtype, gap=4 + -m % 4)
-            sums = Guarded(call.splits * n, m, torch.float32, gap=4 + -m % 4)
-            call.out, call.ldo = out.out.data_ptr(), out.out.stride(0)
-            if call.partials:
-                call.partials = sums.out.data_ptr()
-            spmm._require(spmm.native().slidesparse_spmm(ctypes.addressof(call)))
-            passed &= same(out.out, expected) and out.untouched() and sums.untouched()
-            alive.clear()  # the kernel has ended
-    return passed
-
-
-def spmm_products() -> Iterator[Case]:
-    patterns = ((2, 4), (1, 4), (6, 8), (31, 32))
-    for (m, n, k), pattern, dtype, strip in product(SHAPES, patterns, spmm.DTYPES, (1, spmm.STRIP)):
-        kept, group = pattern
-        case = f"spmm {m} x {n} x {k} at {kept}:{group} {dtype} strip={strip}"
-        yield case, partial(check_spmm_products, m, n, k, pattern, dtype, strip)
 
 
 def main() -> int:
     """Run all selected cases, and return 1 if a result is wrong."""
     import slidesparse.ops  # noqa: F401  registers the operators
 
-    kinds = [quantization(by_triton, "quant_slide"), dequantization(), products(), spmm_products()]
-    if torch.cuda.get_device_capability() == HOPPER_CAPABILITY:
-        kinds += [
-            quantization(hopper_quantize, "hopper quantize"),
-            packing(),
-            hopper_producers(),
-            hopper_products(),
-        ]
+    kinds = quantization(), packing(), hopper_producers(), hopper_products()
     wrong, words = 0, sys.argv[1:]  # a case runs if its name contains one of them, or if there are none
     for name, run in chain(*kinds):
         if words and not any(word in name for word in words):

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from checkpoints import LLAMA, write
+from foreign import codes
 from models import Decoder, float_tensors
 from torch import Tensor, nn
 
-from slidesparse.quantize import FP8, quantize_rows
+from slidesparse.quantize import FP8
 
 INPUT_SCALE = 0.02
 
@@ -99,12 +100,8 @@ def fp8(
         weight = stored[f"{name}.weight"].float()
         n, k = weight.shape
         rows, columns = block or (n, k)
-        padded = nn.functional.pad(weight, (0, -k % columns, 0, -n % rows))
-        blocks = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).transpose(1, 2)
-        codes, scale = quantize_rows(blocks.flatten(2).flatten(0, 1), FP8)
-        codes = codes.unflatten(0, blocks.shape[:2]).unflatten(2, (rows, columns)).transpose(1, 2)
-        stored[f"{name}.weight"] = codes.flatten(2).flatten(0, 1)[:n, :k].contiguous()
-        scale = scale.reshape(blocks.shape[:2]).to(scale_dtype)
+        stored[f"{name}.weight"], scale = codes(weight, FP8, rows, columns)
+        scale = scale.to(scale_dtype)
         stored[f"{name}.weight_scale_inv" if block else f"{name}.weight_scale"] = (
             scale if block else scale[0, 0]
         )
