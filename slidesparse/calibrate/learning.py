@@ -355,15 +355,15 @@ Matrices = dict[int | None, Tensor]  # Q by None, R by the number of its block
 
 def _total_cost(costs: list[list[Cost]], matrices: Matrices) -> float:
     """Return half the sum of all costs at float32 matrices, and add to the gradients of those that require them."""
-    total, none = 0.0, torch.empty(0)
+    total, none = torch.zeros((), dtype=torch.float64, device=matrices[None].device), torch.empty(0)
     for number, of_block in enumerate(costs):
         for cost in of_block:
             with torch.enable_grad():
                 value = cost(matrices[None], matrices.get(number, none))
                 if value.requires_grad:
                     value.backward()  # layer by layer, so that each layer's memory is freed
-            total += 0.5 * float(value.detach())
-    return total
+            total += 0.5 * value.detach()  # without waiting for the GPU
+    return float(total)
 
 
 def _minimize_cost(costs: list[list[Cost]], start: Matrices, progress: Progress) -> tuple[Matrices, float]:
