@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from slidesparse.calibrate.graphs import can_record, record
+from slidesparse.calibrate.graphs import can_record, record, without_waiting
 from slidesparse.calibrate.inputs import HiddenStates, Stream
 from slidesparse.calibrate.model import fast_products
 from slidesparse.checkpoint.names import WEIGHT
@@ -119,8 +120,9 @@ class _Trainer:
         max_tokens = min(PIECE_TOKENS[targets.device.type], self._step_tokens)
         self._training_pieces, self._validation_pieces = _pieces(targets.shapes, max_tokens)
         self._records = can_record(targets.device)
-        # CUDA graphs of steps, and what they read, by shapes; none before the second step
-        self._graphs: dict[tuple[torch.Size, ...], _Graph | None] = {}
+        # By shapes: CUDA graphs of steps, and what they read; and how often steps were taken
+        self._graphs: dict[tuple[torch.Size, ...], _Graph] = {}
+        self._taken = Counter[tuple[torch.Size, ...]]()
 
     def run(self, epochs: int) -> Finetuned:
         before = lowest = self._validation_error()
@@ -156,6 +158,7 @@ class _Trainer:
             if self._kept[name].any()
         ]
         self._graphs.clear()
+        self._taken.clear()
         if self._targets.device.type == "cpu":
             return torch.optim.Adam(groups, lr=0.0, betas=BETAS)
         for group in groups:
@@ -175,23 +178,24 @@ class _Trainer:
             yield pieces
 
     def _step(self, optimizer: torch.optim.Optimizer, pieces: list[_Piece]) -> None:
-        """Take a step; where graphs are made, by that of an earlier step on samples of the same shapes."""
+        """Take a step; where graphs are made, from the third on by that of its samples' shapes."""
         data = [self._read(piece) for piece in pieces]
         shapes = tuple(x.shape for x, _ in data)
-        if shapes not in self._graphs:
+        self._taken[shapes] += 1
+        if not self._records or self._taken[shapes] == 1:
             self._train(optimizer, data)
-            self._graphs[shapes] = None
             return
-        if (step := self._graphs[shapes]) is None and self._records:
+        if self._taken[shapes] == 2:
             try:
-                graph, _ = record(lambda: self._train(optimizer, data))
-            except RuntimeError:  # of a block that waits for the GPU, such as one that sorts tokens by expert
+                with without_waiting():
+                    self._train(optimizer, data)
+            except RuntimeError:  # of a block that sorts tokens by expert, for example
                 self._records = False
-            else:
-                step = self._graphs[shapes] = graph, data
-        if step is None:
-            self._train(optimizer, data)
+                self._train(optimizer, data)
             return
+        if (step := self._graphs.get(shapes)) is None:
+            graph, _ = record(lambda: self._train(optimizer, data))
+            step = self._graphs[shapes] = graph, data
         graph, read = step
         for copies, tensors in zip(read, data, strict=True):
             for copy, x in zip(copies, tensors, strict=True):

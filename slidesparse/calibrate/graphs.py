@@ -72,6 +72,17 @@ def record(work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
     return _recordings.record(work)
 
 
+@contextmanager
+def without_waiting() -> Iterator[None]:
+    """Raise RuntimeError where work waits for the GPU, as a graph cannot: a failed recording would harm later ones."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
 def recorded(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     """Return ``function(*arguments)``, where graphs are made by one for each of the arguments' shapes.
 
