@@ -92,10 +92,10 @@ struct Decoder8 {
 struct Decoder10 {
   using Half = uint4[2];
 
-  // Two values words of each row, a word of the table for each group, and the masks of tails.
+  // Two values words of each row, and a word of the table for each group.
   struct Stored {
     uint4 values[2];
-    std::uint32_t words[4], masks[2];
+    std::uint32_t words[4];
   };
 
   // Table word of code `code`: selectors as of Decoder8, for columns 0 to 3 of values 0 to 3 and
@@ -134,23 +134,21 @@ struct Decoder10 {
     for (int i = 0; i < 2; ++i) later.words[i] = LoadShared32((rest >> 6 * i & 0xFC) | table);
   }
 
-  // Expands groups 0 and 1, and gathers their columns 8 and 9 in `later`.  These become operands in
-  // ExpandSecond, because wgmmas still read those of the stage before here.
+  // Expands groups 0 and 1, and gathers their columns 8 and 9 in `later`, in reverse.  ExpandSecond
+  // makes operands of them, because here wgmmas still read those of the stage before.
   static __device__ __forceinline__ void ExpandFirst(const Stored& now, Stored& later, Half& half) {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       half[i] = Columns(now.values[i], now.words[2 * i], now.words[2 * i + 1]);
-    later.words[2] = Tails(now.values[0].y, now.values[1].y);
-    later.words[3] = Tails(now.values[0].w, now.values[1].w);
-    later.masks[0] = Masks(now.words[0], now.words[2]);
-    later.masks[1] = Masks(now.words[1], now.words[3]);
+    later.words[2] = Reversed(now.values[0].y, now.words[0], now.values[1].y, now.words[2]);
+    later.words[3] = Reversed(now.values[0].w, now.words[1], now.values[1].w, now.words[3]);
   }
 
   static __device__ __forceinline__ void ExpandSecond(const Stored& later, Half& half) {
     half[0] = Columns(later.values[0], later.words[0], later.words[1]);
-    half[1] = make_uint4(later.words[2] & later.masks[0], later.words[3] & later.masks[1],
-                         Tails(later.values[0].y, 0) & Masks(later.words[0], 0),
-                         Tails(later.values[0].w, 0) & Masks(later.words[1], 0));
+    half[1] = make_uint4(Permute(later.words[2], 0, 0x0123), Permute(later.words[3], 0, 0x0123),
+                         Permute(Reversed(later.values[0].y, later.words[0], 0, 0), 0, 0x0123),
+                         Permute(Reversed(later.values[0].w, later.words[1], 0, 0), 0, 0x0123));
   }
 
  private:
@@ -165,15 +163,13 @@ struct Decoder10 {
         Permute(__funnelshift_r(values.z, values.w, 16), values.w >> 16, lower >> 16));
   }
 
-  // The values of columns 8 and 9 of two groups of a row.
-  static __device__ __forceinline__ std::uint32_t Tails(std::uint32_t first, std::uint32_t second) {
-    return Permute(first, second, 0x7632);
-  }
-
-  // The bytes of these that are values.  PRMT repeats the sign of a byte where bit 3 is set.
-  static __device__ __forceinline__ std::uint32_t Masks(std::uint32_t first_word,
-                                                        std::uint32_t second_word) {
-    return Permute(first_word, second_word, 0xFDB9);
+  // Columns 8 and 9 of two groups of a row, from the last to the first.  PRMT repeats the sign of a
+  // byte where bit 3 is set.
+  static __device__ __forceinline__ std::uint32_t Reversed(std::uint32_t first,
+                                                           std::uint32_t first_word,
+                                                           std::uint32_t second,
+                                                           std::uint32_t second_word) {
+    return Permute(first, second, 0x2367) & Permute(first_word, second_word, 0x9BDF);
   }
 };
 

@@ -36,8 +36,8 @@ class _Recordings:
         self._first: torch.cuda.CUDAGraph | None = None  # the pool lives as long as one of its graphs
 
     def record(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        graph, stream, current = torch.cuda.CUDAGraph(), self._stream, torch.cuda.current_stream()
-        assert stream
+        stream = self._stream = self._stream or torch.cuda.Stream()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         stream.wait_stream(current)
         pool = self._first.pool() if self._first else None
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
