@@ -72,6 +72,8 @@ struct GemmArguments {
 
   // Grouped only.
   const std::int32_t* offsets;  // [experts + 1]: the rows of q of each expert
+  const std::int32_t* order;    // the slots of the rows
+  const float* slot_scale;      // by slot, or null
   int experts;
   std::int64_t expert_bytes;  // of an expert's weight
 };
