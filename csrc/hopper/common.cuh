@@ -96,6 +96,16 @@ __device__ __forceinline__ std::uint32_t Narrow(float first, float second, Float
   return both;
 }
 
+// The sum of the numbers of a warp's lanes up to this one.
+__device__ __forceinline__ int SumToLane(int number) {
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int other = __shfl_up_sync(0xFFFFFFFF, number, distance);
+    if (static_cast<int>(threadIdx.x % 32) >= distance) number += other;
+  }
+  return number;
+}
+
 __device__ __forceinline__ int Add(std::uint32_t bits, int sum) {
   return static_cast<int>(bits) + sum;
 }

@@ -58,12 +58,7 @@ __global__ void __launch_bounds__(1024) Route(const __grid_constant__ RouteArgum
   for (int expert = warp; expert < experts; expert += warps) {  // exclusive sums over warps
     int* const counter = counters + expert * warps + lane;
     const int mine = lane < warps ? *counter : 0;
-    int sum = mine;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int other = __shfl_up_sync(0xFFFFFFFF, sum, distance);
-      if (lane >= distance) sum += other;
-    }
+    const int sum = SumToLane(mine);
     if (lane < warps) *counter = sum - mine;
     if (lane == 31) totals[expert] = sum;
   }
@@ -72,12 +67,7 @@ __global__ void __launch_bounds__(1024) Route(const __grid_constant__ RouteArgum
     int before = 0;
     for (int first = 0; first < experts; first += 32) {
       const int expert = first + lane, mine = expert < experts ? totals[expert] : 0;
-      int sum = mine;
-#pragma unroll
-      for (int distance = 1; distance < 32; distance *= 2) {
-        const int other = __shfl_up_sync(0xFFFFFFFF, sum, distance);
-        if (lane >= distance) sum += other;
-      }
+      const int sum = SumToLane(mine);
       if (expert < experts) {
         totals[expert] = before + sum - mine;
         arguments.offsets[expert] = before + sum - mine;

@@ -46,18 +46,14 @@ struct GroupedTiles {
     if (threadIdx.x < 32) {
       int sum = 0;
       for (int first = 0; first < experts; first += 32) {
-        const int lane = threadIdx.x, expert = first + lane;
+        const int expert = first + threadIdx.x;
         int mine = 0;
         if (expert < experts) {
           const std::uint32_t at = tiles.offsets + 4 * expert;
           const int tokens = LoadShared32(at + 4) - LoadShared32(at);
           mine = (tokens + kTokens - 1) / kTokens * arguments.n_tiles;
         }
-#pragma unroll
-        for (int distance = 1; distance < 32; distance *= 2) {
-          const int other = __shfl_up_sync(0xFFFFFFFF, mine, distance);
-          if (lane >= distance) mine += other;
-        }
+        mine = SumToLane(mine);
         if (expert < experts) StoreShared32(tiles.ends + 4 * expert, sum + mine);
         sum += __shfl_sync(0xFFFFFFFF, mine, 31);
       }

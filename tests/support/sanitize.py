@@ -49,7 +49,8 @@ SOURCES, CODES = (torch.bfloat16, torch.float16), (INT8, FP8)
 
 # Experts, top-k, hidden and intermediate sizes, tokens: odd ones, of Mixtral-8x7B, and of Qwen3-30B-A3B
 EXPERTS = ((5, 2, 256, 192, 3), (7, 3, 200, 104, 40), (8, 2, 4096, 14336, 4), (128, 8, 2048, 768, 1024))
-TILES = [f"stream:{s}x{t}/1/1" for t in (8, 16, 32, 64, 128) for s in (1, 2, 3)] + ["stream:2x256/1/1"]
+TILES = [f"stream:{s}x{t}/1/1" for t in (8, 16, 32, 64) for s in (1, 2, 3)]
+TILES += ["stream:1x128/1/1", "stream:2x128/1/1", "stream:2x256/1/1"]
 
 Case = tuple[str, Callable[[], bool]]
 
