@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from slidesparse import gemm, reference
-from slidesparse.gemm.backend import TwoStep
+from slidesparse.gemm.backend import TwoStep, quantize
 from slidesparse.gemm.problem import Layer
 from slidesparse.kernels import RmsNorm, SiluMul
 
@@ -157,15 +157,18 @@ def _grouped_linear(
         slot_scale: [T * top_k] float32 by slot, by which results are multiplied before they are rounded; or None.
         layer: of one expert.
 
-    Returns [T * top_k, N], the rows of the sorted slots, undefined from offsets[E] on.
+    Returns [T * top_k, N], the rows of the sorted slots, undefined from offsets[E] on.  Rounds where vLLM's activation,
+    quantizer and Triton kernel for experts on GPUs do.
     """
-    implementation, bounds = cast("TwoStep", gemm.get(NATIVE["cpu"])), offsets.tolist()
+    bounds = offsets.tolist()
     y = x.new_zeros(len(order), layer[0], dtype=torch.float32)
     for expert, (start, stop) in enumerate(pairwise(bounds)):
+        if start == stop:
+            continue
         rows = x[start:stop] if silu_mul else x[order[start:stop].long() // top_k]
-        inputs = reference.produce(rows, SiluMul()) if silu_mul else rows
-        arguments: tuple[Any, ...] = inputs, weight[expert], scale_w[expert], None, y.dtype
-        y[start:stop] = implementation.linear(Layer(*layer), *arguments)
+        inputs = reference.silu_mul_of_experts(rows) if silu_mul else rows
+        q, scale_x = quantize(inputs, Layer(*layer), "triton")
+        y[start:stop] = reference.matmul(q, weight[expert]).float() * scale_x * scale_w[expert]
     if slot_scale is not None:
         y[: bounds[-1]] *= slot_scale[order[: bounds[-1]].long(), None]
     return y.to(out_dtype)
@@ -177,10 +180,21 @@ def _grouped_linear_fake(x: Tensor, order: Tensor, *others: Any) -> Tensor:
 
 
 def _combine(y: Tensor, rows: Tensor, top_k: int) -> Tensor:
-    """Sum the rows of each token's slots in float32: y [T * top_k, N] and rows from `route` -> [T, N]."""
+    """Sum the rows of each token's slots: y [T * top_k, N] and rows from `route` -> [T, N].
+
+    As vLLM does on GPUs: by a kernel that rounds each sum up to top_k 4, else by torch in float32, which adds up every
+    fourth term, then these sums.
+    """
     here = (rows >= 0)[:, None]
-    terms = torch.where(here, y[rows.clamp(min=0).long()].float(), 0.0)
-    return terms.view(-1, top_k, y.shape[1]).sum(1).to(y.dtype)
+    terms = torch.where(here, y[rows.clamp(min=0).long()].float(), 0.0).view(-1, top_k, y.shape[1])
+    sums = terms.new_zeros(4, terms.shape[0], y.shape[1])
+    for k in range(top_k):
+        sums[k % 4] += terms[:, k]
+    total = sums[0]
+    for part in sums[1:]:
+        total = total + part
+        total = total.to(y.dtype).float() if top_k <= 4 else total
+    return total.to(y.dtype)
 
 
 def _combine_fake(y: Tensor, rows: Tensor, top_k: int) -> Tensor:

@@ -6,6 +6,8 @@
 The stock kernels of vLLM compute this with slightly different arithmetic on CUDA and on the CPU, which
 decides how near-ties such as 63.5 round.  Both are here, so that a layer quantizes bit for bit as stock vLLM
 does on the same device.  Rows with NaN or Inf, and zero rows on the CPU, are exceptions; see `quantize_rows`.
+INT8 tokens of experts are quantized by a Triton kernel, ``"triton"``: as on CUDA, but halves are rounded away from
+zero, and absmax is 1e-10 at least.  Its divisions are approximate on GPUs and exact here.
 
 ======  ===================================================  ==========================================
         ``"cuda"``                                           ``"cpu"``
@@ -15,7 +17,7 @@ FP8     x / scale, scale at least 1 / (448 * 512)            x * (1 / scale), th
 ======  ===================================================  ==========================================
 
 Sources: vLLM's ``dynamic_scaled_int8_quant`` and ``dynamic_per_token_scaled_fp8_quant`` (CUDA),
-``onednn_scaled_int8_quant`` and ``QuantFP8.forward_native`` (CPU).
+``onednn_scaled_int8_quant`` and ``QuantFP8.forward_native`` (CPU), ``per_token_quant_int8`` (Triton).
 """
 
 from __future__ import annotations
@@ -25,12 +27,13 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-Arithmetic = Literal["cuda", "cpu"]
+Arithmetic = Literal["cuda", "cpu", "triton"]
 
 INT8 = torch.int8
 FP8 = torch.float8_e4m3fn
 LARGEST = {INT8: 127.0, FP8: 448.0}
 FP8_MIN_SCALE = 1.0 / (448.0 * 512.0)
+INT8_MIN_ABSMAX = 1e-10  # of "triton"
 NAMES = {"int8": INT8, "fp8": FP8}
 
 
@@ -45,7 +48,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, arithmetic: Arithmetic = "cuda"
     Args:
         x: [M, K] float32, float16 or bfloat16, any device.
         dtype: torch.int8 or torch.float8_e4m3fn.
-        arithmetic: the device whose rounding to follow; see the module.
+        arithmetic: whose rounding to follow; see the module.
 
     Returns:
         q [M, K] of ``dtype`` and scale [M, 1] float32 with x ~ q * scale.  A zero row gives zeros (INT8: with
@@ -68,20 +71,24 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, arithmetic: Arithmetic = "cuda"
         absmax = values.new_zeros(x.shape[0], 1)
     else:
         magnitudes = values.abs()
-        if arithmetic == "cuda":
+        if arithmetic != "cpu":
             magnitudes.nan_to_num_(nan=0.0, posinf=torch.inf)
         absmax = magnitudes.amax(-1, keepdim=True)
+    if arithmetic == "triton" and dtype == INT8:
+        absmax.clamp_(min=INT8_MIN_ABSMAX)
     # torch divides by a number in another way than by a tensor
     largest = torch.full_like(absmax, LARGEST[dtype])
     scale = absmax / largest
     if dtype == FP8:
         scale = scale.clamp_(min=FP8_MIN_SCALE)
-        scaled = values / scale if arithmetic == "cuda" else values * scale.reciprocal()
+        scaled = values * scale.reciprocal() if arithmetic == "cpu" else values / scale
         return scaled.clamp_(-LARGEST[FP8], LARGEST[FP8]).to(FP8), scale
-    inverse = torch.div(largest, absmax) if arithmetic == "cuda" else scale.reciprocal()
+    inverse = scale.reciprocal() if arithmetic == "cpu" else torch.div(largest, absmax)
     inverse.masked_fill_(absmax == 0, 0.0)
-    rounded = (values * inverse).round_().clamp_(-128.0, 127.0)
-    return rounded.nan_to_num_(nan=0.0).to(INT8), scale
+    codes = values * inverse
+    if arithmetic == "triton":  # below a half, so that numbers next to it are rounded as they should
+        codes = torch.trunc(codes + torch.full_like(codes, 0.5 - 2**-25).copysign_(codes))
+    return codes.round_().clamp_(-128.0, 127.0).nan_to_num_(nan=0.0).to(INT8), scale
 
 
 def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:

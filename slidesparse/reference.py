@@ -48,6 +48,13 @@ def silu_mul(x: Tensor) -> Tensor:
     return (gate / (1 + gate.neg().exp()) * up).to(x.dtype)
 
 
+def silu_mul_of_experts(x: Tensor) -> Tensor:
+    """Return the same with silu(gate) rounded before it is multiplied, as vLLM's CUDA kernel does."""
+    gate, up = x.chunk(2, -1)
+    gate = gate.float()
+    return (gate / (1 + gate.neg().exp())).to(x.dtype) * up
+
+
 def produce(x: Tensor, producer: Producer) -> Tensor:
     """Return x [M, K], or the result of ``producer`` for x; a norm's sum is written to its ``total``."""
     if isinstance(producer, SiluMul):

@@ -154,8 +154,11 @@ class _Experts:
     def left(self, pattern: Pattern) -> str | None:
         """Return why vLLM's method serves experts that obey a pattern, or None."""
         slid = pattern if isinstance(pattern, SlidePattern) else None
-        refused = self.backend.refuses_experts(self.moe.num_local_experts, slid, DTYPES[self.quant])
-        return left_to_vllm(self.config.resolution, pattern) or refused
+        resolution = self.config.resolution
+        refused = self.backend.refuses_experts(
+            self.moe.num_local_experts, slid, DTYPES[self.quant], resolution.asked
+        )
+        return left_to_vllm(resolution, pattern) or refused
 
     def _slides(self, pattern: Pattern) -> SlidePattern | None:
         """Return the pattern that a weight is slid for, None if it is not."""

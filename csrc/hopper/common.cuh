@@ -72,6 +72,8 @@ struct GemmArguments {
 
   // Grouped only.
   const std::int32_t* offsets;  // [experts + 1]: the rows of q of each expert
+  const std::int32_t* order;    // the slots of the rows
+  const float* slot_scale;      // by slot, or null
   int experts;
   std::int64_t expert_bytes;  // of an expert's weight
 };
@@ -92,6 +94,16 @@ __device__ __forceinline__ std::uint32_t Narrow(float first, float second, Float
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
   }
   return both;
+}
+
+// The sum of the numbers of a warp's lanes up to this one.
+__device__ __forceinline__ int SumToLane(int number) {
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int other = __shfl_up_sync(0xFFFFFFFF, number, distance);
+    if (static_cast<int>(threadIdx.x % 32) >= distance) number += other;
+  }
+  return number;
 }
 
 __device__ __forceinline__ int Add(std::uint32_t bits, int sum) {

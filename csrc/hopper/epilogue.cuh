@@ -32,6 +32,12 @@ __device__ __forceinline__ float ApplyScales(float sum, float weight, float toke
   return __fmaf_rn(__fmul_rn(sum, weight), token, bias);
 }
 
+// The same for a row of an expert, with the router's weight, in the order of vLLM's Triton kernel.
+__device__ __forceinline__ float ApplyExpertScales(float sum, float weight, float token,
+                                                   float router) {
+  return __fmul_rn(__fmul_rn(__fmul_rn(sum, token), weight), router);
+}
+
 // The scales of a tile's tokens, distributed over each warp: lane l holds tokens l, l + 32, ...
 template <int kTokens>
 struct TokenScales {
@@ -48,6 +54,19 @@ struct TokenScales {
     }
   }
 
+  // Loads the routers' weights of `rows` rows of an expert instead.
+  __device__ __forceinline__ void LoadRouters(const GemmArguments& arguments, int first, int rows) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const int token = i * 32 + threadIdx.x % 32;
+      scales[i] = 1.0f;
+      if (arguments.slot_scale != nullptr && token < min(kTokens, rows)) {
+        scales[i] =
+            LoadVolatile(arguments.slot_scale + LoadGlobal32(arguments.order + first + token));
+      }
+    }
+  }
+
   // The scales of the two tokens of a thread among tokens 8 j to 8 j + 7.
   __device__ __forceinline__ float2 Pair(int j) const {
     const int lane = 8 * j % 32 + threadIdx.x % 4 * 2;
@@ -60,18 +79,23 @@ struct TokenScales {
 // Writes the outputs of tokens 8 j to 8 j + 7, computed from sums 4 j to 4 j + 3, to staging
 // memory. In lane l < 16 `to` is the address of token 8 j + l % 8, out-features 8 (l / 8) and
 // following.
-template <class Type, int kSums>
+template <class Type, bool kExperts = false, int kSums>
 __device__ __forceinline__ void StageTokens(const GemmArguments& arguments, const RowScales& scales,
                                             const std::uint32_t (&sums)[kSums], int j,
-                                            float2 token_scales, std::uint32_t to) {
+                                            float2 token_scales, std::uint32_t to,
+                                            float2 routers = {}) {
   std::uint32_t rows[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float first = ToFloat(FromBits<Type>(sums[4 * j + 2 * r]));
     const float second = ToFloat(FromBits<Type>(sums[4 * j + 2 * r + 1]));
-    rows[r] = Narrow(ApplyScales(first, scales.weight[r], token_scales.x, scales.bias[r]),
-                     ApplyScales(second, scales.weight[r], token_scales.y, scales.bias[r]),
-                     arguments.out_type);
+    const float weight = scales.weight[r], bias = scales.bias[r];
+    rows[r] = kExperts
+                  ? Narrow(ApplyExpertScales(first, weight, token_scales.x, routers.x),
+                           ApplyExpertScales(second, weight, token_scales.y, routers.y),
+                           arguments.out_type)
+                  : Narrow(ApplyScales(first, weight, token_scales.x, bias),
+                           ApplyScales(second, weight, token_scales.y, bias), arguments.out_type);
   }
   StoreTransposed(to, rows[0], rows[1]);
 }

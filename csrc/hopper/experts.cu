@@ -58,12 +58,7 @@ __global__ void __launch_bounds__(1024) Route(const __grid_constant__ RouteArgum
   for (int expert = warp; expert < experts; expert += warps) {  // exclusive sums over warps
     int* const counter = counters + expert * warps + lane;
     const int mine = lane < warps ? *counter : 0;
-    int sum = mine;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int other = __shfl_up_sync(0xFFFFFFFF, sum, distance);
-      if (lane >= distance) sum += other;
-    }
+    const int sum = SumToLane(mine);
     if (lane < warps) *counter = sum - mine;
     if (lane == 31) totals[expert] = sum;
   }
@@ -72,12 +67,7 @@ __global__ void __launch_bounds__(1024) Route(const __grid_constant__ RouteArgum
     int before = 0;
     for (int first = 0; first < experts; first += 32) {
       const int expert = first + lane, mine = expert < experts ? totals[expert] : 0;
-      int sum = mine;
-#pragma unroll
-      for (int distance = 1; distance < 32; distance *= 2) {
-        const int other = __shfl_up_sync(0xFFFFFFFF, sum, distance);
-        if (lane >= distance) sum += other;
-      }
+      const int sum = SumToLane(mine);
       if (expert < experts) {
         totals[expert] = before + sum - mine;
         arguments.offsets[expert] = before + sum - mine;
@@ -118,25 +108,40 @@ __global__ void __launch_bounds__(kCombineThreads)
   const int column = (blockIdx.y * kCombineThreads + threadIdx.x) * kVector;
   if (column >= arguments.n) return;
   const std::int64_t token = blockIdx.x, n = arguments.n;
-  float sums[kVector] = {};
-#pragma unroll 4
-  for (int k = 0; k < arguments.top_k; ++k) {
-    const int row = LoadGlobal32(arguments.rows + token * arguments.top_k + k);
-    if (row < 0) continue;
-    const uint4 found =
-        LoadGlobal128(reinterpret_cast<const uint4*>(arguments.y + row * n + column));
-    const std::uint32_t words[] = {found.x, found.y, found.z, found.w};
+  const auto widen = [&](std::uint32_t words, int i) {
+    const auto bits = static_cast<std::uint16_t>(words >> (i % 2 * 16));
+    return arguments.type == Float::kBFloat16 ? __bfloat162float(__ushort_as_bfloat16(bits))
+                                              : __half2float(__ushort_as_half(bits));
+  };
+  // In the order of torch's sum, by which vLLM adds up more than four: every fourth, then these.
+  float sums[4][kVector] = {};
+  for (int first = 0; first < arguments.top_k; first += 4) {
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      const auto bits = static_cast<std::uint16_t>(words[i / 2] >> (i % 2 * 16));
-      sums[i] += arguments.type == Float::kBFloat16 ? __bfloat162float(__ushort_as_bfloat16(bits))
-                                                    : __half2float(__ushort_as_half(bits));
+    for (int j = 0; j < 4; ++j) {
+      if (first + j >= arguments.top_k) break;
+      const int row = LoadGlobal32(arguments.rows + token * arguments.top_k + first + j);
+      if (row < 0) continue;
+      const uint4 found =
+          LoadGlobal128(reinterpret_cast<const uint4*>(arguments.y + row * n + column));
+      const std::uint32_t words[] = {found.x, found.y, found.z, found.w};
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) sums[j][i] += widen(words[i / 2], i);
     }
   }
   std::uint32_t words[kVector / 2];
 #pragma unroll
   for (int i = 0; i < kVector / 2; ++i) {
-    words[i] = Narrow(sums[2 * i], sums[2 * i + 1], arguments.type);
+    float low = sums[0][2 * i], high = sums[0][2 * i + 1];
+#pragma unroll
+    for (int j = 1; j < 4; ++j) {
+      low += sums[j][2 * i];
+      high += sums[j][2 * i + 1];
+      words[i] = Narrow(low, high, arguments.type);
+      if (arguments.top_k <= 4) {  // vLLM's own kernel rounds each sum
+        low = widen(words[i], 0);
+        high = widen(words[i], 1);
+      }
+    }
   }
   *reinterpret_cast<uint4*>(arguments.out + token * n + column) =
       make_uint4(words[0], words[1], words[2], words[3]);

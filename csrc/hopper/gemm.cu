@@ -266,6 +266,8 @@ const char* LaunchGrouped(const Gemm& gemm, std::int64_t m, const GemmTensors& t
   a.m = static_cast<int>(m);
   a.stages = gemm.fit.stages;
   a.offsets = experts.offsets;
+  a.order = experts.order;
+  a.slot_scale = experts.slot_scale;
   a.experts = experts.count;
   a.expert_bytes = experts.weight_bytes;
   a.m_tiles = m > std::int64_t{tokens} * experts.count ? 2 : 1;  // of an expert, about

@@ -48,7 +48,8 @@ struct GemmTensors {
 
 // The experts of a grouped launch.
 struct Experts {
-  const std::int32_t* offsets;  // [count + 1] on the device
+  const std::int32_t *offsets, *order;  // [count + 1] and [m] on the device
+  const float* slot_scale;              // by slot, or null
   int count;
   std::int64_t weight_bytes;  // of one
 };

@@ -1,6 +1,6 @@
-// The grouped kernel, for experts: Y [P, N] = (q [P, K'] @ W[e] [N, K'].T) * scale_w [e, N] *
-// scale_x [P], where expert e has the rows offsets[e] to offsets[e + 1].  Only the device knows the
-// offsets, so that a CUDA graph serves any routing.
+// The grouped kernel, for experts: Y [P, N] = (q [P, K'] @ W[e] [N, K'].T) * scale_x [P] *
+// scale_w [e, N] * slot_scale[order [P]], where expert e has the rows offsets[e] to offsets[e + 1].
+// Only the device knows the offsets, so that a CUDA graph serves any routing.
 //
 // The grid is persistent.  Every CTA makes a table of the tiles in shared memory, of which it takes
 // every gridDim.x-th, as stream-K does whole tiles: the ring is not drained between them.  An
@@ -46,18 +46,14 @@ struct GroupedTiles {
     if (threadIdx.x < 32) {
       int sum = 0;
       for (int first = 0; first < experts; first += 32) {
-        const int lane = threadIdx.x, expert = first + lane;
+        const int expert = first + threadIdx.x;
         int mine = 0;
         if (expert < experts) {
           const std::uint32_t at = tiles.offsets + 4 * expert;
           const int tokens = LoadShared32(at + 4) - LoadShared32(at);
           mine = (tokens + kTokens - 1) / kTokens * arguments.n_tiles;
         }
-#pragma unroll
-        for (int distance = 1; distance < 32; distance *= 2) {
-          const int other = __shfl_up_sync(0xFFFFFFFF, mine, distance);
-          if (lane >= distance) mine += other;
-        }
+        mine = SumToLane(mine);
         if (expert < experts) StoreShared32(tiles.ends + 4 * expert, sum + mine);
         sum += __shfl_sync(0xFFFFFFFF, mine, 31);
       }
@@ -173,6 +169,7 @@ __global__ void __launch_bounds__(TileShape<kStrips, kTokens>::kThreads,
       StreamKScales<kTokens> scales;
       scales.Load(arguments, {scheduler.strip, scheduler.token, 0, arguments.k_blocks},
                   scheduler.expert);
+      scales.routers.LoadRouters(arguments, scheduler.token, scheduler.tokens);
       // Experts' last tiles are seldom full: wide ones multiply one half alone if that is enough.
       if (scheduler.tokens > kHalfTokens) {
         consumer.Run(arguments.k_blocks, false, sums);

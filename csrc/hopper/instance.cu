@@ -22,7 +22,7 @@ GemmKernel Instance(const Configuration& configuration) {
   constexpr bool kHasSplitK =
       kStrips <= 3 || (!IsCoded(kBlocks) && (kTokens == 8 || (kTokens == 64 && kStrips == 4)));
   if (configuration.grouped) {
-    if constexpr (kStrips <= 3) {
+    if constexpr (kStrips <= 2 || (kStrips == 3 && kTokens <= 64)) {
       return {GemmGrouped<Type, kStrips, kTokens, kBlocks>, StreamK::kThreads, [](int stages, int) {
                 return GroupedShape<kStrips, kTokens>::SharedBytes(stages, kBlocks);
               }};

@@ -170,9 +170,9 @@ SLIDESPARSE_EXPORT const char* slidesparse_hopper_route(const void* ids, std::in
 
 // out [slots, n] = the products of the rows, by `weights` [experts, weight_bytes] and `scale_w`
 // [experts, n].  top_k > 0: row i is quantized from row order[i] / top_k of x.  top_k 0: from row i
-// of x, to which SILU_MUL is applied if `silu_mul`.  `slot_scale`, float32 [slots] or null:
-// multiplies scale_x.  `configuration`: a stream-K one for this call, whose tile is taken; null: a
-// choice by the rows of an expert.  Scratch memory and other arguments as above.
+// of x, to which SILU_MUL is applied if `silu_mul`.  `slot_scale`, float32 [slots] by slot, or
+// null: multiplies the row of the slot.  `configuration`: a stream-K one for this call, whose tile
+// is taken; null: a choice by the rows of an expert.  Scratch memory and other arguments as above.
 SLIDESPARSE_EXPORT const char* slidesparse_hopper_grouped(
     const SlidesparseHopperPlan* plan, std::int64_t slots, const void* x, std::int32_t type,
     std::int64_t stride, std::int32_t silu_mul, const void* order, std::int32_t top_k,
@@ -181,7 +181,7 @@ SLIDESPARSE_EXPORT const char* slidesparse_hopper_grouped(
     const char* configuration, void* scratch, void* stream);
 
 // out [slots / top_k, n] = the sum of each token's rows of y [slots, n] of `type`, without those of
-// rows -1, in float32.  n is a multiple of 8; y and out are aligned to 16 bytes.
+// rows -1, rounded as vLLM does.  n is a multiple of 8; y and out are aligned to 16 bytes.
 SLIDESPARSE_EXPORT const char* slidesparse_hopper_combine(const void* y, std::int32_t type,
                                                           std::int64_t slots, std::int32_t top_k,
                                                           std::int32_t n, const void* rows,

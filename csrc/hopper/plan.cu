@@ -411,7 +411,6 @@ const char* slidesparse_hopper_grouped(const SlidesparseHopperPlan* plan, std::i
   QuantizeArguments arguments = plan->quantize;
   arguments.offsets = static_cast<const std::int32_t*>(offsets);
   arguments.order = static_cast<const std::int32_t*>(order);
-  arguments.slot_scale = static_cast<const float*>(slot_scale);
   arguments.experts = experts;
   arguments.top_k = top_k;
   const int prologue = silu_mul != 0 ? SLIDESPARSE_SILU_MUL : SLIDESPARSE_NO_PROLOGUE;
@@ -422,7 +421,9 @@ const char* slidesparse_hopper_grouped(const SlidesparseHopperPlan* plan, std::i
   const GemmTensors tensors = {
       q,   plan->quantize.columns,       scale_x, weights, scale_w, nullptr, Float::kNone,
       out, static_cast<Float>(out_type), nullptr};
-  return LaunchGrouped(gemm, slots, tensors, {arguments.offsets, experts, weight_bytes},
+  return LaunchGrouped(gemm, slots, tensors,
+                       {arguments.offsets, arguments.order, static_cast<const float*>(slot_scale),
+                        experts, weight_bytes},
                        static_cast<cudaStream_t>(stream));
 }
 

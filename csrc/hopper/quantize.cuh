@@ -62,8 +62,15 @@ template <bool kFp8>
 struct RowScale {
   float scale, factor, negated_scale;
 
-  __device__ __forceinline__ explicit RowScale(float absmax) {
-    if (kFp8) {
+  bool away;  // whether INT8 codes round halves away from zero
+
+  // Tokens of experts are quantized as by vLLM's Triton kernel, others as by its CUDA kernels.
+  __device__ __forceinline__ RowScale(float absmax, bool experts) : away(experts) {
+    if (!kFp8 && experts) {
+      absmax = fmaxf(absmax, 1e-10f);
+      scale = DivideApproximately(absmax, kMaxInt8);
+      factor = DivideApproximately(kMaxInt8, absmax);
+    } else if (kFp8) {
       scale = fmaxf(__fdiv_rn(absmax, kMaxFp8), kMinFp8Scale);
       factor = __fdiv_rn(1.0f, scale);
       // With an infinite scale the quotient is zero, but its remainder would be NaN.
@@ -71,7 +78,6 @@ struct RowScale {
     } else {
       scale = __fdiv_rn(absmax, kMaxInt8);
       factor = absmax == 0.0f ? 0.0f : __fdiv_rn(kMaxInt8, absmax);
-      negated_scale = 0.0f;
     }
   }
 
@@ -94,6 +100,10 @@ struct RowScale {
     for (int i = 0; i < 4; ++i) {
       const float value = vector.Get(first + i);
       values[i] = kFp8 ? Quotient(value) : __fmul_rn(value, factor);
+      // 0x1.fffffep-2 is the largest number below a half.
+      if (!kFp8 && away) {
+        values[i] = truncf(__fadd_rn(values[i], copysignf(0x1.fffffep-2f, values[i])));
+      }
     }
     if (!kFp8) return Int8Word(values[0], values[1], values[2], values[3]);
     // Combined by arithmetic, because the compiler may merge the conversions with a move of halves.
@@ -251,7 +261,7 @@ __global__ void __launch_bounds__(kMaxQuantizeThreads)
   }
   __syncwarp();
   if (!RowOf::kIsNorm && parts > 1) ClusterWait();
-  const RowScale<kFp8> scale(RowAbsMax(absmax, maxima, part, parts));
+  const RowScale<kFp8> scale(RowAbsMax(absmax, maxima, part, parts), grouped);
 
   uint2* const to = reinterpret_cast<uint2*>(codes);
 #pragma unroll
@@ -268,13 +278,7 @@ __global__ void __launch_bounds__(kMaxQuantizeThreads)
   const int stores = min(arguments.part_codes, arguments.columns - first) / kStoreCodes;
   uint4* const out = reinterpret_cast<uint4*>(arguments.q + row_index * arguments.columns + first);
   for (int i = threadIdx.x; i < stores; i += blockDim.x) out[i] = LiftWords(arguments, codes, i);
-  if (part == 0 && threadIdx.x == 0) {
-    float made = scale.scale;
-    if (grouped && arguments.slot_scale != nullptr) {
-      made = __fmul_rn(made, arguments.slot_scale[LoadGlobal32(arguments.order + row_index)]);
-    }
-    arguments.scale[row_index] = made;
-  }
+  if (part == 0 && threadIdx.x == 0) arguments.scale[row_index] = scale.scale;
 }
 
 using QuantizeKernel = void (*)(QuantizeArguments);

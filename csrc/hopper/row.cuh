@@ -1,7 +1,8 @@
 // How the quantizer reads rows, and its prologue: the norm or activation that is fused into it.
 //
 // A prologue computes in float32 and rounds once, to x's type, as Inductor compiles vLLM's RMSNorm
-// and SiluAndMul.  SiLU has Inductor's bits; a norm sums its mean in another order.
+// and SiluAndMul.  SiLU has Inductor's bits; a norm sums its mean in another order.  Experts' SiLU
+// is rounded before it is multiplied, as vLLM's CUDA kernel does.
 
 #pragma once
 
@@ -39,10 +40,9 @@ struct QuantizeArguments {
   int part;         // padded columns of one part
   int part_codes;   // columns of q that these become
   int flag_count;   // kFlagWords each
-  // Experts only: rows are those of `offsets` [experts + 1].  Row i is that of slot order[i]: a
-  // gathering quantizer reads row order[i] / top_k of x; scales are multiplied by slot_scale [m].
+  // Experts only: rows are those of `offsets` [experts + 1].  Row i is made of row order[i] / top_k
+  // of x.
   const std::int32_t *offsets, *order;
-  const float* slot_scale;
   int experts, top_k;  // top_k 0: x's rows are in order
 };
 
@@ -126,11 +126,11 @@ __device__ __forceinline__ void StoreVector(const QuantizeArguments& arguments, 
   }
 }
 
-// silu(gate) * up, with the approximate division that Triton compiles `/` to, for the same bits.
-__device__ __forceinline__ float SiluMul(float gate, float up) {
-  float silu;
-  asm("div.full.f32 %0, %1, %2;" : "=f"(silu) : "f"(gate), "f"(__fadd_rn(expf(-gate), 1.0f)));
-  return __fmul_rn(silu, up);
+// What Triton compiles `/` to, for the same bits.
+__device__ __forceinline__ float DivideApproximately(float dividend, float divisor) {
+  float quotient;
+  asm("div.full.f32 %0, %1, %2;" : "=f"(quotient) : "f"(dividend), "f"(divisor));
+  return quotient;
 }
 
 // A row of x, from which the prologue makes the row that is quantized.
@@ -198,9 +198,17 @@ struct Row {
         made[i] = __fmul_rn(__fmul_rn(source.Sum(i), factor), gain.Get(i));
       }
     } else {
+      const bool experts = arguments.offsets != nullptr;
 #pragma unroll
-      for (int i = 0; i < kVectorCodes; ++i)
-        made[i] = SiluMul(source.x.Get(i), source.other.Get(i));
+      for (int i = 0; i < kVectorCodes; ++i) {
+        const float gate = source.x.Get(i), divisor = __fadd_rn(expf(-gate), 1.0f);
+        made[i] = experts ? __fdiv_rn(gate, divisor) : DivideApproximately(gate, divisor);
+      }
+      const auto rounded = Vector<kInput>::Of(made);
+#pragma unroll
+      for (int i = 0; i < kVectorCodes; ++i) {
+        made[i] = __fmul_rn(experts ? rounded.Get(i) : made[i], source.other.Get(i));
+      }
     }
     return Vector<kInput>::Of(made);
   }

@@ -58,7 +58,7 @@ struct Segment {
 template <int kTokens>
 struct StreamKScales {
   RowScales rows;
-  TokenScales<kTokens> tokens;
+  TokenScales<kTokens> tokens, routers;  // the latter of experts alone
 
   __device__ __forceinline__ void Load(const GemmArguments& arguments, const Segment& segment,
                                        int expert = 0) {
@@ -79,9 +79,9 @@ __device__ __forceinline__ void WaitForBuffers(int barrier) {
 
 // The epilogue of a warpgroup's strip, for the first `tokens` of the tile.  Outputs go through
 // staging memory, from which TMA stores them while the next tokens are staged or the next tile is
-// multiplied. kClip: rows beyond `tokens` are another expert's, so that TMA stores whole boxes
+// multiplied. kExperts: rows beyond `tokens` are another expert's, so that TMA stores whole boxes
 // alone.
-template <class Type, int kStrips, int kTokens, bool kClip = false>
+template <class Type, int kStrips, int kTokens, bool kExperts = false>
 __device__ __forceinline__ void StoreStrip(const GemmArguments& arguments, const Segment& segment,
                                            int tokens, std::uint32_t staging,
                                            const StreamKScales<kTokens>& scales,
@@ -108,20 +108,24 @@ __device__ __forceinline__ void StoreStrip(const GemmArguments& arguments, const
 #pragma unroll
     for (int octet = 0; octet < S::kStagedTokens / 8; octet += kAtOnce) {
       if (kTokens <= 64 && 8 * octet >= tokens) break;
-      float2 token_scales[kAtOnce];
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) token_scales[j] = scales.tokens.Pair(first / 8 + octet + j);
+      float2 token_scales[kAtOnce], routers[kAtOnce] = {};
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
-        StageTokens<Type>(arguments, scales.rows, sums, first / 8 + octet + j, token_scales[j],
-                          to + buffer + 8 * (octet + j) * 128);
+        token_scales[j] = scales.tokens.Pair(first / 8 + octet + j);
+        if (kExperts) routers[j] = scales.routers.Pair(first / 8 + octet + j);
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        StageTokens<Type, kExperts>(arguments, scales.rows, sums, first / 8 + octet + j,
+                                    token_scales[j], to + buffer + 8 * (octet + j) * 128,
+                                    routers[j]);
       }
     }
     ProxyFence();
     if (S::kBuffers > 1 && leader) TmaStoreWaitRead();  // so the next buffer is free
     __syncwarp();
     NamedBarrier(barrier, 128);
-    if (arguments.vector_stores && (!kClip || first + S::kStagedTokens <= tokens)) {
+    if (arguments.vector_stores && (!kExperts || first + S::kStagedTokens <= tokens)) {
       if (leader && row < arguments.n) {
         TmaStore(&arguments.out, row, segment.token + first, outputs + buffer,
                  arguments.output_policy);

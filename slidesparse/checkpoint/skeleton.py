@@ -139,11 +139,12 @@ class Skeleton:
         joined: dict[str, dict[str, tuple[int, Expert]]] = {}
         for number, block in enumerate(self.blocks):
             for path, module in block.named_modules():
-                if not getattr(module, "has_gate", False) or module.has_bias:
+                if not hasattr(module, "is_transposed") or module.is_transposed or module.has_bias:
                     continue
-                # the last two came with later releases of transformers 5
-                normed = getattr(module, "has_post_expert_norm", False)
-                if module.is_transposed or normed or not getattr(module, "is_concatenated", True):
+                # with later releases of transformers than 5.0
+                is_gated = getattr(module, "has_gate", hasattr(module, "gate_up_proj"))
+                is_concatenated = getattr(module, "is_concatenated", True)
+                if not is_gated or not is_concatenated or getattr(module, "has_post_expert_norm", False):
                     continue
                 for name, parts in JOINED_PARTS.items():
                     parameter = f"{path}.{name}"

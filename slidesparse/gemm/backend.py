@@ -22,7 +22,7 @@ from slidesparse.gemm.problem import (
     bucket,
 )
 from slidesparse.pattern import SlidePattern
-from slidesparse.quantize import arithmetic_of
+from slidesparse.quantize import Arithmetic, arithmetic_of
 from slidesparse.slide import require_pattern
 
 
@@ -66,8 +66,14 @@ class Backend(Protocol):
         Raises PatternError for a weight that breaks the pattern.
         """
 
-    def refuses_experts(self, experts: int, pattern: SlidePattern | None, dtype: torch.dtype) -> str | None:
-        """Return why vLLM serves that many experts of a pattern, None if unpruned, as text for the log; or None."""
+    def refuses_experts(
+        self, experts: int, pattern: SlidePattern | None, dtype: torch.dtype, asked: bool
+    ) -> str | None:
+        """Return why vLLM serves that many experts of a pattern, None if unpruned, as text for the log; or None.
+
+        Args:
+            asked: whether a flag asks for our kernels.
+        """
 
 
 class Tunable(Backend, Protocol):
@@ -119,7 +125,9 @@ class TwoStep(ABC):
         """See `Backend.pack_experts`."""
         return torch.stack([self.pack(expert, pattern, phase) for expert in weight])
 
-    def refuses_experts(self, experts: int, pattern: SlidePattern | None, dtype: torch.dtype) -> str | None:
+    def refuses_experts(
+        self, experts: int, pattern: SlidePattern | None, dtype: torch.dtype, asked: bool
+    ) -> str | None:
         """See `Backend.refuses_experts`: only backends with grouped products run experts."""
         return "which the backend does not run"
 
@@ -153,7 +161,7 @@ class TwoStep(ABC):
         return out
 
 
-def quantize(x: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, layer: Layer, arithmetic: Arithmetic | None = None) -> tuple[Tensor, Tensor]:
     """Quantize each token, and lift it into the windows of ``layer``.
 
     Rounds as stock vLLM does on x's device (`slidesparse.quantize`).  On a GPU, a Triton kernel does this, and the
@@ -161,6 +169,7 @@ def quantize(x: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
 
     Args:
         x: [M, k] bfloat16, float16 or float32.
+        arithmetic: whose rounding to follow instead, on a CPU.
 
     Returns:
         q [M, columns] of the layer's dtype, scale [M, 1] float32.
@@ -173,7 +182,7 @@ def quantize(x: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
         from slidesparse.kernels.quant_slide import quant_slide  # late: needs Triton
 
         return quant_slide(x, layer.layout, layer.dtype, layer.columns, bucket(x.shape[0]))
-    q, scale = reference.quant_slide(x, layer.layout, layer.dtype, arithmetic_of(x))
+    q, scale = reference.quant_slide(x, layer.layout, layer.dtype, arithmetic or arithmetic_of(x))
     missing = layer.columns - layer.layout.slided
     return (torch.nn.functional.pad(q.view(torch.int8), (0, missing)).view(q.dtype) if missing else q), scale
 

@@ -35,7 +35,9 @@ class Reference(TwoStep):
         missing = -weight.shape[1] % self.alignment
         return torch.nn.functional.pad(weight.view(torch.int8), (0, missing)).view(weight.dtype)
 
-    def refuses_experts(self, experts: int, pattern: SlidePattern | None, dtype: torch.dtype) -> str | None:
+    def refuses_experts(
+        self, experts: int, pattern: SlidePattern | None, dtype: torch.dtype, asked: bool
+    ) -> str | None:
         """See `Backend.refuses_experts`."""
         return None
 

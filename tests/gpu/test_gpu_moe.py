@@ -1,4 +1,4 @@
-"""Mixtures of experts on GPUs: routed experts by the grouped kernel give the tokens of vLLM's own on one checkpoint."""
+"""Mixtures of experts on GPUs: routed experts by the grouped kernel give vLLM's results, and its tokens of models."""
 
 from __future__ import annotations
 
@@ -9,13 +9,23 @@ import pytest
 import torch
 from checkpoints import convert
 from engines import STOCK, Engines
+from gpu_layers import gpu, normal
 from moe import MODELS
+from strategies import assert_same_bits
+
+from slidesparse import ops
+from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.problem import Layer
+from slidesparse.pattern import SlidePattern
+from slidesparse.prune import prune
+from slidesparse.quantize import INT8, quantize_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 
 PROMPTS = [[(7 * i * j + 3) % 500 for j in range(1, 40 + i)] for i in range(1, 9)]
 TOKENS = 24
 SAME = 0.9  # of the texts; sums that are rounded in another order may turn a near tie
+ASKED = {"SLIDESPARSE": "require"}
 
 
 @pytest.mark.parametrize(
@@ -40,7 +50,7 @@ def test_texts_equal_stock(
         "work": {"prompts": PROMPTS, "tokens": TOKENS},
     }
     expected = engines.serve(tmp_path / "out", env=STOCK, **settings)
-    answer = engines.serve(tmp_path / "out", **settings)
+    answer = engines.serve(tmp_path / "out", env=ASKED, **settings)
     assert not expected.summary
     assert "MoE experts" not in answer.summary, answer.summary
     first = [(a[0], b[0]) for a, b in zip(answer.tokens, expected.tokens, strict=True)]
@@ -48,3 +58,35 @@ def test_texts_equal_stock(
     equal = sum(a == b for a, b in zip(answer.tokens, expected.tokens, strict=True))
     print(f"{equal} of {len(PROMPTS)} texts equal stock's")
     assert quant == "fp8" or equal >= SAME * len(PROMPTS)
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    ("count", "top_k", "hidden", "intermediate"), [(4, 2, 128, 64), (8, 3, 512, 256), (128, 8, 2048, 768)]
+)
+def test_int8_results_are_vllms(count: int, top_k: int, hidden: int, intermediate: int) -> None:
+    """Bit for bit those of vLLM's Triton kernel, its quantizer, activation and sum."""
+    from vllm.model_executor.layers.fused_moe.config import int8_w8a8_moe_quant_config
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+
+    pattern, backend = SlidePattern(4), Hopper()
+    codes, scales, layers = [], [], []
+    for seed, (n, k) in enumerate(((2 * intermediate, hidden), (hidden, intermediate))):
+        made = [
+            quantize_rows(prune(normal(n, k, 9 * seed + i, torch.float32), pattern), INT8)
+            for i in range(count)
+        ]
+        codes.append(torch.stack([weight for weight, _ in made]))
+        scales.append(torch.stack([scale for _, scale in made]))
+        layers.append(Layer.of(n, k, pattern, 0, INT8, backend.alignment, backend.coded))
+    experts = ops.Experts(
+        (backend.pack_experts(codes[0], pattern), backend.pack_experts(codes[1], pattern)),
+        (scales[0].flatten(1), scales[1].flatten(1)),
+        (layers[0], layers[1]),
+    )
+    config = int8_w8a8_moe_quant_config(*scales, None, None, per_act_token_quant=True)
+    for tokens in (1, 16, 300):
+        x = normal(tokens, hidden, tokens)
+        weights, ids = torch.randn(tokens, count, device=gpu()).softmax(-1).topk(top_k)
+        expected = fused_experts(x, *codes, weights, ids.int(), quant_config=config)
+        assert_same_bits(ops.experts(x, experts, ids.int(), weights, None), expected)

@@ -1,7 +1,7 @@
 """Quantized experts on CPUs that vLLM has no kernel for: its own classes load them, torch multiplies.
 
 Imported by an engine's process in vLLM's place of choosing (`engines.Request.registered`).  Activations are quantized
-per token as vLLM's CPU kernels do, products summed in float64, and rounded where its Triton kernel rounds.
+per token as vLLM's kernels for GPUs do, products summed in float64, and rounded where its Triton kernel rounds.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ ENTRY: dict[str, Any] = {}  # of our registry of backends: none
 def _product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """Return x @ weight.T with x quantized per token, in float32."""
     largest = 127.0 if weight.dtype == torch.int8 else 448.0
-    step = x.float().abs().amax(-1, keepdim=True) / largest
+    absmax = x.float().abs().amax(-1, keepdim=True)
     if weight.dtype == torch.int8:
-        codes = (x.float() * (1 / step)).round().clamp(-128, 127)
+        absmax = absmax.clamp(min=1e-10)
+        scaled = (x.float() * (torch.full_like(absmax, largest) / absmax)).double()
+        codes = (scaled.abs() + 0.5).floor().copysign(scaled)  # halves are rounded away from zero
+        step = absmax / torch.full_like(absmax, largest)
     else:
-        step = step.clamp(min=1 / (448 * 512))
-        codes = (x.float() * (1 / step)).clamp(-448, 448).to(weight.dtype)
-    return (codes.double() @ weight.double().T).float() * scale.float().reshape(1, -1) * step
+        step = (absmax / torch.full_like(absmax, largest)).clamp(min=1 / (448 * 512))
+        codes = (x.float() / step).clamp(-448, 448).to(weight.dtype)
+    return (codes.double() @ weight.double().T).float() * step * scale.float().reshape(1, -1)
 
 
 def _apply(self: Any, hidden_states: Tensor, w1: Tensor, w2: Tensor, **routing: Any) -> Tensor:
@@ -50,7 +53,7 @@ def _apply(self: Any, hidden_states: Tensor, w1: Tensor, w2: Tensor, **routing: 
         gate, up = (
             _product(hidden_states[tokens], w1[expert], self.w1_scale[expert]).to(slots.dtype).chunk(2, -1)
         )
-        activated = (functional.silu(gate.float()) * up.float()).to(slots.dtype)
+        activated = functional.silu(gate) * up
         result = _product(activated, w2[expert], self.w2_scale[expert])
         slots[tokens, place] = (result * weights[tokens, place, None]).to(slots.dtype)
     out = slots.float().sum(1).to(slots.dtype)

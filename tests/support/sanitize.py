@@ -26,11 +26,11 @@ import torch
 from gpu_layers import hopper_quantize, run_hopper
 from torch import Tensor
 
-from slidesparse import gemm, reference
+from slidesparse import gemm, ops, reference
 from slidesparse.blocks import BLOCK
 from slidesparse.gemm.hopper import format as hopper_format
 from slidesparse.gemm.hopper import native
-from slidesparse.gemm.hopper.backend import Hopper, pack_by_kernel
+from slidesparse.gemm.hopper.backend import Hopper, pack_by_kernel, plan_layer
 from slidesparse.gemm.problem import ALL_2_4, BLOCKS, MIXED, Layer, Problem, Tensors
 from slidesparse.kernels import RmsNorm, SiluMul
 from slidesparse.pattern import SlidePattern
@@ -46,6 +46,11 @@ MARGIN = 64  # columns or rows of poison, a multiple of every required alignment
 TOKENS = (1, 5, 17)
 GEOMETRIES = (("2:4", 37, 0), ("4:6", 75, 3), ("4:6", 1003, 0))  # those that the Hopper kernels lift
 SOURCES, CODES = (torch.bfloat16, torch.float16), (INT8, FP8)
+
+# Experts, top-k, hidden and intermediate sizes, tokens: odd ones, of Mixtral-8x7B, and of Qwen3-30B-A3B
+EXPERTS = ((5, 2, 256, 192, 3), (7, 3, 200, 104, 40), (8, 2, 4096, 14336, 4), (128, 8, 2048, 768, 1024))
+TILES = [f"stream:{s}x{t}/1/1" for t in (8, 16, 32, 64) for s in (1, 2, 3)]
+TILES += ["stream:1x128/1/1", "stream:2x128/1/1", "stream:2x256/1/1"]
 
 Case = tuple[str, Callable[[], bool]]
 
@@ -203,11 +208,53 @@ def hopper_producers() -> Iterator[Case]:
             yield case, partial(check_hopper_producers, pattern, k, phase, source)
 
 
+def check_experts(sizes: tuple[int, int, int, int, int], pattern: str | None, dtype: torch.dtype) -> bool:
+    """Both products of a mixture by every tile, with tensors without a margin and a guarded output; and its sums."""
+    count, top_k, hidden, intermediate, tokens = sizes
+    native.library()  # installs the operators
+    operators, uniform = getattr(torch.ops, ops.NAMESPACE), SlidePattern.parse(pattern) if pattern else None
+    scores = torch.rand(tokens, count, generator=torch.Generator().manual_seed(tokens))
+    ids = tight(scores.argsort(-1)[:, :top_k].int())
+    order, rows, offsets = operators.route(ids, None, count)
+    slots, routers, passed = ids.numel(), tight(scores[:, :top_k].reshape(-1)), True
+    x = tight(normal(tokens, hidden, torch.bfloat16))
+    for silu, (n, k) in enumerate(((2 * intermediate, hidden), (hidden, intermediate))):
+        weight = normal(n, k) if uniform is None else prune(normal(n, k), uniform)
+        codes, scale = quantize_rows(weight, dtype)
+        packed = HOPPER.pack_experts(tight(codes)[None], uniform).repeat(count, 1)
+        scale_w = tight(scale.view(1, n).repeat(count, 1))
+        layer = Layer.of(n, k, uniform, 0, dtype, HOPPER.alignment, HOPPER.coded)
+        weights = routers if silu else None
+        y = operators.grouped_linear(
+            *(x, order, 1 if silu else top_k, packed, scale_w, offsets, weights, bool(silu)),
+            *([*layer], torch.bfloat16),
+        )
+        plan = plan_layer(layer, 0)
+        for text in TILES:
+            guarded = Guarded(slots, n, torch.bfloat16)
+            size = native.library().slidesparse_hopper_scratch_bytes(plan, slots)
+            scratch = torch.empty(size, dtype=torch.uint8, device="cuda")
+            native.call(
+                "grouped",
+                *(plan, slots, x.data_ptr(), 1, x.stride(0), silu, order.data_ptr(), 0 if silu else top_k),
+                *(routers.data_ptr() if silu else None, count, offsets.data_ptr(), packed.data_ptr()),
+                *(packed.shape[1], scale_w.data_ptr(), guarded.out.data_ptr(), 1, text.encode()),
+                *(scratch.data_ptr(), torch.cuda.current_stream().cuda_stream),
+            )
+            passed &= (dtype == FP8 or same(guarded.out, y.cpu())) and guarded.untouched()
+        x = y
+    return passed and operators.combine(x, rows, top_k).shape == (tokens, hidden)
+
+
+def experts() -> Iterator[Case]:
+    for sizes, pattern, dtype in product(EXPERTS, (None, "2:4", "6:8"), CODES):
+        if dtype == INT8 or sizes == EXPERTS[0]:
+            yield f"hopper experts {sizes} {pattern} {dtype}", partial(check_experts, sizes, pattern, dtype)
+
+
 def main() -> int:
     """Run all selected cases, and return 1 if a result is wrong."""
-    import slidesparse.ops  # noqa: F401  registers the operators
-
-    kinds = quantization(), packing(), hopper_producers(), hopper_products()
+    kinds = quantization(), packing(), hopper_producers(), hopper_products(), experts()
     wrong, words = 0, sys.argv[1:]  # a case runs if its name contains one of them, or if there are none
     for name, run in chain(*kinds):
         if words and not any(word in name for word in words):
