@@ -68,7 +68,7 @@ inline int BlockBytes(const PackArguments& arguments) {
 
 // CTAs of Pack, one for each packed block.
 inline std::int64_t PackGrid(const PackArguments& arguments) {
-  return std::int64_t{StripsOf(arguments.n)} * arguments.blocks;
+  return CeilDiv<std::int64_t>(arguments.n, kStripRows) * arguments.blocks;
 }
 
 // Columns `column` and `column` + 1 of a row of `k`, the first in the low byte; zero outside of the

@@ -30,9 +30,7 @@ class _Recordings:
 
     def __init__(self) -> None:
         self.made: dict[tuple[Any, ...], _Recording] = {}
-        self._stream = (
-            torch.cuda.Stream() if torch.cuda.is_available() else None
-        )  # memory belongs to a stream
+        self._stream: torch.cuda.Stream | None = None  # to one of which memory belongs
         self._first: torch.cuda.CUDAGraph | None = None  # the pool lives as long as one of its graphs
 
     def record(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:

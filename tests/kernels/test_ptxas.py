@@ -95,7 +95,7 @@ def test_kernels_keep_their_registers(nvcc: str, built: list[str], unit: str, tm
     known = built and listed.parent.name == "hopper"
     said = built[index] if known else compile_unit(nvcc, listed, index, tmp_path)
     assert faults(said) == []
-    has_kernels = unit.startswith(("pack", "instance", "quantize_instance", "spmm"))
+    has_kernels = unit.startswith(("experts", "pack", "instance", "quantize_instance", "spmm"))
     assert ("stack frame" in said) == has_kernels
 
 

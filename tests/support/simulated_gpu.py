@@ -18,10 +18,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from slidesparse.calibrate import finetune, graphs
+
 GPU = torch.device("cuda", 0)
 MARK = "_on_simulated_gpu"
 # Operations that accept tensors of two devices on a real GPU, too
 ACROSS_DEVICES = {"copy_", "to", "cpu", "type_as", "__getitem__", "__setitem__", "__set__", "backward"}
+ADAM = torch.optim.Adam
 SUBMIT, NEW_PARAMETER = ThreadPoolExecutor.submit, torch.nn.Parameter.__new__
 CUDA_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "is_available": lambda: True,
@@ -44,12 +47,19 @@ def simulated_gpu() -> Iterator[None]:
         for name, function in CUDA_FUNCTIONS.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, function))
         stack.enter_context(mock.patch.object(torch, "compile", lambda function, **_: function))
+        for module in (graphs, finetune):  # no CUDA graphs, nor an optimizer that could be recorded
+            stack.enter_context(mock.patch.object(module, "can_record", return_value=False))
+        stack.enter_context(mock.patch.object(torch.optim, "Adam", _adam))
         for name in ("autocast", "is_autocast_enabled", "get_autocast_dtype"):
             stack.enter_context(mock.patch.object(torch, name, partial(_for_cpu, getattr(torch, name))))
         stack.enter_context(mock.patch.object(ThreadPoolExecutor, "submit", _submit))
         stack.enter_context(mock.patch.object(torch.nn.Parameter, "__new__", _new_parameter))
         stack.enter_context(_Placement())
         yield
+
+
+def _adam(groups: Any, capturable: bool = False, **options: Any) -> torch.optim.Optimizer:
+    return ADAM(groups, **options)
 
 
 def _for_cpu(function: Callable[..., Any], _: str, *args: Any, **kwargs: Any) -> Any:
