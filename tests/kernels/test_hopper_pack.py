@@ -171,7 +171,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 def packed_by_torch(weight: Tensor, pattern: SlidePattern, phase: int) -> Tensor:
     """Pack by torch, with -0.0 replaced by +0.0."""
-    if pattern.length in Hopper.coded:
+    if pattern.length in hopper_format.CODED_COLUMNS:
         weight = torch.where(is_zero(weight), 0, raw(weight)).view(weight.dtype)
         return hopper_format.pack_coded(weight, pattern, phase)
     windows = slide(weight, pattern, phase)
@@ -217,7 +217,7 @@ def test_pack_kernel_keeps_dense_blocks(
     assert_same_bits(packed.cpu(), hopper_format.pack_mixed(codes, dense))
 
 
-@given(cases(dtypes=(INT8, FP8), lengths=(*SLID_BY_CODERS, *Hopper.coded)))
+@given(cases(dtypes=(INT8, FP8), lengths=(*SLID_BY_CODERS, *hopper_format.CODED_COLUMNS)))
 @settings(max_examples=60)
 def test_pack_kernel_equals_reference_on_random_weights(device: torch.device, case: Case) -> None:
     check(case.weight, case.pattern, case.phase, device)
@@ -257,10 +257,10 @@ def test_pack_kernel_handles_every_2_4_mask(device: torch.device, dtype: torch.d
     assert broken.tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("length", Hopper.coded)
+@pytest.mark.parametrize("length", hopper_format.CODED_COLUMNS)
 def test_coded_weights_are_decoded(length: int, tmp_path: Path) -> None:
     """The registers of dense wgmmas, by the PTX ISA, hold the weight with its columns in the quantizer's order."""
-    columns, pattern = Hopper.coded[length], SlidePattern(length)
+    columns, pattern = hopper_format.CODED_COLUMNS[length], SlidePattern(length)
     weight = obeying(pattern, 64, columns, 0, INT8, "mixed", length)
     block = hopper_format.pack_coded(weight, pattern)
     words = torch.zeros(128, 4, 4, dtype=torch.int32)
@@ -268,7 +268,7 @@ def test_coded_weights_are_decoded(length: int, tmp_path: Path) -> None:
     decoder.decode(ctypes.c_void_p(block.data_ptr()), length, ctypes.c_void_p(words.data_ptr()))
     # thread: w, g, t; wgmma; register: half of the columns, r; byte -> rows w, r, g; columns wgmma, half, t, byte
     registers = words.view(torch.int8).view(4, 8, 4, 4, 2, 2, 4).permute(0, 5, 1, 3, 4, 2, 6)
-    layer = Layer.of(64, columns, pattern, 0, INT8, 128, Hopper.coded)
+    layer = Layer.of(64, columns, pattern, 0, INT8, 128, hopper_format.CODED_COLUMNS)
     assert_same_bits(registers.reshape(64, 128), coded_order(weight, layer))
 
 

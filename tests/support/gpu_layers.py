@@ -20,6 +20,7 @@ from slidesparse.gemm import cuda, library
 from slidesparse.gemm.backend import Tunable
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.backend import Hopper, multiply, plan_layer, product_layer
+from slidesparse.gemm.hopper.format import CODED_COLUMNS
 from slidesparse.gemm.hopper.native import TYPES
 from slidesparse.gemm.problem import ALL_2_4, CODED, NAMES, Layer, Problem, Tensors
 from slidesparse.kernels import Producer, SiluMul
@@ -102,7 +103,7 @@ def hopper_quantize(x: Tensor, layer: Layer, producer: Producer = None) -> tuple
 
 def coded_order(q: Tensor, layer: Layer) -> Tensor:
     """Put codes [M, K] into the order in which a coded weight is multiplied, [M, columns]."""
-    columns = layer.columns // BLOCK * Hopper.coded[layer.length]
+    columns = layer.columns // BLOCK * CODED_COLUMNS[layer.length]
     rows = torch.nn.functional.pad(q.view(torch.int8), (layer.phase, columns - layer.phase - q.shape[1]))
     if (
         layer.length == 10
