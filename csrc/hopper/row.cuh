@@ -202,12 +202,9 @@ struct Row {
 #pragma unroll
       for (int i = 0; i < kVectorCodes; ++i) {
         const float gate = source.x.Get(i), divisor = __fadd_rn(expf(-gate), 1.0f);
-        made[i] = experts ? __fdiv_rn(gate, divisor) : DivideApproximately(gate, divisor);
-      }
-      const auto rounded = Vector<kInput>::Of(made);
-#pragma unroll
-      for (int i = 0; i < kVectorCodes; ++i) {
-        made[i] = __fmul_rn(experts ? rounded.Get(i) : made[i], source.other.Get(i));
+        float silu = experts ? __fdiv_rn(gate, divisor) : DivideApproximately(gate, divisor);
+        if (experts) silu = Vector<kInput>{{Narrow(silu, 0.0f, kInput)}}.Get(0);
+        made[i] = __fmul_rn(silu, source.other.Get(i));
       }
     }
     return Vector<kInput>::Of(made);
