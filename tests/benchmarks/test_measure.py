@@ -1,4 +1,4 @@
-"""What the measuring commands make of times, energies and interruptions, without a GPU."""
+"""The measuring commands handle times, energies and interruptions; no GPU is needed."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def chosen(
 
 
 def routed(ids: Tensor, here: Tensor | None, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What `route` must return, by torch on the CPU."""
+    """Return what `route` must, by torch on the CPU."""
     local = ids.flatten().cpu().long()
     if here is not None:
         local = torch.where(local < 0, -1, here.cpu().long()[local.clamp(min=0)])
