@@ -262,7 +262,6 @@ def _summarize(report: Report, dry_run: bool) -> None:
             few = sum(row.get("pooled", False) for row in report.layers)
             by = f"; {few} of these by all tokens of their layer, as few were routed to them" if few else ""
             show("", f"{experts} of them matrices of routed experts{by}")
-            show("", r"  which vLLM's own kernels serve; --layer '\.experts\.=dense' keeps them unpruned")
     for title, text in {
         "source": plan.rewritten,
         "method": report.samples and f"{METHOD}, calibrated with {report.samples}",

@@ -48,7 +48,7 @@ SPLIT = "stored as one matrix of several layers"
 JOINED = "routed experts in one tensor of another form, which vLLM serves unquantized"
 # Reasons for quantizing a linear layer without pruning it
 BY_LAYER, BY_BUDGET = "--layer", "by the budget"
-ROUTED = "routed experts, which budgets leave unpruned"
+ROUTED = "routed experts, which vLLM's own kernels serve by default; --layer prunes them"
 QUANTIZED = "quantized in the source, but not a linear layer of a transformer block"
 
 
@@ -226,14 +226,12 @@ class Planner:
         """Return the pattern of each linear layer, None for those not pruned; and `kept` and `skipped` of the plan."""
         chosen, kept = self._choose_layers()
         experts = [name for name in self.experts if name not in kept]
-        patterns: dict[str, Pattern | None] = dict.fromkeys([*chosen, *experts], self.options.pattern)
-        reasons: dict[str, str] = {}
+        patterns: dict[str, Pattern | None] = dict.fromkeys(chosen, self.options.pattern)
+        patterns |= dict.fromkeys(experts)
+        reasons = dict.fromkeys(experts, ROUTED)
         if by_budget is not None:
             patterns |= {name: by_budget[name] for name in chosen if name in by_budget}
             reasons |= dict.fromkeys(by_budget, BY_BUDGET)
-        if self.options.budget:
-            patterns |= dict.fromkeys(experts)
-            reasons |= dict.fromkeys(experts, ROUTED)
         groups = self._groups(chosen)
         for names in self.routed.values():  # gate and up are one matrix in vLLM, down another
             shapes = {name: self.checkpoint.require(name + WEIGHT).shape for name in names}

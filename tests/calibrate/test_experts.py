@@ -9,7 +9,7 @@ import pytest
 import torch
 from calibration import calibrated, write_ids
 from checkpoints import config_of, tensors_of
-from moe import EXPERTS, LAYERS, MODELS
+from moe import EXPERTS, LAYERS, MODELS, PRUNED
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -41,7 +41,7 @@ def test_each_expert_is_pruned_by_the_tokens_routed_to_it(tmp_path: Path, name: 
     """The first layer with experts, by inputs from transformers' run of the model with the written linear layers."""
     model, dtype = MODELS[name], {"int8": INT8, "fp8": FP8}[quant]
     source, ids = model.write(tmp_path / "source"), write_ids(tmp_path / "ids.npy")
-    report = calibrated(source, tmp_path / "out", ids, quant=quant, epochs=0)
+    report = calibrated(source, tmp_path / "out", ids, quant=quant, epochs=0, layer=PRUNED)
     written, before = tensors_of(tmp_path / "out"), tensors_of(source)
     block = config_of(tmp_path / "out")["quantization_config"]["slidesparse"]
     assert block["experts"] == ["6:8"]
@@ -83,7 +83,7 @@ def test_experts_with_few_tokens_are_pruned_by_those_of_the_layer(
     model = MODELS["qwen3"]
     source, ids = model.write(tmp_path / "source"), write_ids(tmp_path / "ids.npy")
     monkeypatch.setattr(experts, "FLOOR", 1)  # as many tokens as columns
-    report = calibrated(source, tmp_path / "out", ids, rotate="auto")
+    report = calibrated(source, tmp_path / "out", ids, rotate="auto", layer=PRUNED)
     assert report.rotation.startswith("not rotated")
     rows = [row for row in report.layers if row["name"] in model.experts()]
     columns = {name: k for name, (_, k) in model.experts().items()}
@@ -96,4 +96,4 @@ def test_experts_with_few_tokens_are_pruned_by_those_of_the_layer(
 def test_distillation_of_pruned_experts_is_refused(tmp_path: Path) -> None:
     source, ids = MODELS["qwen3"].write(tmp_path / "source"), write_ids(tmp_path / "ids.npy")
     with pytest.raises(CalibrationError, match="--distill does not train routed experts"):
-        calibrated(source, tmp_path / "out", ids, distill=(ids,))
+        calibrated(source, tmp_path / "out", ids, distill=(ids,), layer=PRUNED)

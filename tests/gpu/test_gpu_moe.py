@@ -44,7 +44,13 @@ def test_texts_equal_stock(
 ) -> None:
     if torch.cuda.device_count() < options.get("tensor_parallel_size", 1):
         pytest.skip("two GPUs are needed")
-    convert(MODELS[name].write(tmp_path / "source"), tmp_path / "out", pattern, quant=quant)
+    convert(
+        MODELS[name].write(tmp_path / "source"),
+        tmp_path / "out",
+        pattern,
+        quant=quant,
+        layer=[rf"\.experts\.={pattern}"],
+    )
     settings: dict[str, Any] = {
         "options": {"dtype": "bfloat16", "disable_custom_all_reduce": True, **options},
         "work": {"prompts": PROMPTS, "tokens": TOKENS},

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+PRUNED = [r"\.experts\.=6:8"]  # for --layer, without which routed experts are not pruned
 HIDDEN, HEADS, HEAD, VOCABULARY, LAYERS, EXPERTS = 128, 4, 32, 512, 2, 4
 
 
