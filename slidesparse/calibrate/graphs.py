@@ -12,9 +12,8 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-INPUT_BYTES = (
-    2**28
-)  # most bytes that a graph reads: it has a copy of them, and larger tensors keep a GPU busy
+# Most bytes that a graph reads: it has a copy of them, and larger tensors keep a GPU busy
+INPUT_BYTES = 2**28
 
 
 class _Recording(NamedTuple):

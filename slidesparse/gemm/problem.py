@@ -34,10 +34,8 @@ OPERANDS = ("int8", "fp8", "fp16", "bf16")
 BLOCKS = ALL_2_4, MIXED, ALL_DENSE = ("2:4", "mixed", "dense")
 CODED = "coded"  # those of a weight that is not slid but coded, see `slidesparse.gemm.hopper.format`
 TWO_FOUR = SlidePattern(HARDWARE_LENGTH)  # 2:4: the identity, because its windows do not overlap
-SLID_BY_CODERS = (
-    HARDWARE_LENGTH,
-    6,
-)  # lengths of the patterns whose windows backends that code weights store
+# Lengths of the patterns whose windows backends that code weights store
+SLID_BY_CODERS = (HARDWARE_LENGTH, 6)
 NOT_CODED: Mapping[int, int] = MappingProxyType({})  # `Backend.coded` of backends that code nothing
 MIN_ROWS = 16
 
