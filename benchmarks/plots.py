@@ -37,6 +37,7 @@ STYLE = {
     "svg.hashsalt": "slidesparse",
     "legend.frameon": False,
 }
+matplotlib.rcParams.update(STYLE)
 
 
 def _svg(figure: Figure, note: str) -> str:
@@ -70,7 +71,6 @@ def _finish(figure: Figure, panels: Sequence[Axes], ylabel: str) -> None:
     figure.legend([*found.values()], [*found], loc="outside right upper")
 
 
-@matplotlib.rc_context(STYLE)
 def curve(note: str) -> str:
     """Return the loss of pruned models against the GPU minutes of their distillation, a panel for each model."""
     rows = real_model_rows()
@@ -103,7 +103,6 @@ def curve(note: str) -> str:
     return _svg(figure, note)
 
 
-@matplotlib.rc_context(STYLE)
 def frontier(folder: Path, note: str) -> str:
     """Return the speed of a 7B model's shapes in a folder of results against the loss of the coder."""
     rows = real_model_rows()
