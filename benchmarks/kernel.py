@@ -1,6 +1,6 @@
 """GEMM alone: dense cuBLASLt, the sparse libraries at each pattern and dense, and vLLM's own kernel, side by side.
 
-Every library uses its best algorithm, searched for each shape and M.
+Every sparse library uses its best algorithm, searched for each shape and M; cuBLASLt the one that torch chooses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.measure import Gauge, Job, take_turns
 from benchmarks.records import Row
 from benchmarks.stock import Stock
 from slidesparse.gemm.backend import Tunable
-from slidesparse.gemm.problem import ALL_2_4, LibraryError, Problem
+from slidesparse.gemm.problem import ALL_2_4, Problem
 from slidesparse.pattern import round_up
 from slidesparse.tune.inputs import clones
 from slidesparse.tune.machine import SERVED_DTYPES
@@ -106,9 +106,6 @@ def cells(
                 continue
         k = round_up(layer.k, library.alignment)
         planned.append(Cell(library.name, (DENSE,), k, outs[0], scale, library))
-        if dtype == "int8" and "int8" in outs[1:]:
-            scale = library.epilogue(dtype, "int8")
-            planned.append(Cell(f"{library.name}-int8", (DENSE,), k, "int8", scale, library))
     if stock and dtype in SERVED_DTYPES and not (layer.n % STOCK_ALIGNMENT or layer.k % STOCK_ALIGNMENT):
         planned.append(Cell(STOCK, (DENSE,), layer.k, "bf16", "both", None))
     return planned
@@ -149,7 +146,7 @@ def _measure(
         problem = cell.problem(group.dtype, group.layer.n, m)
         try:
             prepared[cell] = _prepare(session, stock, cell, problem, weights(cell))
-        except LibraryError as error:
+        except RuntimeError as error:  # a LibraryError, or torch's
             session.skipped.append(f"{cell.provider}: {error}")
     figures = take_turns(gauge, [launch for _, launch in prepared.values()])
     rows: dict[Cell, Row] = {}

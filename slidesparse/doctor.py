@@ -84,7 +84,7 @@ def collect() -> dict[str, Section]:
         "vLLM": _section(lambda: vllm()[0]),
         "compressed-tensors": _section(_distribution, "compressed-tensors"),
         "vLLM plugin": _section(plugin),
-        **{library.name: _section(_library, name, probed) for name, library in find.LIBRARIES.items()},
+        "cuSPARSELt": _section(_cusparselt, probed),
         "nvcc": _section(_nvcc),
         "C++ compiler": _section(_cxx),
         **{target.title: _section(_compiled, name) for name, target in compile.TARGETS.items()},
@@ -238,12 +238,12 @@ def plugin() -> Section:
     return {"registered": registered, "loads": not problem, "words": problem or "registered"}
 
 
-def _library(name: str, probed: Section) -> Section:
-    """Find a CUDA library, preferring torch's CUDA version."""
+def _cusparselt(probed: Section) -> Section:
+    """Find the library, preferring torch's CUDA version."""
     cuda = versions.numbers(probed.get("torch", {}).get("cuda_build") or "")
-    file = find.find_library(name, cuda[0] if cuda else None)
-    if file.version:  # other libraries report their version when loaded
-        find.require_supported(name, versions.numbers(file.version))
+    file = find.find_cusparselt(cuda[0] if cuda else None)
+    if file.version:  # one that is not of a wheel reports its version when loaded
+        find.require_supported(versions.numbers(file.version))
     return _describe(file, file.version)
 
 

@@ -1,4 +1,4 @@
-"""Find CUDA libraries, compilers and the headers of torch and Python on this machine.  Standard library only.
+"""Find cuSPARSELt, compilers and the headers of torch and Python on this machine.  Standard library only.
 
 An environment variable takes precedence, then this Python's wheels, then the system.  If nothing is found, a
 ToolchainError lists what was tried.
@@ -22,6 +22,9 @@ from pathlib import Path
 from slidesparse.errors import EnvironmentFault
 from slidesparse.versions import numbers
 
+CUSPARSELT = "SLIDESPARSE_CUSPARSELT"  # environment variable: the library's path
+CUSPARSELT_WHEELS = ("nvidia-cusparselt-cu13", "nvidia-cusparselt-cu12")
+CUSPARSELT_OLDEST, CUSPARSELT_NEWEST = (0, 8), (0, 10)  # those with the binary interface that we call
 NVCC = "SLIDESPARSE_NVCC"
 NVCC_MIN_VERSION = (12, 2)  # the first whose PTX, 8.2, has Hopper's sparse wgmma for integers
 NVCC_HOMES = ("CUDA_HOME", "CUDA_PATH")
@@ -42,39 +45,6 @@ class ToolchainError(EnvironmentFault, RuntimeError):
 
 
 @dataclass(frozen=True)
-class SharedLibrary:
-    """The places where a CUDA library may be, and the versions with the binary interface that we call."""
-
-    name: str  # the name in messages
-    file: str  # the beginning of its file name
-    soname: str  # the name to ask the loader for, without lib and .so
-    variable: str  # environment variable with an explicit path
-    wheels: tuple[str, ...]
-    oldest: tuple[int, int] = (0, 0)  # major and minor version
-    newest: tuple[int, int] | None = None  # None: any
-
-
-LIBRARIES = {
-    "cusparselt": SharedLibrary(
-        "cuSPARSELt",
-        "libcusparseLt.so",
-        "cusparseLt",
-        "SLIDESPARSE_CUSPARSELT",
-        ("nvidia-cusparselt-cu13", "nvidia-cusparselt-cu12"),
-        oldest=(0, 8),
-        newest=(0, 10),
-    ),
-    "cublaslt": SharedLibrary(
-        "cuBLASLt",
-        "libcublasLt.so",
-        "cublasLt",
-        "SLIDESPARSE_CUBLASLT",
-        ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12"),
-    ),
-}
-
-
-@dataclass(frozen=True)
 class FoundFile:
     """A library or a program that was found."""
 
@@ -83,36 +53,32 @@ class FoundFile:
     version: str | None  # version of the wheel
 
 
-def find_library(name: str, cuda_major: int | None = None) -> FoundFile:
-    """Find the library ``name`` of LIBRARIES; the wheel of CUDA ``cuda_major`` is preferred.
-
-    Raises ToolchainError.
-    """
-    library = LIBRARIES[name]
-    if chosen := _chosen(library.name, library.variable):
+def find_cusparselt(cuda_major: int | None = None) -> FoundFile:
+    """Find cuSPARSELt; the wheel of CUDA ``cuda_major`` is preferred.  Raises ToolchainError."""
+    if chosen := _chosen("cuSPARSELt", CUSPARSELT):
         return chosen
-    for wheel in sorted(library.wheels, key=lambda wheel: not wheel.endswith(f"-cu{cuda_major}")):
-        if found := _find_in_wheel(wheel, f"{library.file}*"):
+    for wheel in sorted(CUSPARSELT_WHEELS, key=lambda wheel: not wheel.endswith(f"-cu{cuda_major}")):
+        if found := _find_in_wheel(wheel, "libcusparseLt.so*"):
             return found
-    if loaded := ctypes.util.find_library(library.soname):
+    if loaded := ctypes.util.find_library("cusparseLt"):
         return FoundFile(loaded, "system", None)
+    newest, other = CUSPARSELT_WHEELS
     raise ToolchainError(
-        f"{library.name} was not found: tried {library.variable}, the wheels {', '.join(library.wheels)} and the "
-        f"loader's search path for lib{library.soname}",
-        f"pip install {library.wheels[0]} ({library.wheels[-1]} with a CUDA 12 build of torch)",
+        f"cuSPARSELt was not found: tried {CUSPARSELT}, the wheels {newest}, {other} and the loader's search path for "
+        "libcusparseLt",
+        f"pip install {newest} ({other} with a CUDA 12 build of torch)",
     )
 
 
-def require_supported(name: str, version: Sequence[int]) -> None:
-    """Raise ToolchainError unless we support ``version``, such as (0, 7, 1), of library ``name``."""
-    library = LIBRARIES[name]
-    if library.newest is None or library.oldest <= tuple(version[:2]) <= library.newest:
+def require_supported(version: Sequence[int]) -> None:
+    """Raise ToolchainError unless we support a version of cuSPARSELt, such as (0, 7, 1)."""
+    if CUSPARSELT_OLDEST <= tuple(version[:2]) <= CUSPARSELT_NEWEST:
         return
-    (major, minor), oldest = library.newest, ".".join(map(str, library.oldest))
-    wheel = f"'{library.wheels[0]}>={oldest},<{major}.{minor + 1}'"
+    (major, minor), oldest = CUSPARSELT_NEWEST, ".".join(map(str, CUSPARSELT_OLDEST))
     raise ToolchainError(
-        f"{library.name} {'.'.join(map(str, version))} was found, but only {oldest} to {major}.{minor} is supported",
-        f"pip install {wheel} (or -cu12), or set {library.variable} to the path of such a {library.file}",
+        f"cuSPARSELt {'.'.join(map(str, version))} was found, but only {oldest} to {major}.{minor} is supported",
+        f"pip install '{CUSPARSELT_WHEELS[0]}>={oldest},<{major}.{minor + 1}' (or -cu12), or set {CUSPARSELT} to the "
+        "path of such a libcusparseLt.so",
     )
 
 

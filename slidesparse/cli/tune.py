@@ -81,7 +81,8 @@ def tune(
         machine.SERVED_DTYPES,
     )
     dtypes = parse_choice("--dtype", dtype, machine.SERVED_DTYPES) if dtype else own_dtypes
-    names = parse_choice("--library", library, machine.tunable_names()) if library else None
+    tunable = tuple(name for name in machine.tunable_names() if name in gemm.names(gemm.SPARSE))
+    names = parse_choice("--library", library, tunable) if library else None
     patterns = parse_patterns(pattern, mixed=True) if pattern else own_patterns
     tokens = parse_token_counts(m)
     gpu = machine.require_gpu()

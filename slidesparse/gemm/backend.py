@@ -12,6 +12,7 @@ from torch import Tensor
 from slidesparse import reference
 from slidesparse.gemm.problem import (
     ALL_2_4,
+    MIN_INT8_ROWS,
     NOT_CODED,
     TWO_FOUR,
     Layer,
@@ -77,7 +78,7 @@ class Backend(Protocol):
 
 
 class Tunable(Backend, Protocol):
-    """A backend whose algorithms `slidesparse tune` and the benchmarks can search."""
+    """A backend whose GEMMs the benchmarks time; `slidesparse tune` searches the algorithms of sparse ones."""
 
     sparse: bool  # whether it multiplies 2:4 weights
     max_shape_distance: float  # to a tuned shape whose algorithm is used, see `tuned.nearest_algorithm`
@@ -181,7 +182,9 @@ def quantize(x: Tensor, layer: Layer, arithmetic: Arithmetic | None = None) -> t
     if x.is_cuda:
         from slidesparse.kernels.quant_slide import quant_slide  # late: needs Triton
 
-        return quant_slide(x, layer.layout, layer.dtype, layer.columns, bucket(x.shape[0]))
+        return quant_slide(
+            x, layer.layout, layer.dtype, layer.columns, max(bucket(x.shape[0]), MIN_INT8_ROWS)
+        )
     q, scale = reference.quant_slide(x, layer.layout, layer.dtype, arithmetic or arithmetic_of(x))
     missing = layer.columns - layer.layout.slided
     return (torch.nn.functional.pad(q.view(torch.int8), (0, missing)).view(q.dtype) if missing else q), scale

@@ -1,12 +1,14 @@
 """NVIDIA's cuSPARSELt: 2:4 sparse GEMM on sparse tensor cores.
 
 Its epilogue cannot scale by token, nor add a bias after that: `slidesparse.kernels.dequant_bias` applies all scales.
-The library is called by the extension csrc/cusparselt.cpp.
+The library is called by the extension csrc/cusparselt.cpp.  Its handles and plans belong to one thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Hashable
 from functools import cache
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import module_from_spec
@@ -16,19 +18,21 @@ import torch
 from torch import Tensor
 
 from slidesparse.build.compile import build
-from slidesparse.build.find import ToolchainError, find_library, require_supported
-from slidesparse.gemm import cuda
-from slidesparse.gemm.library import DATA_TYPES, LibraryBackend, LibraryPlan, pad, plan_cache
+from slidesparse.build.find import ToolchainError, find_cusparselt, require_supported
+from slidesparse.gemm import cuda, tuned
+from slidesparse.gemm.library import LibraryBackend, allocate_rows, pad
 from slidesparse.gemm.problem import (
     ALL_2_4,
     MIN_ROWS,
+    NAMES,
     TWO_FOUR,
     LibraryError,
     Problem,
     Tensors,
+    bucket,
     require_operand,
 )
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import SlidePattern, round_up
 from slidesparse.slide import bits, nonzero, slide
 
 ALIGNMENT = {1: 32, 2: 16}  # bytes of an element -> the multiple of rows and columns of a weight
@@ -41,6 +45,10 @@ OUTPUTS = {
 # the number of rows is not a multiple of 128 (compute-sanitizer reports it).  The excess belongs to rows beyond N.
 SLACK_BYTES = 4096
 
+PLAN_CACHE_CAPACITY = 1024  # cached per thread and device; a plan takes some KB of host memory
+WORKSPACE_BYTES = 64 << 20  # algorithms that need more are refused
+
+DATA_TYPES = {"fp32": 0, "fp16": 2, "int8": 3, "int32": 10, "bf16": 14, "fp8": 28}  # cudaDataType
 COMPUTE_TYPES = {"int8": 0, "fp8": 2, "bf16": 2}  # cusparseComputeType: of INT32, of float32
 LIBRARYS_CHOICE = -1  # of an algorithm
 
@@ -54,7 +62,7 @@ def extension() -> Any:
         module = module_from_spec(ModuleSpec("_cusparselt", loader, origin=path))
         loader.exec_module(module)
         major = int(torch.version.cuda.split(".")[0]) if torch.version.cuda else None
-        module.load(find_library("cusparselt", major).path)
+        module.load(find_cusparselt(major).path)
     except (ToolchainError, ImportError, RuntimeError) as error:
         raise LibraryError(f"cuSPARSELt: {error}") from None
     return module
@@ -68,11 +76,12 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
         raise LibraryError(str(error)) from None
 
 
-class CuSparseLtPlan(LibraryPlan):
-    """A GEMM with its types and its algorithm."""
+class CuSparseLtPlan:
+    """See `slidesparse.gemm.problem.Plan`."""
 
     def __init__(self, handle: Any, problem: Problem, algorithm: str | None, index: int) -> None:
-        super().__init__(algorithm, index)
+        """Make a plan on CUDA device ``index``, the current one.  Raises LibraryError."""
+        self.algorithm, self.index = algorithm or "", index
         what = f"{problem}, by algorithm {algorithm or 'of its own choice'}"
         sizes, types = (problem.n, problem.k, problem.m), (DATA_TYPES[problem.dtype], DATA_TYPES[problem.out])
         number = _parse_algorithm(algorithm) if algorithm else LIBRARYS_CHOICE
@@ -80,6 +89,10 @@ class CuSparseLtPlan(LibraryPlan):
             extension().Plan, handle, *sizes, *types, COMPUTE_TYPES[problem.dtype], number, what
         )
         self.workspace, self.algorithms = self._plan.workspace, self._plan.algorithms
+        if self.workspace > WORKSPACE_BYTES:
+            raise LibraryError(
+                f"{what}, needs a workspace of {self.workspace} bytes, allowed are {WORKSPACE_BYTES}"
+            )
 
     def compress(self, weight: Tensor) -> Tensor:
         """Return the library's values and metadata of a weight [n, k], and SLACK_BYTES."""
@@ -90,10 +103,67 @@ class CuSparseLtPlan(LibraryPlan):
         call(self._plan.compress, weight.data_ptr(), compressed.data_ptr(), buffer.data_ptr(), stream)
         return compressed
 
-    def launch(self, tensors: Tensors, workspace: int, stream: int) -> None:
-        """See `LibraryPlan.launch`."""
-        activations, weight, out = (tensor.data_ptr() for tensor in tensors[:3])
-        call(self._plan.run, activations, weight, out, workspace, stream)
+    def run(self, tensors: Tensors) -> None:
+        """See `slidesparse.gemm.problem.Plan.run`."""
+        # From torch's allocator, so that streams have their own, and so do CUDA graphs that do not share a pool
+        workspace = tensors.activations.new_empty(self.workspace, dtype=torch.uint8)
+        operands = (tensor.data_ptr() for tensor in (*tensors[:3], workspace))
+        call(self._plan.run, *operands, cuda.current_stream(self.index))
+
+
+class PlanCache:
+    """An LRU cache of ``capacity`` plans of one thread and device."""
+
+    def __init__(self, capacity: int = PLAN_CACHE_CAPACITY) -> None:
+        self.capacity = capacity
+        self._plans: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Return the plan of ``key``, made by ``make`` if there is none.
+
+        Raises LibraryError if it would have to be made during CUDA graph capture, because the library loads code for
+        it.
+        """
+        plan = self._plans.get(key)
+        if plan is not None:
+            self._plans.move_to_end(key)
+            return plan
+        if cuda.is_capturing():
+            raise LibraryError(
+                f"no plan for {key} while a CUDA graph is being captured; run the same shape once before the capture"
+            )
+        plan = self._plans[key] = make()
+        if len(self._plans) > self.capacity:
+            self._plans.popitem(last=False)
+        return plan
+
+
+class _ThreadState(threading.local):
+    """A thread's own handles and plans, by the index of the device."""
+
+    def __init__(self) -> None:
+        self.handles: dict[int, Any] = {}
+        self.plans: defaultdict[int, PlanCache] = defaultdict(PlanCache)
+
+
+_thread_state = _ThreadState()
+
+
+def plan_cache(index: int) -> PlanCache:
+    """Return this thread's plans on CUDA device ``index``."""
+    return _thread_state.plans[index]
+
+
+def handle(index: int) -> Any:
+    """Return this thread's handle on CUDA device ``index``, the current one.  Raises LibraryError."""
+    made = _thread_state.handles.get(index)
+    if made is None:
+        torch.cuda.current_blas_handle()  # creates the device's context
+        made = _thread_state.handles[index] = call(extension().Handle)
+    return made
 
 
 class CuSparseLt(LibraryBackend):
@@ -105,15 +175,22 @@ class CuSparseLt(LibraryBackend):
     alignment = 32  # K of a sparse 8-bit GEMM must be a multiple of this
     products = OUTPUTS
 
-    def make_handle(self) -> Any:
-        """See `LibraryBackend.make_handle`."""
-        return call(extension().Handle)
+    def unusable_library(self, capability: tuple[int, int], loads: bool) -> str | None:
+        """See `CudaBackend.unusable_library`."""
+        try:
+            if loads:
+                self.version()
+            else:
+                find_cusparselt()
+        except (LibraryError, ToolchainError) as error:
+            return str(error)
+        return None
 
     def version(self) -> str:
         """See `Tunable.version`."""
         version: tuple[int, ...] = call(extension().version)
         try:
-            require_supported(self.name, version)
+            require_supported(version)
         except ToolchainError as error:
             raise LibraryError(str(error)) from None
         return ".".join(map(str, version))
@@ -137,9 +214,7 @@ class CuSparseLt(LibraryBackend):
             )
         problem, index = Problem(dtype, OUTPUTS[dtype][0], n, k, MIN_ROWS), weight.get_device()
         with cuda.on_device(index):
-            plan = plan_cache(self.name, index).get(
-                ("compress", problem), lambda: self.plan(problem, weight.device)
-            )
+            plan = plan_cache(index).get(("compress", problem), lambda: self.plan(problem, weight.device))
             compressed: Tensor = plan.compress(weight.contiguous())
         return compressed
 
@@ -150,13 +225,11 @@ class CuSparseLt(LibraryBackend):
     def plan(self, problem: Problem, device: torch.device, algorithm: str | None = None) -> CuSparseLtPlan:
         """See `Tunable.plan`."""
         self.require(problem)
-        if problem.bias or problem.scale != "none":
-            raise LibraryError(f"cuSPARSELt applies neither scales nor a bias, asked for {problem}")
+        if problem.scale != "none":
+            raise LibraryError(f"cuSPARSELt applies no scales, asked for {problem}")
         index = cuda.device_index(device)
         with cuda.on_device(index):
-            plan = CuSparseLtPlan(self.handle(index), problem, algorithm, index)
-        plan.require_workspace()
-        return plan
+            return CuSparseLtPlan(handle(index), problem, algorithm, index)
 
     def pack(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
         """See `Backend.pack`: slid into 2:4 windows and compressed, [bytes].
@@ -167,9 +240,35 @@ class CuSparseLt(LibraryBackend):
         codes = torch.where(nonzero(weight), bits(weight), 0).view(weight.dtype)
         return self.operand(pad(slide(codes, pattern or TWO_FOUR, phase), self.alignment, self.alignment))
 
-    def is_packed_for(self, weight: Tensor, n: int, k: int, dtype: torch.dtype) -> bool:
-        """See `LibraryBackend.is_packed_for`; the size of the metadata is up to the library."""
-        return weight.dtype == torch.uint8 and weight.numel() >= n * k // 2
+    def accumulate(self, q: Tensor, packed: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+        """See `LibraryBackend.accumulate`."""
+        q = pad(q, self.alignment)
+        (m, k), columns, index = q.shape, round_up(n, self.alignment), q.get_device()
+        # the library gets only pointers; the size of the metadata is up to it
+        if packed.dtype != torch.uint8 or packed.numel() < columns * k // 2:
+            raise LibraryError(
+                f"a weight of {packed.dtype} {tuple(packed.shape)} for products [{m}, {k}] @ [{n}, {k}].T of "
+                f"{q.dtype}: pack the weight for the backend {self.name}, from as many columns"
+            )
+        rows = bucket(m)
+        problem = Problem(NAMES[q.dtype], NAMES[dtype], columns, k, rows)
+        with cuda.on_device(index):
+            plan = plan_cache(index).get(problem, lambda: self._tuned_plan(problem, q.device))
+            out = q.new_empty(rows, columns, dtype=dtype)
+            plan.run(Tensors(allocate_rows(q, rows), packed, out))
+        return out[:m, :n]
+
+    def _tuned_plan(self, problem: Problem, device: torch.device) -> CuSparseLtPlan:
+        """Make the plan with the tuned algorithm, or with the library's own choice where it refuses that."""
+        algorithm = cuda.tuned_algorithm(self, problem, device)
+        try:
+            return self.plan(problem, device, algorithm)
+        except LibraryError as error:
+            if algorithm is None:
+                raise
+            # It was tuned for another shape or number of tokens, and this one may not support it
+            tuned.note_refused(self.name, tuned.Shape.of_problem(problem), algorithm, str(error))
+            return self.plan(problem, device)
 
 
 def _parse_algorithm(algorithm: str) -> int:

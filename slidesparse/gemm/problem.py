@@ -38,6 +38,7 @@ TWO_FOUR = SlidePattern(HARDWARE_LENGTH)  # 2:4: the identity, because its windo
 SLID_BY_CODERS = (HARDWARE_LENGTH, 6)
 NOT_CODED: Mapping[int, int] = MappingProxyType({})  # `Backend.coded` of backends that code nothing
 MIN_ROWS = 16
+MIN_INT8_ROWS = 32  # of a dense product, as torch takes no fewer than 17 on a GPU
 
 
 class LibraryError(EnvironmentFault, RuntimeError):
@@ -120,13 +121,11 @@ class Problem:
     k: int
     m: int
     scale: str = "none"  # what the epilogue multiplies by: "none", or "both" scale_w and scale_x
-    bias: bool = False  # whether the epilogue adds a bias [n]
     # one of BLOCKS, or CODED; dense blocks only for backends that take them, whose weights are not slid
     blocks: str = ALL_2_4
 
     def __str__(self) -> str:
         epilogue = " * scale_w * scale_x" if self.scale == "both" else ""
-        epilogue += " + bias" if self.bias else ""
         blocks = "" if self.blocks == ALL_2_4 else f" of {self.blocks} blocks"
         return f"{self.dtype} [{self.m}, {self.k}] @ [{self.n}, {self.k}].T{blocks}{epilogue} -> {self.out}"
 
@@ -150,8 +149,7 @@ class Plan(Protocol):
     def run(self, tensors: Tensors) -> None:
         """Launch on torch's current stream, with memory from torch's allocator; never synchronizes.
 
-        Scales and bias are given if the problem has them, the bias of out's dtype.  Shapes must be those of the
-        problem; they are not checked.
+        Scales are given if the problem has them.  Shapes must be those of the problem; they are not checked.
         """
 
 

@@ -49,7 +49,7 @@ class TableError(EnvironmentFault, RuntimeError):
 class Subject:
     """The GPU, library and version of a table."""
 
-    library: str  # "cusparselt", "cublaslt" or "hopper"
+    library: str  # "cusparselt" or "hopper"
     version: str  # version of the library, such as "0.8.0"
     gpu: str  # full name of the GPU, such as "NVIDIA H200"
     capability: tuple[int, int]  # compute capability
@@ -88,9 +88,8 @@ class Shape(NamedTuple):
     @classmethod
     def of_problem(cls, problem: Problem) -> Shape:
         """Return the shape of a problem."""
-        bias = "yes" if problem.bias else "no"
         blocks = "" if problem.blocks == ALL_2_4 else f", blocks {problem.blocks}"
-        types = f"{problem.dtype} -> {problem.out}, scale {problem.scale}, bias {bias}{blocks}"
+        types = f"{problem.dtype} -> {problem.out}, scale {problem.scale}, bias no{blocks}"
         return cls(types, problem.n, problem.k)
 
     @classmethod
@@ -124,18 +123,16 @@ def select_algorithm(
     """Return the algorithm to use for ``problem``, and its origin as text; "" if it was tuned for that shape.
 
     An untuned shape uses the algorithm of a near tuned one (see `nearest_algorithm`), else of one tuned on another GPU
-    of the same compute capability, else the one for fewer tokens, else None: the library's own choice.  A bias does not
-    matter, so it is ignored.
+    of the same compute capability, else the one for fewer tokens, else None: the library's own choice.
     """
-    plain = replace(problem, bias=False)
-    if algorithm := tuned_algorithm(subject, plain):
+    if algorithm := tuned_algorithm(subject, problem):
         return algorithm, ""
-    if algorithm := nearest_algorithm(subject, plain, max_distance, suits):
+    if algorithm := nearest_algorithm(subject, problem, max_distance, suits):
         return algorithm, "that of a near tuned shape"
     for other in _similar_gpus(subject):
-        if algorithm := nearest_algorithm(other, plain, max_distance, suits):
+        if algorithm := nearest_algorithm(other, problem, max_distance, suits):
             return algorithm, f"one that was tuned on an {other.gpu}"
-    if algorithm := tuned_algorithm(subject, plain, more_tokens=True):
+    if algorithm := tuned_algorithm(subject, problem, more_tokens=True):
         return algorithm, "that for fewer tokens"
     return None, "its own heuristic"
 
@@ -195,11 +192,10 @@ def tuned_tokens(subject: Subject, problem: Problem) -> list[int]:
 def note_untuned(library: str, dtype: str, n: int, k: int, instead: str, blocks: str = ALL_2_4) -> None:
     """Log once that a problem is not tuned, what runs ``instead``, and how to tune it."""
     # 2:4 does not expand K, so --shapes then means the K' that the library sees.
-    pattern = " --pattern 2:4" if library in ("cusparselt", "hopper") else ""
-    pattern = " --pattern 6:8" if blocks == CODED else pattern
+    pattern = "6:8" if blocks == CODED else "2:4"
     _logger.warning(
         "%s has no tuned algorithm for %s weights [%d, %d] and uses %s; "
-        "to tune: slidesparse tune --library %s --dtype %s%s --shapes %dx%d",
+        "to tune: slidesparse tune --library %s --dtype %s --pattern %s --shapes %dx%d",
         *(library, dtype, n, k, instead, library, dtype, pattern, n, k),
     )
 

@@ -41,7 +41,6 @@ class Operands:
     outs: list[Tensor]  # [m, n]
     scale_w: Tensor | None  # [n] float32
     scale_x: Tensor | None  # [m] float32
-    bias: Tensor | None
 
     @property
     def copies(self) -> int:
@@ -50,8 +49,8 @@ class Operands:
 
     def launch(self, plan: Plan) -> Launch:
         """Run ``plan`` on copy i."""
-        factors = self.scale_w, self.scale_x, self.bias
-        return lambda i: plan.run(Tensors(self.activations[i], self.weights[i], self.outs[i], *factors))
+        scales = self.scale_w, self.scale_x
+        return lambda i: plan.run(Tensors(self.activations[i], self.weights[i], self.outs[i], *scales))
 
 
 class Inputs:
@@ -98,7 +97,6 @@ class Inputs:
             outs=[flat.view(DTYPES[problem.out]).view(m, n) for flat in outs],
             scale_w=self.scale(n) if problem.scale == "both" else None,
             scale_x=self.scale(m) if problem.scale == "both" else None,
-            bias=self.floats((n,), DTYPES[problem.out]) if problem.bias else None,
         )
 
     def activations(self, dtype: str, m: int, k: int, copies: int) -> list[Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slidesparse.gemm.backend import Tunable
-from slidesparse.gemm.problem import ALL_2_4, ALL_DENSE, MIXED, LibraryError, Problem
+from slidesparse.gemm.problem import ALL_DENSE, MIXED, LibraryError, Problem
 from slidesparse.gemm.tuned import tuned_tokens
 from slidesparse.pattern import SlidePattern, parse_pattern, round_up
 from slidesparse.tune.session import Session, served_outputs
@@ -56,8 +56,6 @@ def gemm_jobs(
 def _packed_columns(library: Tunable, layer: Layer, patterns: Sequence[str]) -> list[tuple[int, str]]:
     """Return the columns of a layer's packed weight at each pattern, and the kind of its blocks."""
     padded = round_up(layer.k, library.alignment)
-    if not library.sparse:
-        return [(padded, ALL_2_4)]
     columns = []
     for pattern in map(parse_pattern, patterns):
         if isinstance(pattern, SlidePattern):

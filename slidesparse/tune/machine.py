@@ -52,7 +52,7 @@ def require_gpu() -> Gpu:
 
 
 def tunable_names() -> tuple[str, ...]:
-    """Return the names of the backends whose algorithms can be searched."""
+    """Return the names of the GPU backends; those of the sparse path have algorithms to choose from."""
     return tuple(name for name in gemm.REGISTRY if hasattr(gemm.get(name), "algorithms"))
 
 
@@ -62,7 +62,7 @@ def require_libraries(gpu: Gpu, names: Sequence[str]) -> list[Tunable]:
 
 
 def usable_libraries(gpu: Gpu) -> tuple[list[Tunable], list[str]]:
-    """Return the tunable backends that run on ``gpu``, and why the others do not."""
+    """Return the GPU backends that run on ``gpu``, and why the others do not."""
     reasons = {name: gemm.get(name).unusable(gpu.device) for name in tunable_names()}
     usable = [cast("Tunable", gemm.get(name)) for name, reason in reasons.items() if reason is None]
     return usable, [f"{name} is skipped: {reason}" for name, reason in reasons.items() if reason]

@@ -42,16 +42,14 @@ class Session:
 def served_outputs(library: Tunable, dtype: str) -> list[tuple[str, str]]:
     """Return output type and scale of the problems that serving gives to ``library`` for operands of ``dtype``.
 
-    Sparse GEMMs with INT32 or FP32 output, scaled by a separate kernel, serve models in other types than BF16.  A dense
-    library that scales is also used without scales, because for few tokens a separate kernel is faster.
+    GEMMs with INT32 or FP32 output, scaled by a separate kernel, serve models in other types than BF16.  A dense
+    library has nothing to tune.
     """
-    outputs = library.output_types(dtype) if dtype in SERVED_DTYPES else ()
+    outputs = library.output_types(dtype) if library.sparse and dtype in SERVED_DTYPES else ()
     if not outputs:
         return []
     problems = [(outputs[0], library.epilogue(dtype, outputs[0]))]
-    if not library.sparse and problems[0][1] != "none":
-        problems.append((outputs[0], "none"))
     exact = {"int8": "int32", "fp8": "fp32"}[dtype]
-    if library.sparse and exact in outputs and (exact, "none") not in problems:
+    if exact in outputs and (exact, "none") not in problems:
         problems.append((exact, "none"))
     return problems

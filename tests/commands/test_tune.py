@@ -103,10 +103,7 @@ def test_gemm_jobs_are_distinct_problems() -> None:
     sparse_k = {(64, 64), (64, 96), (64, 128), (32, 128), (32, 192), (32, 224)}
     assert {(n, k) for name, _, n, k in problems if name == "cusparselt"} == sparse_k
     assert {out for name, out, *_ in problems if name == "cusparselt"} == {"bf16", "int32"}
-    assert [entry for entry in problems if entry[0] == "cublaslt"] == [
-        ("cublaslt", "int32", 64, 64),
-        ("cublaslt", "int32", 32, 128),
-    ]
+    assert "cublaslt" not in {name for name, *_ in problems}
 
 
 def test_tune_saves_resumes_and_can_be_forced() -> None:

@@ -102,14 +102,12 @@ def test_packing_takes_little_memory(dtype: torch.dtype) -> None:
     assert torch.cuda.max_memory_allocated() - allocated - packed.numel() < weight.numel() / 2
 
 
-@pytest.mark.parametrize(
-    ("name", "out"), [("cusparselt", "int32"), ("cusparselt", "bf16"), ("cublaslt", "int32")]
-)
-def test_every_algorithm_gives_equal_sums(name: str, out: str) -> None:
+@pytest.mark.parametrize("out", ["int32", "bf16"])
+def test_every_algorithm_gives_equal_sums(out: str) -> None:
     """At 2:4, half of the K products are zero, so all sums are exact in float32."""
-    library, m, n, k = LIBRARIES[name], 48, 992, 1536
+    library, m, n, k = LIBRARIES["cusparselt"], 48, 992, 1536
     assert k // 2 * 128 * 128 < EXACT_FLOAT32
-    packed_layer = layer(name, "2:4", INT8, n, k)
+    packed_layer = layer("cusparselt", "2:4", INT8, n, k)
     q = codes(m, k, seed=5)
     expected = exact(q, packed_layer.weight).float().to(DTYPES[out])
     problem = Problem("int8", out, n, k, m)
@@ -125,7 +123,7 @@ def test_every_algorithm_gives_equal_sums(name: str, out: str) -> None:
             continue
         torch.cuda.synchronize()
         assert torch.equal(actual, expected), algorithm
-    print(f"{name} {out}: {len(names)} algorithms, {len(refused)} refused")
+    print(f"{out}: {len(names)} algorithms, {len(refused)} refused")
     assert len(refused) < len(names), refused
     assert "None" not in refused, "the library refuses its own choice"
 
@@ -152,7 +150,7 @@ LAYERS = [(backend, dtype, n) for backend in BACKENDS for dtype in ("int8", "fp8
 
 @pytest.fixture(scope="module", params=LAYERS, ids=lambda param: "-".join(map(str, param)))
 def any_layer(request: pytest.FixtureRequest) -> PackedLayer:
-    """At N = 1008, cuBLASLt's epilogue scales FP8 and adds the bias; at 1001, our kernel does."""
+    """At N = 1008, cuBLASLt's epilogue scales FP8 and adds the bias on Hopper; at 1001, our kernel does."""
     backend, dtype, n = request.param
     return layer(backend, "6:8", DTYPES[dtype], n, K)
 
@@ -179,7 +177,11 @@ def test_bfloat16_layer_is_within_its_error_bound(any_layer: PackedLayer, m: int
     is_unscaled = (
         any_layer.backend == "cublaslt"
         and any_layer.dtype == FP8
-        and (m <= MAX_UNSCALED_TOKENS or len(any_layer.weight) % 16 > 0)
+        and (
+            m <= MAX_UNSCALED_TOKENS
+            or len(any_layer.weight) % 16 > 0
+            or LIBRARIES["cublaslt"].epilogue("fp8", "bf16") == "none"
+        )
     )
     if is_unscaled or any_layer.backend == "cusparselt":
         of_sum += UNIT * (sums.abs() + of_sum)

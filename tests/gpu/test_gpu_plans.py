@@ -13,8 +13,8 @@ import torch
 from gpu_layers import BACKENDS, LIBRARIES, PackedLayer, codes, gpu, layer, normal, on_a_new_thread
 from torch import Tensor
 
-from slidesparse.gemm import library as plans
-from slidesparse.gemm.backend import Tunable
+from slidesparse.gemm import cusparselt
+from slidesparse.gemm.cusparselt import CuSparseLt
 from slidesparse.gemm.problem import LibraryError, Problem, Tensors, bucket
 from slidesparse.quantize import FP8, INT8
 
@@ -31,10 +31,10 @@ def square_layer(request: pytest.FixtureRequest) -> PackedLayer:
     return layer(backend, "6:8", {"int8": INT8, "fp8": FP8}[dtype], SIDE, SIDE)
 
 
-@pytest.fixture(scope="module", params=LIBRARIES)
-def cached(request: pytest.FixtureRequest) -> PackedLayer:
-    """Return a layer of a backend whose plans serve one number of tokens and are cached per thread."""
-    return layer(request.param, "6:8", INT8, SIDE, SIDE)
+@pytest.fixture(scope="module")
+def cached() -> PackedLayer:
+    """Return a layer of the backend whose plans serve one number of tokens and are cached per thread."""
+    return layer("cusparselt", "6:8", INT8, SIDE, SIDE)
 
 
 def at_once(jobs: Sequence[Callable[[], Tensor]]) -> list[int]:
@@ -71,18 +71,17 @@ def test_threads_on_separate_streams_are_independent(square_layer: PackedLayer) 
     assert at_once([lambda: job(tokens), lambda: job(tokens[::-1])]) == [0, 0]
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_streams_and_graphs_have_their_own_workspaces(name: str) -> None:
+def test_streams_and_graphs_have_their_own_workspaces() -> None:
     """Algorithms keep partial sums in workspaces of two streams with different operands, which run at the same time.
 
     So do two graphs of one stream.
     """
-    library, m, n, k = LIBRARIES[name], 16, 256, 8192
-    packed, problem = layer(name, "2:4", INT8, n, k).packed, Problem("int8", "int32", n, k, m)
+    library, m, n, k = LIBRARIES["cusparselt"], 16, 256, 8192
+    packed, problem = layer("cusparselt", "2:4", INT8, n, k).packed, Problem("int8", "int32", n, k, m)
     inputs = [codes(m, k, seed) for seed in (1, 2)]
     algorithm = _with_workspace(library, problem, inputs[0], packed)
     if algorithm is None:
-        pytest.skip(f"{name} has no algorithm with a workspace for {problem}")
+        pytest.skip(f"the library has no algorithm with a workspace for {problem}")
     expected = [_run(library, problem, algorithm, q, packed) for q in inputs]
 
     def job(index: int) -> Tensor:
@@ -112,13 +111,13 @@ def test_streams_and_graphs_have_their_own_workspaces(name: str) -> None:
     assert at_once([lambda: replay(0), lambda: replay(1)]) == [0, 0]
 
 
-def _run(library: Tunable, problem: Problem, algorithm: str, q: Tensor, packed: Tensor) -> Tensor:
+def _run(library: CuSparseLt, problem: Problem, algorithm: str, q: Tensor, packed: Tensor) -> Tensor:
     out = torch.empty(problem.m, problem.n, dtype=torch.int32, device=gpu())
     library.plan(problem, gpu(), algorithm).run(Tensors(q, packed, out))
     return out
 
 
-def _with_workspace(library: Tunable, problem: Problem, q: Tensor, packed: Tensor) -> str | None:
+def _with_workspace(library: CuSparseLt, problem: Problem, q: Tensor, packed: Tensor) -> str | None:
     """Return the first algorithm that needs a workspace and runs."""
     for algorithm in library.algorithms(problem, gpu()):
         try:
@@ -140,7 +139,7 @@ def test_evicted_plans_leak_no_memory(cached: PackedLayer) -> None:
     expected = cached.product(*inputs, None, torch.bfloat16)
 
     def passes(times: int) -> tuple[int, int]:
-        cache = plans.plan_cache(cached.backend, gpu().index)
+        cache = cusparselt.plan_cache(gpu().index)
         for _ in range(times):
             for rows in sorted({bucket(m) for m in range(1, 1001)}):
                 m = min(rows, 1000)
@@ -152,7 +151,7 @@ def test_evicted_plans_leak_no_memory(cached: PackedLayer) -> None:
         return torch.cuda.memory_allocated(), _resident()
 
     def run() -> tuple[int, int]:
-        plans.plan_cache(cached.backend, gpu().index).capacity = 8
+        cusparselt.plan_cache(gpu().index).capacity = 8
         (device, host), (device_later, host_later) = passes(2), passes(10)
         return device_later - device, host_later - host
 
@@ -199,7 +198,7 @@ def test_capture_without_a_plan_is_refused(cached: PackedLayer) -> None:
 
     def refuse() -> int:
         cached.product(*small, None, torch.bfloat16)
-        cache, graph = plans.plan_cache(cached.backend, gpu().index), torch.cuda.CUDAGraph()
+        cache, graph = cusparselt.plan_cache(gpu().index), torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
             x.add_(1)

@@ -72,8 +72,8 @@ def test_far_more_tokens_use_a_neighbouring_shape() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        *({"dtype": "fp8"}, {"out": "int32"}, {"scale": "none"}, {"bias": True}, {"n": 4640}, {"k": 5344}),
-        *({"library": "cublaslt"}, {"version": "0.8.1"}, {"gpu": "NVIDIA H100"}, {"capability": (9, 1)}),
+        *({"dtype": "fp8"}, {"out": "int32"}, {"scale": "none"}, {"n": 4640}, {"k": 5344}),
+        *({"library": "hopper"}, {"version": "0.8.1"}, {"gpu": "NVIDIA H100"}, {"capability": (9, 1)}),
     ],
     ids=str,
 )
@@ -197,15 +197,15 @@ def test_untuned_shape_is_logged_once_with_the_command(caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING, "slidesparse"):
         for _ in range(2):
             tuned.note_untuned("cusparselt", "int8", 4608, 5376, "its own heuristic")
-        tuned.note_untuned("cublaslt", "int8", 4608, 5376, "its own heuristic")
+        tuned.note_untuned("hopper", "int8", 4608, 5376, "its own heuristic", "coded")
         for m in (1, 2):
             shape = tuned.Shape.of_problem(replace(PROBLEM, m=m))
-            tuned.note_refused("cublaslt", shape, "7", "too large")
+            tuned.note_refused("cusparselt", shape, "7", "too large")
     first, second, third = (record.getMessage() for record in caplog.records)
     assert first.endswith(
         "slidesparse tune --library cusparselt --dtype int8 --pattern 2:4 --shapes 4608x5376"
     )
-    assert second.endswith("slidesparse tune --library cublaslt --dtype int8 --shapes 4608x5376")
+    assert second.endswith("slidesparse tune --library hopper --dtype int8 --pattern 6:8 --shapes 4608x5376")
     assert "refuses the algorithm 7" in third
     assert third.endswith("too large")
 

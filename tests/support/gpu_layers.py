@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -16,8 +16,7 @@ from slidesparse import gemm, ops
 from slidesparse.blocks import BLOCK
 from slidesparse.flags import AUTO, BACKEND
 from slidesparse.gemm import backend as backends
-from slidesparse.gemm import cuda, library
-from slidesparse.gemm.backend import Tunable
+from slidesparse.gemm import cuda, cusparselt, library
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.backend import Hopper, multiply, plan_layer, product_layer
 from slidesparse.gemm.hopper.format import CODED_COLUMNS
@@ -29,7 +28,7 @@ from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8, quantize_rows
 from slidesparse.slide import lift_layout
 
-LIBRARIES = {name: cast("Tunable", gemm.get(name)) for name in ("cusparselt", "cublaslt")}  # NVIDIA's
+LIBRARIES: dict[str, Any] = {name: gemm.get(name) for name in ("cusparselt", "cublaslt")}  # NVIDIA's
 BACKENDS = (*LIBRARIES, "hopper")
 HOPPER = (9, 0)
 ON_CPU = 100  # largest number of rows for which exact products are computed on the CPU, by code other than the GPU's
@@ -79,12 +78,10 @@ def exact(q: Tensor, weight: Tensor) -> Tensor:
 
 
 def dense_sums(q: Tensor, weight: Tensor) -> Tensor:
-    """q [M, K] @ weight [N, K].T by cuBLASLt's own choice of kernel: INT32, or float32 of FP8."""
-    a, b = library.pad(q, 16, 16), library.pad(weight, 16, 16)
-    out = torch.empty(a.shape[0], b.shape[0], dtype=library.ACCUMULATOR_DTYPES[q.dtype], device=q.device)
-    problem = Problem(NAMES[q.dtype], NAMES[out.dtype], b.shape[0], a.shape[1], a.shape[0])
-    LIBRARIES["cublaslt"].plan(problem, q.device).run(Tensors(a, b, out))
-    return out[: len(q), : len(weight)]
+    """q [M, K] @ weight [N, K].T by cuBLASLt: INT32, or float32 of FP8."""
+    dense, dtype = LIBRARIES["cublaslt"], library.ACCUMULATOR_DTYPES[q.dtype]
+    sums: Tensor = dense.accumulate(q, dense.pack(weight, None), len(weight), dtype)
+    return sums
 
 
 def hopper_quantize(x: Tensor, layer: Layer, producer: Producer = None) -> tuple[Tensor, Tensor]:
@@ -227,7 +224,7 @@ def layer(backend: str, pattern: str, dtype: torch.dtype, n: int, k: int) -> Pac
 
 def forget_plans() -> None:
     """Discard the plans of this thread, and the plans of the backend hopper on all threads."""
-    library._thread_state.caches.clear()
+    cusparselt._thread_state.plans.clear()
     native.library().slidesparse_hopper_forget()
 
 
