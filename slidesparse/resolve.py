@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 from slidesparse import __version__, flags, gemm
@@ -147,20 +148,29 @@ def _unasked(
     The plugin serves W8A8 ones that vLLM refuses for how their zeros are stored, and unpruned ones where they are
     faster, or where SLIDESPARSE_BACKEND names a backend for them.  SPARSITY may be meant for another program.
     """
-    requested = Flags.from_environment({**os.environ, SPARSITY: ""})
     if platform not in ("cuda", "cpu") or not _is_w8a8(quantization_config):
         return None
-    on_cuda = platform == "cuda"
+    requested, on_cuda = Flags.from_environment({**os.environ, SPARSITY: ""}), platform == "cuda"
     if not unread_storage(quantization_config):
         if not requested.backend and capability != FASTER_UNPRUNED:
             return None
         backend = gemm.get(requested.backend or gemm.names(SPARSE)[0])
         if not backend.takes_dense:
             return None
-        if reason := backend.unusable(_device(on_cuda), capability):
-            _logger.warning("vLLM's own kernels serve this model: %s cannot run: %s", backend.name, reason)
+        try:
+            reason = backend.unusable(_device(on_cuda), capability)
+        except Exception as error:  # nobody asked for it
+            reason = f"{type(error).__name__}: {error}"
+        if reason:
+            warn_left(f"{backend.name} cannot run: {reason}")
             return None
     return resolve(quantization_config, requested, on_cuda, capability)
+
+
+@cache
+def warn_left(reason: str) -> None:
+    """Log in one line, once, why vLLM serves a model that the plugin would serve unasked."""
+    _logger.warning("vLLM's own kernels serve this model: %s", " ".join(reason.split()))
 
 
 def _is_w8a8(quantization_config: Mapping[str, Any]) -> bool:

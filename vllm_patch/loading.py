@@ -31,10 +31,12 @@ class LoadCheck:
         columns: the columns of each stored weight before it is cut into tensor-parallel shards: K, or K' if slided.
         parts: the number of parts of the layer, such as q, k and v; a checkpoint may also hold them as one tensor.
         remedy: what to do about a weight of another number of columns.
+        strict: False to check nothing, where stock vLLM would serve the layer if we did not.
     """
 
-    def __init__(self, name: str, columns: int, parts: int, remedy: str = AGAIN) -> None:
+    def __init__(self, name: str, columns: int, parts: int, remedy: str = AGAIN, strict: bool = True) -> None:
         self._name, self._columns, self._parts, self._remedy = name, columns, parts, remedy
+        self._strict = strict
         self._loaded: dict[str, set[object]] = {"weight": set(), "weight_scale": set(), "bias": set()}
         self._packed = False
         self._watched: dict[str, Loader] = {}
@@ -49,6 +51,9 @@ class LoadCheck:
         The kind is weight, weight_scale or bias.  Neither shape nor dtype tells them apart: a layer of one out-feature
         has a scale and a bias [1], and zero points of static activations are INT8, as weights are.
         """
+
+        if not self._strict:
+            return loader
 
         @functools.wraps(loader)
         def check_and_load(parameter: Any, tensor: Tensor, *part: Any, **kwargs: Any) -> None:
@@ -94,7 +99,7 @@ class LoadCheck:
         A model's class may put a loader of its own in place of a parameter's, such as that of a mamba layer's shards.
         """
         self.weights = max(1, len(self._loaded["weight"]))
-        for kind, parts in self._loaded.items():
+        for kind, parts in self._loaded.items() if self._strict else ():
             parameter = getattr(layer, kind, None)
             if parameter is None or (not parts and self._is_replaced(kind, parameter)):
                 continue

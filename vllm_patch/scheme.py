@@ -26,7 +26,7 @@ from slidesparse.gemm import SPARSE
 from slidesparse.gemm.problem import NAMES, TWO_FOUR, Layer, stores_windows
 from slidesparse.pattern import MixedPattern, Pattern, PatternError, SlideLayout, SlidePattern
 from slidesparse.prune import prune
-from slidesparse.resolve import BREAKS, left_to_vllm, require_invariance
+from slidesparse.resolve import BREAKS, left_to_vllm, require_invariance, warn_left
 from slidesparse.slide import is_slided, unslide, violations
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         self.inner = inner
         self.name = name
         self.pruned_by_us = entry is not None
+        self.unasked = not (config.resolution.asked or config.metadata)
         self.in_features = entry.in_features if entry else 0  # K, before sharding
         self.patterns = patterns  # once the weights are loaded, one
         self.slided = config.resolution.layout == "slided" and entry is not None
@@ -97,7 +98,8 @@ class SlideSparseScheme(CompressedTensorsScheme):
         slid = self.patterns[0] if self.slided else None
         columns = slid.layout(in_features).slided if isinstance(slid, SlidePattern) else in_features
         remedy = UNLISTED if self.config.resolution.layout == "slided" and not self.pruned_by_us else AGAIN
-        self.load_check = LoadCheck(self.name, columns, len(kwargs["output_partition_sizes"]), remedy)
+        strict = not self.unasked or self.config.resolution.layout != "dense"
+        self.load_check = LoadCheck(self.name, columns, len(kwargs["output_partition_sizes"]), remedy, strict)
         self.inner.create_weights(layer=layer, **kwargs)
         for kind in ("weight", "weight_scale"):
             parameter = getattr(layer, kind)
@@ -206,7 +208,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
             self.load_check.require_all(layer)
         try:
             packed = None if self.dense_because else self._packed(self._loaded(layer))
-        except gemm.BackendError as error:
+        except SlideSparseError as error:
             packed, self.dense_because = None, self._left(error)
         if packed is None:
             self.dense_because = self.dense_because or BREAKS
@@ -218,9 +220,10 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
     def _left(self, error: SlideSparseError) -> str:
         """Return why vLLM serves a layer that we cannot serve; raise the error if we were asked to."""
-        if self.config.resolution.asked or self.config.metadata:
+        if not self.unasked or self.layer:  # compiled graphs hold a layer that we have served
             raise error
-        compat.warn(f"vLLM's own kernels serve this model: {error}")
+        if UNABLE not in self.config.summary.dense.values():
+            warn_left(str(error))
         return UNABLE
 
     def _loaded(self, layer: torch.nn.Module) -> Tensor:
@@ -337,8 +340,9 @@ def conclude(config: SlideSparseConfig) -> None:
             f"to run sparse. Convert it: slidesparse convert SRC OUT --sparsity {resolution.pattern}; "
             "or set DISABLE_SLIDESPARSE=1"
         )
-    logger.info("%s", numbers)
-    logger.info("%s", line)
+    if summary.sparse or metadata or resolution.asked:  # else stock vLLM serves the model
+        logger.info("%s", numbers)
+        logger.info("%s", line)
 
 
 def release_unused(weight: Tensor) -> None:

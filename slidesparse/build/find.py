@@ -133,7 +133,10 @@ def compiler() -> list[str]:
 
     Raises ToolchainError.
     """
-    chosen = shlex.split(os.environ.get("CXX", ""))
+    try:
+        chosen = shlex.split(os.environ.get("CXX", ""))
+    except ValueError:  # a quote without its other
+        chosen = [os.environ["CXX"]]
     if chosen:
         if shutil.which(chosen[0]):
             return chosen

@@ -110,8 +110,10 @@ def load_sources(
 
     Raises SlideSparseError for unusable data, EnvironmentFault without a tokenizer library.
     """
-    if samples is not None and samples < 1:
-        raise CalibrationError(f"--samples {samples} is too few; the least is 1, the default {SAMPLES}")
+    if samples is not None and samples < len(data):
+        raise CalibrationError(
+            f"--samples {samples} is too few; the least is one for each {option}, {len(data)}, the default {SAMPLES}"
+        )
     if seqlen is not None and not 2 <= seqlen <= model.longest:
         raise CalibrationError(
             f"--seqlen {seqlen} must be from 2 to {model.longest}, the maximum sequence length of this model"
@@ -121,11 +123,11 @@ def load_sources(
     shares = [total // len(data) + (i < total % len(data)) for i in range(len(data))]
     found = []
     for source, share in zip(data, shares, strict=True):
-        if source == SELF and share:
+        if source == SELF:
             most = share if samples else max(2, DISTILLATION_TOKENS[model.device.type] // length)
             ids, note = write(model, min(share, most), length, progress, option)
             found.append(Samples(_tensors(ids), "its own text", note))
-        elif share:
+        else:
             part = _load(source, model, share, length, option)
             few = f"{part.origin} gives {len(part.ids)} samples of at most {length} tokens, {share} were requested"
             found.append(replace(part, note=few) if samples and len(part.ids) < share else part)
@@ -150,7 +152,7 @@ def _load(data: str, model: Model, samples: int, length: int, option: str) -> Sa
         return _random_samples(generator, model, samples, length)
     path = Path(data)
     try:
-        if path.is_file() and path.suffix == ".npy":
+        if path.is_file() and path.suffix.lower() == ".npy":
             sequences = read_samples(path, length)
             chosen = [sequences[i] for i in sorted(generator.permutation(len(sequences))[:samples])]
         else:
@@ -184,7 +186,7 @@ def _pieces(data: str) -> Iterator[Document]:
     if data == REFERENCE:
         yield from python_reference()
         return
-    if Path(data).suffix != ".txt":
+    if Path(data).suffix.lower() != ".txt":
         yield from read_documents(data)
         return
     for text in read_documents(data):

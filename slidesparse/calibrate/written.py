@@ -5,19 +5,19 @@ template, all continue random tokens.  Tokens are drawn from the model's own dis
 ends of texts.  On a GPU, vLLM writes where it is installed.  Otherwise transformers' modules do, with weights from our
 own reader, which knows more types of checkpoints.
 
-What was written is kept in the user's cache, a file of ids [samples, tokens] for each model and length.  Where more
-samples are needed, others are appended, so that a number of samples always stands for the same ones.
+What was written is kept in the user's cache, a file of ids [samples, tokens] for each model, kind of prompts, and
+length.  Where more samples are needed, others are appended, so that a number of samples always stands for the same
+ones.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-import io
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from slidesparse import files
-from slidesparse.build.compile import cache_folder
+from slidesparse.build.compile import cache_folder, make_folder
 from slidesparse.calibrate.inputs import free_bytes
 from slidesparse.calibrate.model import Model
 from slidesparse.calibrate.resume import fingerprints
 from slidesparse.checkpoint.storage import Checkpoint
-from slidesparse.checkpoint.tokens import automatic_tokenizer
+from slidesparse.checkpoint.tokens import automatic_tokenizer, require_ids
 from slidesparse.errors import CalibrationError, SlideSparseError
 from slidesparse.evaluate.engine import generate
 from slidesparse.serving import is_available
@@ -63,47 +63,41 @@ def write(model: Model, samples: int, length: int, progress: Progress, option: s
         raise CalibrationError(
             f"{option} self needs a model that predicts tokens, but {reason}; give text: {option} FILE.jsonl"
         )
-    known = f"1 {fingerprints(Checkpoint.open(model.checkpoint.folder))} {length}"
-    texts = files.own_folder(cache_folder() / "texts")
-    folder = files.own_folder(texts / hashlib.sha256(known.encode()).hexdigest()[:32])
+    prompts, note = _prompts(model, max(samples, 2), length)
+    require_ids(prompts, model.vocabulary, f"{option} self: the chat template", model.checkpoint.folder)
+    known = f"2 {fingerprints(Checkpoint.open(model.checkpoint.folder))} {length} {prompts[:2]}"
+    make_folder(cache_folder() / "texts")
+    folder = cache_folder() / "texts" / hashlib.sha256(known.encode()).hexdigest()[:32]
+    make_folder(folder)
     with files.locked(folder):  # waits for another run that writes the same
-        path, note = folder / "ids.npy", ""
-        ids = _read(path, length)
-        if len(ids) < samples:
-            total = (samples - len(ids)) * length
+        path, texts = folder / "ids.json", list[Ids]()
+        with suppress(files.DamagedFile):  # written again
+            texts = files.read_json(path) or []
+        if len(texts) < samples:
+            total = (samples - len(texts)) * length
 
             def report(tokens: int) -> None:
                 progress("writing", ID_BYTES * tokens, ID_BYTES * total)
 
             report(0)
-            more, note = _write(model, range(len(ids), samples), length, report)
-            ids = np.concatenate([ids, more])
-            buffer = io.BytesIO()
-            np.save(buffer, ids)
-            files.write_atomically(path, buffer.getvalue())
-    return ids[:samples], note
+            more, failure = _write(model, prompts[len(texts) : samples], length, len(texts), report)
+            texts, note = [*texts, *more], "; ".join(filter(None, [note, failure]))
+            with suppress(OSError):  # what is not kept is written again
+                files.write_json(path, texts)
+    return np.asarray(texts[:samples], np.int32), note
 
 
-def _read(path: Path, length: int) -> np.ndarray:
-    """Return the ids that were written before, int32 [samples, length]; none if the file is damaged."""
-    nothing = np.empty((0, length), np.int32)
-    try:
-        ids = np.load(io.BytesIO(files.read_own(path, 4 * files.JSON_LIMIT)))
-    except (SlideSparseError, ValueError, EOFError, OSError):
-        return nothing
-    return ids if ids.dtype == np.int32 and ids.shape[1:] == (length,) else nothing
-
-
-def _write(model: Model, numbers: range, length: int, report: Report) -> tuple[np.ndarray, str]:
-    """Write the samples of these ``numbers``; return ids [samples, length] and a hint for the user or ""."""
-    prompts, note = _prompts(model, numbers, length)
-    seed = numbers.start
+def _write(
+    model: Model, prompts: Sequence[Ids], length: int, seed: int, report: Report
+) -> tuple[Sequence[Ids], str]:
+    """Continue ``prompts`` to samples of ``length`` ids; return them and a hint for the user or ""."""
+    note = ""
     if model.device.type == "cuda" and is_available():
         try:
-            return np.asarray(_by_vllm(model, prompts, length, seed, report), np.int32), note
+            return _by_vllm(model, prompts, length, seed, report), ""
         except SlideSparseError as error:
             reason = str(error).splitlines()[-1]
-            note = "; ".join(filter(None, [note, f"transformers wrote the text, as vLLM failed: {reason}"]))
+            note = f"transformers wrote the text, as vLLM failed: {reason}"
     too_large = CalibrationError(
         f"the whole model, which has to write its own text, does not fit into the memory of {model.device}; give text "
         "instead: FILE.jsonl"
@@ -117,7 +111,7 @@ def _write(model: Model, numbers: range, length: int, report: Report) -> tuple[n
         raise too_large from None
 
 
-def _prompts(model: Model, numbers: range, length: int) -> tuple[list[Ids], str]:
+def _prompts(model: Model, samples: int, length: int) -> tuple[list[Ids], str]:
     """Return what each sample begins with, and a hint for the user or ""."""
     start, turn, special = Ids(), Ids(), set[int]()
     count, note = model.vocabulary, ""
@@ -134,7 +128,7 @@ def _prompts(model: Model, numbers: range, length: int) -> tuple[list[Ids], str]
     begin_chats = 0 < len(turn) < length
     prompts = [
         turn if begin_chats and number % 2 else [*start, random.Random(number).choice(plain)]
-        for number in numbers
+        for number in range(samples)
     ]
     return prompts, note
 
@@ -161,7 +155,7 @@ def _by_vllm(model: Model, prompts: Sequence[Ids], length: int, seed: int, repor
 @torch.inference_mode()
 def _by_transformers(
     model: Model, prompts: Sequence[Ids], length: int, seed: int, report: Report
-) -> np.ndarray:
+) -> list[Ids]:
     """Write in batches, in which the shorter prompts are first continued to the length of the longer ones."""
     whole: Any = assembled(model)
     lengths = sorted({*map(len, prompts), length})[1:]
@@ -184,7 +178,7 @@ def _by_transformers(
                     batch[row] = text
             texts[start : start + BATCH] = batch
             done += len(batch) * length
-    return np.asarray(texts, np.int32)
+    return texts
 
 
 def assembled(model: Model) -> nn.Module:

@@ -45,14 +45,15 @@ def read_documents(data: str) -> Iterator[Document]:
     one document.  Raises SlideSparseError, with the line number, for anything else.
     """
     path = Path(data)
-    if path.is_file() and path.suffix == ".txt":
+    suffix = path.suffix.lower() if path.is_file() else ""
+    if suffix == ".txt":
         yield from [text] if (text := read_text(path)).strip() else []
-    elif path.is_file() and path.suffix == ".jsonl":
+    elif suffix == ".jsonl":
         # JSON strings may contain U+2028 and the like, so that lines end at line feeds only
         for number, line in enumerate(read_text(path).split("\n"), 1):
             if line.strip():
                 yield from _document(_parse(line, f"{path}, line {number}"), f"{path}, line {number}")
-    elif path.is_file() and path.suffix == ".parquet":
+    elif suffix == ".parquet":
         for number, row in enumerate(_parquet_rows(path), 1):
             yield from _document(row, f"{path}, row {number}")
     elif is_dataset(data):
@@ -92,7 +93,7 @@ def _document(value: Any, where: str) -> list[Document]:
             ]
             if wrong:
                 raise TypeError(f"{shown(wrong[0])} has no text as its content")
-            "".join(message["content"] for message in messages).encode()
+            json.dumps(messages, ensure_ascii=False, default=str).encode()
             return [messages] if messages else []
         if not isinstance(text := value[TEXT], str):
             raise TypeError(f"the text is a {type(text).__name__}")
@@ -106,13 +107,13 @@ def _document(value: Any, where: str) -> list[Document]:
 
 
 def _parquet_rows(path: Path) -> list[Any]:
-    from pyarrow.parquet import read_table  # type: ignore[import-untyped]
+    from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped]
 
-    try:
-        return list(read_table(path).to_pylist())
+    try:  # other columns may be large, or of types that Python lacks
+        return list(ParquetFile(path).read([TEXT, MESSAGES]).to_pylist())
     except Exception as error:  # of the library
         raise SlideSparseError(
-            f"{path} is not a Parquet file: {' '.join(str(error).split())[:300]}"
+            f"{path} cannot be read as Parquet: {' '.join(str(error).split())[:300]}"
         ) from error
 
 
@@ -175,7 +176,7 @@ def require_ids(
     if not 0 <= low <= high < vocabulary:
         raise SlideSparseError(
             f"{data} holds token ids from {low} to {high}, but the vocabulary of {folder} has {vocabulary} tokens, "
-            f"0 to {vocabulary - 1}; use ids from its own tokenizer"
+            f"0 to {vocabulary - 1}; use the tokenizer that belongs to these weights"
         )
 
 
@@ -209,11 +210,13 @@ def tokenizer_of(folder: Path) -> Callable[[Document], list[int]]:
     def encode_document(document: Document) -> list[int]:
         if isinstance(document, str):
             return encode(document, True)
+        chat = automatic(folder)
         try:
-            text = automatic(folder).apply_chat_template(document, tokenize=False)
+            text = chat.apply_chat_template(document, tokenize=False)
         except Exception as error:  # of Jinja, or of the template
+            reason = " ".join(str(error).split())
             raise SlideSparseError(
-                f"the tokenizer of {folder} has no chat template for these messages ({error}); give texts instead"
+                f"the tokenizer of {folder} has no chat template for these messages ({reason}); give texts instead"
             ) from error
         return encode(text, False)  # the template holds the special tokens
 
@@ -227,7 +230,7 @@ def automatic_tokenizer(folder: Path) -> Any:
     _require_files(folder)  # without any, it might return one without tokens
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # of any kind, for files that are not as the library expects
         raise _unreadable(folder, error) from error
 
 

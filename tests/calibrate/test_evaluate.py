@@ -160,7 +160,7 @@ def test_token_ids_beyond_the_vocabulary_are_refused(
         assert (process.code, without_engine) == (2, [])
         assert (
             f"--data holds token ids from {min(token, 0)} to {max(token, 25)}, but the vocabulary of {folder} has "
-            "26 tokens, 0 to 25; use ids from its own tokenizer"
+            "26 tokens, 0 to 25; use the tokenizer that belongs to these weights"
         ) in process.err
 
 

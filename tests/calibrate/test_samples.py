@@ -101,6 +101,9 @@ def test_conversations_have_the_ids_of_their_chat_template(decoder: Model, tmp_p
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(SlideSparseError, match="has no chat template for these messages"):
         load(path, decoder, 2, 7)
+    (folder / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(SlideSparseError, match="--calib: the tokenizer of .* cannot be read"):
+        load(path, decoder, 2, 7)
 
 
 def test_plain_text_is_sampled_from_all_of_it(
@@ -121,12 +124,14 @@ def test_parquet_has_the_samples_of_the_same_lines(decoder: Model, tmp_path: Pat
 
     lines = [{"text": "a b c"}, {"text": "b"}, {"text": ""}, {"text": "c c"}]
     expected = rows(load(texts(tmp_path, *lines), decoder, 9, 3))
-    parquet.write_table(pyarrow.Table.from_pylist(lines), tmp_path / "texts.parquet")
-    assert rows(load(str(tmp_path / "texts.parquet"), decoder, 9, 3)) == expected
+    late = pyarrow.array([2**60] * len(lines), pyarrow.timestamp("us"))  # which Python's dates do not reach
+    table = pyarrow.Table.from_pylist(lines).append_column("when", late)
+    parquet.write_table(table, tmp_path / "TEXTS.PARQUET")
+    assert rows(load(str(tmp_path / "TEXTS.PARQUET"), decoder, 9, 3)) == expected
     parquet.write_table(pyarrow.Table.from_pylist([{"messages": TURNS}]), tmp_path / "chat.parquet")
     assert rows(load(str(tmp_path / "chat.parquet"), decoder, 1, 7)) == [TURN_IDS]
     (tmp_path / "broken.parquet").write_bytes(b"PAR1")
-    with pytest.raises(SlideSparseError, match="is not a Parquet file"):
+    with pytest.raises(SlideSparseError, match="cannot be read as Parquet"):
         load(str(tmp_path / "broken.parquet"), decoder)
 
 
@@ -179,6 +184,10 @@ def test_several_sources_contribute_equal_shares(decoder: Model, tmp_path: Path)
     assert short.note == "b.npy gives 2 samples of at most 4 tokens, 5 were requested"
     with pytest.raises(SlideSparseError, match="--calib: .*missing.jsonl' is not a file"):
         load((str(tmp_path / "a.npy"), str(tmp_path / "missing.jsonl")), decoder, 7, 4)
+    with pytest.raises(
+        SlideSparseError, match="--samples 1 is too few; the least is one for each --calib, 2"
+    ):
+        load((str(tmp_path / "a.npy"), str(tmp_path / "missing.jsonl")), decoder, 1, 4)
 
 
 def test_samples_of_an_id_file(decoder: Model, tmp_path: Path) -> None:
@@ -216,6 +225,10 @@ REFUSED: dict[str, tuple[bytes | str, str]] = {
     "turns.jsonl": ('{"messages": ["hello"]}', "turns.jsonl, line 1 (TypeError"),
     "broken.jsonl": ("plain text\n", "broken.jsonl, line 1 is not JSON"),
     "half.jsonl": ('"half of a pair: \\ud83d"\n', "half.jsonl, line 1 (UnicodeEncodeError"),
+    "role.jsonl": (
+        '{"messages": [{"role": "\\ud83d", "content": "a"}]}',
+        "role.jsonl, line 1 (UnicodeEncodeError",
+    ),
     "deep.jsonl": ("[" * 100_000, "deep.jsonl, line 1 is not JSON"),
     "latin.txt": (b"caf\xe9", "latin.txt is not text in UTF-8"),
     "empty.jsonl": ('\n""\n', "gives no sample of 500 tokens; give more text"),
@@ -256,7 +269,10 @@ def test_arrays_of_other_kinds_are_refused(decoder: Model, tmp_path: Path) -> No
     np.save(path, np.array([{}], dtype=object), allow_pickle=True)
     with pytest.raises(SlideSparseError, match="x.npy is not an array of numbers"):
         load(str(path), decoder)
-    for options, words in (((0,), "--samples 0"), ((4, 1000), "--seqlen 1000 must be from 2 to 512")):
+    for options, words in (
+        ((0,), "--samples 0 is too few"),
+        ((4, 1000), "--seqlen 1000 must be from 2 to 512"),
+    ):
         with pytest.raises(SlideSparseError, match=words):
             load("random", decoder, *options)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from slidesparse.calibrate.model import Model
 from slidesparse.calibrate.task import no_progress
 from slidesparse.checkpoint.skeleton import Skeleton
 from slidesparse.checkpoint.storage import Checkpoint
-from slidesparse.errors import CalibrationError
+from slidesparse.errors import CalibrationError, SlideSparseError
 
 WORDS = ["<s>", "</s>", "user", ":", "says", *(f"w{i}" for i in range(100))]
 TEMPLATE = "{% for m in messages %}{{ m.role }} : {{ m.content }} </s> {% endfor %}"
@@ -89,9 +90,30 @@ def test_samples_are_kept_and_others_appended(folder: Path, monkeypatch: pytest.
         patch.setattr(written, "_write", lambda *_: pytest.fail("written again"))
         assert np.array_equal(six[:4], four)
         assert np.array_equal(write(model, 5), six[:5])
-    (path,) = (Path(os.environ["SLIDESPARSE_CACHE"]) / "texts").glob("*/ids.npy")
-    path.write_bytes(path.read_bytes()[:-9])
+    (path,) = (Path(os.environ["SLIDESPARSE_CACHE"]) / "texts").glob("*/ids.json")
+    kept = path.read_text()
+    for damaged in (kept[:-9], "PK\3\4", kept.replace(f" {four[3, 9]}", " 1000000")):
+        path.write_text(damaged)
+        assert np.array_equal(write(model, 4), four)
+    path.unlink()
+    path.mkdir()  # what cannot be kept is used all the same
     assert np.array_equal(write(model, 4), four)
+
+
+def test_text_begins_as_the_present_tokenizer_says(folder: Path, tmp_path: Path) -> None:
+    """Text of an earlier chat template is not taken from the cache; one that the model lacks tokens for is refused."""
+    shutil.copytree(folder, tmp_path / "model")
+    before = write(open_model(tmp_path / "model"), 2)
+    edit_json(tmp_path / "model" / "tokenizer_config.json", chat_template="says {{ messages[0].content }}")
+    assert write(open_model(tmp_path / "model"), 2)[1][0] == WORDS.index("says") != before[1][0]
+    known = json.loads((tmp_path / "model" / "tokenizer.json").read_text())["added_tokens"]
+    more = [{**known[0], "id": id, "content": f"<{id}>"} for id in range(len(WORDS), 129)]
+    edit_json(tmp_path / "model" / "tokenizer.json", added_tokens=known + more)
+    edit_json(tmp_path / "model" / "tokenizer_config.json", chat_template="<128> {{ messages[0].content }}")
+    with pytest.raises(
+        SlideSparseError, match="the chat template holds token ids from 0 to 128, but the vocabulary"
+    ):
+        write(open_model(tmp_path / "model"), 2)
 
 
 def test_model_without_tokenizer_begins_with_any_token(tmp_path: Path) -> None:

@@ -228,8 +228,9 @@ def test_unreadable_flag_is_refused_for_what_it_may_ask_for(monkeypatch: pytest.
         with monkeypatch.context() as patch:
             patch.setenv(flag, "on")
             with pytest.raises(FlagError, match=f"{flag}='on': use 1 or 0"):
-                claim({"quant_method": "compressed-tensors"}, None, lambda: ("cpu", None))
-            assert claim({"quant_method": "awq"}, None, lambda: ("cpu", None)) is None
+                claim(quantization_config("int8"), None, lambda: ("cpu", None))
+            for other in ("awq", "compressed-tensors"):  # the latter without W8A8
+                assert claim({"quant_method": other}, None, lambda: ("cpu", None)) is None
 
 
 def test_unasked_are_unpruned_w8a8_models_where_they_are_faster(
@@ -267,10 +268,14 @@ def test_unasked_are_unpruned_w8a8_models_where_they_are_faster(
         monkeypatch.setenv("SLIDESPARSE_BACKEND", name)
         assert backend(int8, machine) == served
     monkeypatch.delenv("SLIDESPARSE_BACKEND")
-    with_gpu(monkeypatch, hopper="nvcc was not found")
+    with_gpu(monkeypatch, hopper="nvcc failed:\nno memory")
     caplog.clear()
+    assert backend(int8, hopper) is backend(int8, hopper) is None  # one line, once
+    assert caplog.messages == [
+        "vLLM's own kernels serve this model: hopper cannot run: nvcc failed: no memory"
+    ]
+    monkeypatch.setattr(type(gemm.get("hopper")), "unusable", lambda *_: 1 // 0)
     assert backend(int8, hopper) is None
-    assert caplog.messages == ["vLLM's own kernels serve this model: hopper cannot run: nvcc was not found"]
 
 
 def test_errors_suggest_unsetting_only_flags_that_are_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import tensors_of
 from edits import SPARSE_FLAGS, edited, refused
 from engines import STOCK, Engines, Request
 from models import QWEN, converted, write_float, write_w8a8
@@ -251,7 +252,8 @@ def test_missing_tensors_of_a_one_row_layer_are_named(monkeypatch: pytest.Monkey
     layer = torch.nn.Module()
     layer.weight_loader = lambda parameter, tensor: parameter.data.copy_(tensor)
     config: Any = SimpleNamespace(
-        resolution=SimpleNamespace(layout="dense", backend="reference", path="sparse")
+        resolution=SimpleNamespace(layout="dense", backend="reference", path="sparse", asked=True),
+        metadata=None,
     )
     inner = CompressedTensorsW8A8Int8("tensor", is_static_input_scheme=False, input_symmetric=True)
     scheme = SlideSparseScheme(config, inner, "score", None, [SlidePattern(8)], "not pruned")
@@ -290,6 +292,26 @@ def test_flags_without_effect_are_logged(engines: Engines, checkpoints: dict[str
     invalid = {"DISABLE_SLIDESPARSE": "1", "SPARSITY": "lots", "USE_CUSPARSELT": "1", "USE_CUBLASLT": "maybe"}
     assert not engines.serve(checkpoints["dense"], env=invalid).summary
     assert not engines.serve(checkpoints["dense"], options={"quantization": "compressed-tensors"}).summary
+
+
+def test_model_that_nobody_asked_us_for_is_never_refused(
+    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Whatever stock vLLM serves; tensors that only we refuse, in FP8 codes and in a scale, are left to it."""
+    auto = {"SLIDESPARSE_BACKEND": "reference"}  # serves unasked here, as hopper on its GPUs
+    model = write_w8a8(QWEN, tmp_path / "fp8", "fp8")
+    weight, scale = (tensors_of(model)[f"{DOWN}.{kind}"] for kind in ("weight", "weight_scale"))
+    weight.view(torch.uint8)[0] = 0x7F
+    tensors: dict[str, Any] = {f"{DOWN}.weight": weight, f"{K_PROJ}.weight_scale": nan(scale[:64])}
+    model = Path(edited(model, tmp_path / "nan", tensors, {}))
+    answer = engines.serve(model, env=auto)
+    assert (
+        answer.log.count("vLLM's own kernels serve this model: model.layers.0.mlp.down_proj: weight holds")
+        == 1
+    )
+    assert "7 layers in blocks" in answer.summary
+    assert answer.tokens == engines.serve(model, env=STOCK).tokens
+    refused(engines, str(model), {"SLIDESPARSE": "require"}, "holds NaN")
 
 
 def test_stamp_in_the_checkpoint_is_ignored(
