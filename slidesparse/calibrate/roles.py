@@ -273,17 +273,17 @@ def find_readers(
     norms: Mapping[str, nn.Module], layers: Mapping[str, nn.Module], run: Callable[[], object]
 ) -> dict[str, tuple[str, ...]]:
     """Return the names of the ``layers`` that read the output of each of the ``norms``, both run by ``run``."""
-    outputs: dict[int, str] = {}
+    outputs: dict[tuple[int, int], str] = {}  # by address and width
     found: dict[str, tuple[str, ...]] = {}
     kept: list[Tensor] = []  # so that no two have the same address
 
     def wrote(name: str, out: Any) -> None:
         if isinstance(out, Tensor):
             kept.append(out)
-            outputs[out.data_ptr()] = name
+            outputs[out.data_ptr(), out.shape[-1]] = name
 
     def read(name: str, args: tuple[Any, ...]) -> None:
-        if (norm := outputs.get(args[0].data_ptr())) is not None:
+        if (norm := outputs.get((args[0].data_ptr(), args[0].shape[-1]))) is not None:
             found[norm] = (*found.get(norm, ()), name)
 
     with ExitStack() as stack:

@@ -105,7 +105,7 @@ def _sample_inputs(stream: Stream, layer: str) -> tuple[Tensor, Tensor]:
     sampled, peaks = [], []
     with fast_products(stream.states.device):
         for batch in range(len(stream)):
-            x = stream.input(layer, batch).flatten(0, 1)
+            x = stream.input(layer, batch).flatten(0, -2)
             sampled.append(x[-start % step :: step].clone())
             peaks.append(x.abs().amax(0))
             start += len(x)
