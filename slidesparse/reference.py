@@ -72,7 +72,7 @@ def matmul(q: Tensor, weight: Tensor) -> Tensor:
     INT8 gives the exact INT32 [M, N]; FP8 gives float32, summed in float32.
     """
     if q.dtype == INT8:
-        return _int8_matmul_cuda(q, weight) if q.is_cuda else _int8_matmul(q, weight)
+        return _int8_matmul(q, weight)
     rows = max(1, _CHUNK_ELEMENTS // max(1, weight.shape[1]))
     out = q.new_empty(q.shape[0], weight.shape[0], dtype=torch.float32)
     activations = q.float()
@@ -83,7 +83,7 @@ def matmul(q: Tensor, weight: Tensor) -> Tensor:
 
 
 def _int8_matmul(q: Tensor, weight: Tensor) -> Tensor:
-    """Multiply in float32, which is exact on every CPU.
+    """Multiply in float32, which is exact on every CPU and GPU.
 
     torch._int_mm is faster, but without VNNI instructions oneDNN adds pairs of its products in 16 bits with saturation.
     """
@@ -96,18 +96,6 @@ def _int8_matmul(q: Tensor, weight: Tensor) -> Tensor:
             part = weight[start : start + rows, columns].float()
             out[:, start : start + rows] += (activations @ part.t()).to(torch.int32)
     return out
-
-
-def _int8_matmul_cuda(q: Tensor, weight: Tensor) -> Tensor:
-    """Run torch._int_mm on CUDA (cuBLASLt), padded as it requires: more than 16 rows, multiples of 8."""
-    (m, k), n = q.shape, weight.shape[0]
-    if not (m and n and k):
-        return torch.zeros(m, n, dtype=torch.int32, device=q.device)
-    pad = torch.nn.functional.pad
-    rows = max(32, m + -m % 8)
-    a = pad(q, (0, -k % 8, 0, rows - m))
-    b = pad(weight, (0, -k % 8, 0, -n % 8)) if k % 8 or n % 8 else weight
-    return torch._int_mm(a, b.t())[:m, :n]
 
 
 def dequant_bias(

@@ -7,9 +7,8 @@ The library is called by the extension csrc/cusparselt.cpp.  Its handles and pla
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable
-from functools import cache
+from collections.abc import Callable
+from functools import cache, lru_cache
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import module_from_spec
 from typing import Any
@@ -45,7 +44,7 @@ OUTPUTS = {
 # the number of rows is not a multiple of 128 (compute-sanitizer reports it).  The excess belongs to rows beyond N.
 SLACK_BYTES = 4096
 
-PLAN_CACHE_CAPACITY = 1024  # cached per thread and device; a plan takes some KB of host memory
+PLAN_CACHE_CAPACITY = 1024  # of a thread; a plan takes some KB of host memory
 WORKSPACE_BYTES = 64 << 20  # algorithms that need more are refused
 
 DATA_TYPES = {"fp32": 0, "fp16": 2, "int8": 3, "int32": 10, "bf16": 14, "fp8": 28}  # cudaDataType
@@ -111,59 +110,32 @@ class CuSparseLtPlan:
         call(self._plan.run, *operands, cuda.current_stream(self.index))
 
 
-class PlanCache:
-    """An LRU cache of ``capacity`` plans of one thread and device."""
-
-    def __init__(self, capacity: int = PLAN_CACHE_CAPACITY) -> None:
-        self.capacity = capacity
-        self._plans: OrderedDict[Hashable, Any] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._plans)
-
-    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return the plan of ``key``, made by ``make`` if there is none.
-
-        Raises LibraryError if it would have to be made during CUDA graph capture, because the library loads code for
-        it.
-        """
-        plan = self._plans.get(key)
-        if plan is not None:
-            self._plans.move_to_end(key)
-            return plan
-        if cuda.is_capturing():
-            raise LibraryError(
-                f"no plan for {key} while a CUDA graph is being captured; run the same shape once before the capture"
-            )
-        plan = self._plans[key] = make()
-        if len(self._plans) > self.capacity:
-            self._plans.popitem(last=False)
-        return plan
+Make = Callable[[Problem, torch.device], CuSparseLtPlan]
 
 
-class _ThreadState(threading.local):
-    """A thread's own handles and plans, by the index of the device."""
+def _new_plan(make: Make, problem: Problem, device: torch.device) -> CuSparseLtPlan:
+    """Make a plan.  Raises LibraryError during CUDA graph capture, because the library loads code for it."""
+    if cuda.is_capturing():
+        raise LibraryError(
+            f"no plan for {problem} while a CUDA graph is being captured; run the same shape once before the capture"
+        )
+    return make(problem, device)
+
+
+def _new_handle(index: int) -> Any:
+    torch.cuda.current_blas_handle()  # creates the device's context
+    return call(extension().Handle)
+
+
+class _Thread(threading.local):
+    """A thread's own handles, by the index of the device, and the plans that it used last."""
 
     def __init__(self) -> None:
-        self.handles: dict[int, Any] = {}
-        self.plans: defaultdict[int, PlanCache] = defaultdict(PlanCache)
+        self.handle = lru_cache(None)(_new_handle)
+        self.plan = lru_cache(PLAN_CACHE_CAPACITY)(_new_plan)
 
 
-_thread_state = _ThreadState()
-
-
-def plan_cache(index: int) -> PlanCache:
-    """Return this thread's plans on CUDA device ``index``."""
-    return _thread_state.plans[index]
-
-
-def handle(index: int) -> Any:
-    """Return this thread's handle on CUDA device ``index``, the current one.  Raises LibraryError."""
-    made = _thread_state.handles.get(index)
-    if made is None:
-        torch.cuda.current_blas_handle()  # creates the device's context
-        made = _thread_state.handles[index] = call(extension().Handle)
-    return made
+_thread = _Thread()
 
 
 class CuSparseLt(LibraryBackend):
@@ -214,7 +186,7 @@ class CuSparseLt(LibraryBackend):
             )
         problem, index = Problem(dtype, OUTPUTS[dtype][0], n, k, MIN_ROWS), weight.get_device()
         with cuda.on_device(index):
-            plan = plan_cache(index).get(("compress", problem), lambda: self.plan(problem, weight.device))
+            plan = _thread.plan(self.plan, problem, weight.device)
             compressed: Tensor = plan.compress(weight.contiguous())
         return compressed
 
@@ -229,7 +201,7 @@ class CuSparseLt(LibraryBackend):
             raise LibraryError(f"cuSPARSELt applies no scales, asked for {problem}")
         index = cuda.device_index(device)
         with cuda.on_device(index):
-            return CuSparseLtPlan(handle(index), problem, algorithm, index)
+            return CuSparseLtPlan(_thread.handle(index), problem, algorithm, index)
 
     def pack(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
         """See `Backend.pack`: slid into 2:4 windows and compressed, [bytes].
@@ -253,7 +225,7 @@ class CuSparseLt(LibraryBackend):
         rows = bucket(m)
         problem = Problem(NAMES[q.dtype], NAMES[dtype], columns, k, rows)
         with cuda.on_device(index):
-            plan = plan_cache(index).get(problem, lambda: self._tuned_plan(problem, q.device))
+            plan = _thread.plan(self._tuned_plan, problem, q.device)
             out = q.new_empty(rows, columns, dtype=dtype)
             plan.run(Tensors(allocate_rows(q, rows), packed, out))
         return out[:m, :n]

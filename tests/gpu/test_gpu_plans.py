@@ -129,7 +129,7 @@ def _with_workspace(library: CuSparseLt, problem: Problem, q: Tensor, packed: Te
     return None
 
 
-def test_evicted_plans_leak_no_memory(cached: PackedLayer) -> None:
+def test_evicted_plans_leak_no_memory(cached: PackedLayer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of 8 creates all 48 plans of 1..1000 tokens again in each pass: 480 in ten passes.
 
     Plans take no device memory. The bound of 4 MiB of host memory, 9 KB per plan, covers rounding by allocators and
@@ -139,22 +139,21 @@ def test_evicted_plans_leak_no_memory(cached: PackedLayer) -> None:
     expected = cached.product(*inputs, None, torch.bfloat16)
 
     def passes(times: int) -> tuple[int, int]:
-        cache = cusparselt.plan_cache(gpu().index)
         for _ in range(times):
             for rows in sorted({bucket(m) for m in range(1, 1001)}):
                 m = min(rows, 1000)
                 output = cached.product(inputs[0][:m], inputs[1][:m], None, torch.bfloat16)
-                assert len(cache) <= cache.capacity
+                assert cusparselt._thread.plan.cache_info().currsize <= 8
             assert torch.equal(output, expected)
         del output
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated(), _resident()
 
     def run() -> tuple[int, int]:
-        cusparselt.plan_cache(gpu().index).capacity = 8
         (device, host), (device_later, host_later) = passes(2), passes(10)
         return device_later - device, host_later - host
 
+    monkeypatch.setattr(cusparselt, "PLAN_CACHE_CAPACITY", 8)
     device, host = on_a_new_thread(run)
     assert device == 0
     assert host <= 4 << 20, f"{host >> 10} KiB more"
@@ -198,7 +197,7 @@ def test_capture_without_a_plan_is_refused(cached: PackedLayer) -> None:
 
     def refuse() -> int:
         cached.product(*small, None, torch.bfloat16)
-        cache, graph = cusparselt.plan_cache(gpu().index), torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
             x.add_(1)
@@ -208,9 +207,9 @@ def test_capture_without_a_plan_is_refused(cached: PackedLayer) -> None:
                 cached.product(q, scale_x, None, torch.bfloat16)
         graph.replay()
         torch.cuda.synchronize()
-        made_before = len(cache)
+        made_before = cusparselt._thread.plan.cache_info().currsize
         cached.product(q, scale_x, None, torch.bfloat16)
-        return len(cache) - made_before
+        return cusparselt._thread.plan.cache_info().currsize - made_before
 
     assert on_a_new_thread(refuse) == 1
     assert x.tolist() == [1.0] * 8

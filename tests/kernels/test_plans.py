@@ -16,7 +16,7 @@ from slidesparse import reference
 from slidesparse.build.compile import compile_with
 from slidesparse.gemm import cublaslt, cuda, cusparselt, library
 from slidesparse.gemm.cublaslt import CublasLt
-from slidesparse.gemm.cusparselt import CuSparseLt, PlanCache
+from slidesparse.gemm.cusparselt import CuSparseLt
 from slidesparse.gemm.problem import (
     MIN_ROWS,
     NAMES,
@@ -42,32 +42,23 @@ def test_buckets_hold_their_tokens_with_little_padding(m: int, other: int) -> No
     assert bucket(min(m, other)) <= bucket(max(m, other))
 
 
-@given(st.integers(1, 12), st.lists(st.integers(0, 20), max_size=80))
-def test_plan_cache_evicts_least_recently_used(capacity: int, keys: list[int]) -> None:
-    """A plan is created exactly when its key is not among the last ``capacity`` distinct keys."""
-    cache, recent = PlanCache(capacity), list[int]()
-    for key in keys:
-        made: list[int] = []
+def test_no_plan_is_made_during_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was made before is used."""
+    made: list[int] = []
 
-        def make(key: int = key, made: list[int] = made) -> int:
-            made.append(key)
-            return key
+    def plan(m: int) -> Any:
+        return cusparselt._thread.plan(make, Problem("int8", "int32", 64, 64, m), CPU)
 
-        assert cache.get(key, make) == key
-        assert bool(made) == (key not in recent)
-        recent = [*(recent_key for recent_key in recent if recent_key != key), key][-capacity:]
-        assert len(cache) == len(recent)
+    def make(problem: Problem, device: torch.device) -> Any:
+        made.append(problem.m)
+        return problem.m
 
-
-def test_plan_cache_makes_no_plan_during_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = PlanCache()
-    cache.get("there", lambda: "plan")
+    assert plan(16) == 16
     monkeypatch.setattr(cuda, "is_capturing", lambda: True)
-    assert cache.get("there", pytest.fail) == "plan"
-    with pytest.raises(
-        LibraryError, match="no plan for another while .* run the same shape once before the capture"
-    ):
-        cache.get("another", pytest.fail)
+    assert plan(16) == 16
+    with pytest.raises(LibraryError, match="no plan for .*32, .* run the same shape once before the capture"):
+        plan(32)
+    assert made == [16]
 
 
 def test_allocate_rows_copies_only_if_memory_is_missing() -> None:

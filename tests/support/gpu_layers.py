@@ -224,7 +224,7 @@ def layer(backend: str, pattern: str, dtype: torch.dtype, n: int, k: int) -> Pac
 
 def forget_plans() -> None:
     """Discard the plans of this thread, and the plans of the backend hopper on all threads."""
-    cusparselt._thread_state.plans.clear()
+    cusparselt._thread.plan.cache_clear()
     native.library().slidesparse_hopper_forget()
 
 
