@@ -24,8 +24,10 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
+from slidesparse.vllm_patch import experts
 from slidesparse.vllm_patch.config import SlideSparseConfig
 from slidesparse.vllm_patch.scheme import SlideSparseScheme
+from torch.overrides import TorchFunctionMode
 from vllm.config import set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.engine.arg_utils import EngineArgs
@@ -48,17 +50,20 @@ def build(folder: str, tensors: Tensors, options: Mapping[str, Any], plan: bool)
 
     Args:
         options: more arguments of ``vllm serve``.
-        plan: whether the checkpoint is for another machine: attention, which may not run on this one, is left out.
+        plan: whether the checkpoint is for another machine: attention and kernels for experts, which may not run on
+            this one, are left out.
     """
     load_general_plugins()
     if plan:
         MLAAttention.__init__ = _without_attention
+        for module, kernels in ((experts.of_int8, "int8"), (experts.of_fp8, "fp8")):
+            setattr(module, f"select_{kernels}_moe_backend", lambda *_, **__: (None, None))
     arguments = {"skip_tokenizer_init": True, "enforce_eager": True, **options}
     config = EngineArgs(model=folder, **arguments).create_engine_config()
     with set_current_vllm_config(config), tempfile.TemporaryDirectory() as store:
         init_distributed_environment(1, 0, f"file://{store}/store", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
-        with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
+        with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"), _Ones():
             model = initialize_model(config)
         fed = _feed(model, tensors)
     ours = config.quant_config if isinstance(config.quant_config, SlideSparseConfig) else None
@@ -71,6 +76,23 @@ def build(folder: str, tensors: Tensors, options: Mapping[str, Any], plan: bool)
         "left": ours.summary.dense if ours else {},
         "resolution": asdict(ours.resolution) if ours else None,
     }
+
+
+class _Ones(TorchFunctionMode):
+    """Gives ones to functions that read values on the device ``meta``, as some models do while they are made."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch."""
+        try:
+            return func(*args, **(kwargs or {}))
+        except (NotImplementedError, RuntimeError):
+            is_meta = [isinstance(value, torch.Tensor) and value.is_meta for value in args]
+            if not any(is_meta):
+                raise
+            ones = (
+                torch.ones_like(x, device="cpu") if meta else x for x, meta in zip(args, is_meta, strict=True)
+            )
+            return func(*ones, **(kwargs or {}))
 
 
 def _without_attention(self: torch.nn.Module, *_: Any, **__: Any) -> None:

@@ -98,7 +98,8 @@ class Quantization:
         """Return the scheme of a layer whose weight has ``dtype``, or None if it is not quantized.
 
         As in vLLM, the first target that names the layer counts, or else its class, which for a float lm_head is not
-        Linear.  With quant_method fp8, which has no targets, all layers are quantized but those in float dtypes.
+        Linear.  vLLM's own classes, such as RowParallelLinear, are those of some layers: the dtype tells which.  With
+        quant_method fp8, which has no targets, all layers are quantized but those in float dtypes.
         """
         if self.ignores(layer) or (self.method == FP8_METHOD and dtype in FLOATS):
             return None
@@ -107,7 +108,11 @@ class Quantization:
         for target, scheme in self.targets.items():
             if _names(target, layer):
                 return scheme
-        return next((s for target, s in self.targets.items() if target.lower() == "linear"), None)
+        for target, scheme in self.targets.items():
+            is_class = _names(target, "Linear") or ("." not in target and "linear" in target.lower())
+            if target.lower() == "linear" or (is_class and scheme and scheme.dtype == dtype):
+                return scheme
+        return None
 
 
 def _names(entry: str, layer: str) -> bool:

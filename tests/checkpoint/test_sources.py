@@ -272,6 +272,14 @@ def ct_block(folder: Path) -> Path:
     return compressed(folder, {"group_0": group}, ["lm_head", "re:.*layers.0.*o_proj"])
 
 
+def classes(folder: Path) -> Path:
+    """Targets are classes of vLLM, or a regex that matches a class."""
+    group = block_of(w8a8(folder))["config_groups"]["group_0"]
+    targets = (["RowParallelLinear", "QKVParallelLinear"], ["re:.*Linear$"])
+    edit_block(folder, config_groups={str(i): {**group, "targets": names} for i, names in enumerate(targets)})
+    return folder
+
+
 STATIC = "static activation scales removed, as activations are now quantized dynamically per token"
 DEQUANTIZED = "dequantized from blocks of 32 x 16 and quantized again per channel"
 # How to make a source, its block size, options, and words of what was changed
@@ -280,6 +288,7 @@ ALIKE: dict[str, tuple[Callable[[Path], Path], tuple[int, int] | None, dict[str,
     "static fp8": (lambda f: compressed(f, {"a": scheme("FP8", ["Linear"])}, ["lm_head"]), None, {}, STATIC),
     "asymmetric": (asymmetric_int8, None, {}, "13 layers: activations are now quantized symmetrically"),
     "some groups": (some_groups, None, {}, ""),
+    "classes": (classes, None, {}, ""),
     "block": (ct_block, (32, 16), {}, f"13 layers: {DEQUANTIZED}"),
     "block to int8": (ct_block, (32, 16), {"quant": "int8"}, DEQUANTIZED),
     "deepseek": (lambda f: fp8(f, (32, 16)), (32, 16), {"layer": ["0.*o_proj=dense"]}, DEQUANTIZED),

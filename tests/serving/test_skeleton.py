@@ -16,6 +16,7 @@ from models import LLAMA, QWEN, shrink_codes, write_float, write_w8a8
 from moe import MODELS as MOES
 from safetensors.torch import load_file
 from test_serving_multimodal import NO_IMAGES, wrapped
+from tiny import tiny
 
 from slidesparse import doctor
 from slidesparse.checkpoint.storage import Checkpoint, TensorSpec
@@ -113,8 +114,12 @@ def test_fused_groups_are_known(skeletons: Skeletons, tmp_path: Path) -> None:
 
 
 def test_families_are_examined(skeletons: Skeletons, tmp_path: Path) -> None:
-    """Every tensor of a weight is in a layer of its name: decoders, an encoder, experts, a multimodal model."""
+    """Every tensor of a weight is in a layer of its name: decoders, experts, a multimodal model.
+
+    Of Apertus, vLLM reads values of activation functions while it makes the model.
+    """
     folders = {
+        "apertus": (tiny("apertus", tmp_path / "apertus"), {}, 8),
         "qwen": (write_float(QWEN, tmp_path / "qwen"), {}, 8),
         "moe": (MOES["qwen2"].write(tmp_path / "moe"), {}, 10),  # two of them gates
         "multimodal": (
