@@ -31,8 +31,6 @@ from slidesparse.checkpoint.metadata import KEY
 from slidesparse.checkpoint.names import WEIGHT, is_expert
 from slidesparse.checkpoint.output import (
     full_disk_explained,
-    partial_folder,
-    publish,
     remove_stale,
     require_free_name,
     require_space,
@@ -54,7 +52,7 @@ from slidesparse.checkpoint.w8a8 import KINDS
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.plan import ConversionPlan, Planner
 from slidesparse.convert.source import Floats, Prune
-from slidesparse.convert.stream import write_tensors
+from slidesparse.convert.stream import write_output
 from slidesparse.pattern import Pattern, SlidePattern
 from slidesparse.quantize import INT8
 
@@ -117,14 +115,8 @@ def synth(
         remove_stale(out)
         require_space(out, plan.disk_bytes())
         explained = full_disk_explained(out, plan.disk_bytes(), "nothing is left behind")
-        with explained, partial_folder(out) as partial, plan.checkpoint.reader() as reader:
-            write_tensors(plan, reader, None, partial, progress)
-            (partial / TOKENIZER).mkdir()
-            for file, content in tokenizer_files(values["vocab_size"]).items():
-                (partial / TOKENIZER / file).write_bytes(content)
-            for file, content in plan.small_files():
-                (partial / file).write_bytes(content)
-            publish(partial, out)
+        with explained, plan.checkpoint.reader() as reader:
+            write_output(plan, out, reader, None, progress, tokenizer_files(values["vocab_size"]))
     return plan
 
 
@@ -243,7 +235,7 @@ class RandomWeights(Floats):
 
 
 def tokenizer_files(vocabulary: int) -> dict[str, bytes]:
-    """Return the files of a tokenizer with one word per token, "t0" to "t151935": file -> content.
+    """Return the files of a tokenizer with one word per token, "t0" to "t151935": path in the checkpoint -> content.
 
     It replaces the real one, so that prompts keep their lengths when vLLM's commands tokenize them.  It needs a folder
     of its own: next to the model's config.json, transformers would use that model's tokenizer class, and some of these
@@ -259,4 +251,4 @@ def tokenizer_files(vocabulary: int) -> dict[str, bytes]:
         "tokenizer_config.json": settings,
         CONFIG: {"model_type": "gpt2"},
     }
-    return {name: json.dumps(content).encode() for name, content in files.items()}
+    return {f"{TOKENIZER}/{name}": json.dumps(content).encode() for name, content in files.items()}
