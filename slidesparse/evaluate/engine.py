@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -49,14 +48,12 @@ class Scored:
 def score(
     model: Path,
     ids: Sequence[Sequence[int]],
-    top: int,
     options: Mapping[str, Any] | None = None,
     log: Path | None = None,
 ) -> Scored:
     """Serve a checkpoint, and compute the arrays of `slidesparse.evaluate.worker` for samples of token ``ids``.
 
     Args:
-        top: number of most likely tokens per position, or -1 for all.
         options: arguments of vllm.LLM.
         log: file to append the engine's output to; None discards it.
 
@@ -64,7 +61,7 @@ def score(
     """
     longest = max(len(sample) for sample in ids) + 1  # vLLM generates one token
     options = {"enforce_eager": True, "max_model_len": longest, **(options or {})}
-    return run(model, {"ids": ids, "top": top}, options, log)
+    return run(model, {"ids": ids}, options, log)
 
 
 def run(
@@ -135,15 +132,6 @@ def generate(
     longest = max(len(ids) + each["max_tokens"] for ids, each in zip(prompts, sampling, strict=True))
     options = {"enable_prefix_caching": False, "max_model_len": longest, **(options or {})}
     return run(model, {"prompts": prompts, "sampling": sampling}, options, report=report).outputs
-
-
-def vllm_command() -> str:
-    """Return the ``vllm`` command of this Python's environment, else of the PATH.  Raises EnvironmentFault."""
-    sibling = Path(sys.executable).with_name("vllm")
-    command = str(sibling) if sibling.is_file() else shutil.which("vllm")
-    if not command:
-        raise EnvironmentFault(f"the vllm command is not installed: {INSTALL}")
-    return command
 
 
 def _environment() -> dict[str, str]:
