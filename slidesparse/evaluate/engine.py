@@ -45,25 +45,6 @@ class Scored:
         return [part.tolist() for part in np.split(self.arrays["outputs"], ends)[:-1]]
 
 
-def score(
-    model: Path,
-    ids: Sequence[Sequence[int]],
-    options: Mapping[str, Any] | None = None,
-    log: Path | None = None,
-) -> Scored:
-    """Serve a checkpoint, and compute the arrays of `slidesparse.evaluate.worker` for samples of token ``ids``.
-
-    Args:
-        options: arguments of vllm.LLM.
-        log: file to append the engine's output to; None discards it.
-
-    Raises SlideSparseError with the cause from the engine's log, EnvironmentFault without vLLM.
-    """
-    longest = max(len(sample) for sample in ids) + 1  # vLLM generates one token
-    options = {"enforce_eager": True, "max_model_len": longest, **(options or {})}
-    return run(model, {"ids": ids}, options, log)
-
-
 def run(
     model: Path,
     request: Mapping[str, Any],
@@ -75,10 +56,12 @@ def run(
     """Serve a checkpoint, and compute the arrays of a ``request`` to `slidesparse.evaluate.worker`.
 
     Args:
+        options: arguments of vllm.LLM.
+        log: file to append the engine's output to; None discards it.
         environment: variables of the worker, besides those of this process.
         report: called with the number of prompts that are done.
 
-    Raises as `score` does.
+    Raises SlideSparseError with the cause from the engine's log, EnvironmentFault without vLLM.
     """
     if not is_available():
         raise EnvironmentFault(f"this serves the model, but vLLM is not installed: {INSTALL}")
@@ -127,7 +110,7 @@ def generate(
     Args:
         report: called with the number of prompts that are done.
 
-    Raises as `score` does.
+    Raises as `run` does.
     """
     longest = max(len(ids) + each["max_tokens"] for ids, each in zip(prompts, sampling, strict=True))
     options = {"enable_prefix_caching": False, "max_model_len": longest, **(options or {})}

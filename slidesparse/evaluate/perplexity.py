@@ -15,7 +15,7 @@ import numpy as np
 from slidesparse.checkpoint.storage import CONFIG, parse_json, text_config
 from slidesparse.checkpoint.tokens import cut, read_documents, read_samples, require_ids, tokenizer_of
 from slidesparse.errors import SlideSparseError
-from slidesparse.evaluate.engine import Scored, score
+from slidesparse.evaluate.engine import Scored, run
 
 WINDOW = 2048  # tokens
 ROUNDS, COVERAGE = 2000, 0.95  # of the bootstrap
@@ -125,8 +125,10 @@ def measure(
         vocabulary = config_number(folder, "vocab_size")
         if vocabulary:
             require_ids(ids, vocabulary, "--data", folder)
-    scored = score(model, ids, options, log)
-    reference = score(against, ids, options, log) if against else None
+    longest = max(len(sample) for sample in ids) + 1  # vLLM generates one token
+    options = {"enforce_eager": True, "max_model_len": longest, **(options or {})}
+    scored = run(model, {"ids": ids}, options, log)
+    reference = run(against, {"ids": ids}, options, log) if against else None
     return summarize(str(model), str(against), ids, scored, reference)
 
 

@@ -142,12 +142,12 @@ def without_engine(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Replace engines by fakes whose results depend on the name of the model."""
     requests: list[Any] = []
 
-    def score(model: Path, ids: Any, options: Any, log: None) -> Scored:
+    def run(model: Path, request: Any, options: Any, log: None) -> Scored:
         requests.append((options, model.name))
-        count = sum(len(sample) - 1 for sample in ids)
+        count = sum(len(sample) - 1 for sample in request["ids"])
         return scored(np.full(count, -2.0 - 0.1 * (model.name == "other")))
 
-    monkeypatch.setattr(perplexity, "score", score)
+    monkeypatch.setattr(perplexity, "run", run)
     return requests
 
 
@@ -156,7 +156,8 @@ def test_eval_perplexity(folder: Path, without_engine: list[Any]) -> None:
     command = ("eval", "perplexity", folder, "--data", folder / "a.txt", "--seqlen", 4)
     process = Done(*command, "--against", folder / "other", "--option", "dtype=float32", "--option", "seed=3")
     assert process.code == 0, process.err
-    assert without_engine[0] == ({"dtype": "float32", "seed": 3}, folder.name)
+    options = {"enforce_eager": True, "max_model_len": 5, "dtype": "float32", "seed": 3}
+    assert without_engine[0] == (options, folder.name)
     shown = {line[:22].strip(): line[22:].split()[:1] for line in process.out.splitlines()[1:]}
     figures = {"data": "3", "perplexity": "7.3891", "against: perplexity": "8.1662", "increase": "-9.516%"}
     assert {name: shown[name] for name in figures} == {name: [value] for name, value in figures.items()}

@@ -13,7 +13,7 @@ from models import LLAMA, converted, write_float
 
 from slidesparse.errors import SlideSparseError
 from slidesparse.evaluate import perplexity
-from slidesparse.evaluate.engine import Scored, run, score
+from slidesparse.evaluate.engine import Scored, run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -71,6 +71,6 @@ def test_engine_process_scores_and_says_what_served(
     assert scores.outputs == engines.serve(slided, work={"prompts": [[1, 2], [3]], "tokens": 3}).tokens
     assert done == [2]
     with pytest.raises(SlideSparseError, match=r"run .*source:\n.*ValidationError.*\n.*max_model_len"):
-        score(source, [[1, 2]], {**options, "max_model_len": 10**6}, log)
+        run(source, {"ids": [[1, 2]]}, {**options, "max_model_len": 10**6}, log)
     headers = [line for line in log.read_text().splitlines() if line.startswith("# ")]
     assert headers == [f"# {slided}", f"# {source}"]
