@@ -179,15 +179,6 @@ def work_folder(out: Path) -> Path:
     return out.resolve().parent / f".{out.resolve().name}.calibrated"
 
 
-def finished_bytes(out: Path) -> int:
-    """Return the bytes of finished blocks and of a distillation left by an interrupted conversion to ``out``."""
-    return sum(
-        path.lstat().st_size
-        for kind in ("layer-*", "distill*")
-        for path in work_folder(out).glob(kind + SUFFIX)
-    )
-
-
 @contextmanager
 def open_work(out: Path, state: Mapping[str, Any], resume: bool) -> Iterator[WorkFolder]:
     """Create and lock the folder.  It remains when the run fails, so that ``resume`` can continue from it.

@@ -32,7 +32,7 @@ from slidesparse.calibrate.distill import disk_bytes as distillation_bytes
 from slidesparse.calibrate.learning import find_rotation
 from slidesparse.calibrate.permutation import ordered_reader
 from slidesparse.calibrate.pipeline import calibrate
-from slidesparse.calibrate.resume import DISTILLED, WorkFolder, finished_bytes, open_work, require_resumable
+from slidesparse.calibrate.resume import DISTILLED, WorkFolder, open_work, require_resumable
 from slidesparse.calibrate.roles import roles_of
 from slidesparse.calibrate.rotation import rotated_reader, rotation_obstacle, untie_head
 from slidesparse.calibrate.smoothing import find_smoothing, smoothed_reader
@@ -164,7 +164,8 @@ def convert(
         if task:
             require_resumable(out, _state(task, options, rotation), task.calibration.resume)
         remove_stale(out)
-        _require_room(plan, task, out)
+        if not (task and task.calibration.resume):  # the run before has written some of it
+            _require_room(plan, task, out)
         report = _prune_and_write(planner, task, report, progress)
     elif task and options.budget:
         with planner.checkpoint.reader() as reader, tempfile.TemporaryDirectory() as folder:
@@ -380,18 +381,12 @@ def write_output(
 
 
 def _require_room(plan: ConversionPlan, task: Task | None, out: Path) -> None:
-    """Raise EnvironmentFault unless the output and the finished blocks of calibration fit on the disk."""
-    source = plan.checkpoint.folder
-    needed = plan.disk_bytes() + sum(
-        (source / name).stat().st_size for name in _other_files(plan.checkpoint)[0]
-    )
-    if task:
-        needed += (
-            task.disk_bytes()
-            + distillation_bytes(task)
-            - (finished_bytes(out) if task.calibration.resume else 0)
-        )
-    require_space(out, needed)
+    """Raise EnvironmentFault unless the output, and what calibration keeps until then, fit on the disk."""
+    others = sum((plan.checkpoint.folder / name).stat().st_size for name in _other_files(plan.checkpoint)[0])
+    kept = (
+        plan.disk_bytes() + distillation_bytes(task) if task else 0
+    )  # codes of finished blocks are as large
+    require_space(out, plan.disk_bytes() + others + kept)
 
 
 # Files and chunks
