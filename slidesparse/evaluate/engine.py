@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,25 +96,6 @@ def run(
             arrays = {name: archive[name] for name in archive.files}
     served = summaries(text)
     return Scored(arrays, served[-1]["words"] if served else "")
-
-
-def generate(
-    model: Path,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any] | None = None,
-    report: Callable[[int], None] | None = None,
-) -> list[list[int]]:
-    """Return the ids with which a served model continues ``prompts``; ``sampling`` are parameters of each.
-
-    Args:
-        report: called with the number of prompts that are done.
-
-    Raises as `run` does.
-    """
-    longest = max(len(ids) + each["max_tokens"] for ids, each in zip(prompts, sampling, strict=True))
-    options = {"enable_prefix_caching": False, "max_model_len": longest, **(options or {})}
-    return run(model, {"prompts": prompts, "sampling": sampling}, options, report=report).outputs
 
 
 def _environment() -> dict[str, str]:
