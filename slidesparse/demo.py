@@ -7,6 +7,7 @@ converted model, with and without the plugin, and with the original.
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import subprocess
@@ -79,10 +80,13 @@ def demo(
     }
     options: dict[str, Any] = {"max_model_len": 512, "enforce_eager": True, "gpu_memory_utilization": 0.2}
     options |= {} if gpus else {"dtype": "float32"}  # vLLM's AVX2 kernels truncate to bfloat16
-    # on a GPU one engine at a time, because vLLM measures free memory while it starts
+    # two engines share the cores; on a GPU there is one at a time, because vLLM measures free memory while it starts
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2))}
     with ThreadPoolExecutor(1 if gpus else 2) as pool:
         futures = [
-            pool.submit(run, model, asked, options, folder / f"vllm-{number}.log", {DISABLE: disabled})
+            pool.submit(
+                run, model, asked, options, folder / f"vllm-{number}.log", {**threads, DISABLE: disabled}
+            )
             for number, (model, disabled) in enumerate(jobs.values())
         ]
         try:

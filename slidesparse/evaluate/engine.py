@@ -27,7 +27,7 @@ LOGGING_CONFIG = "VLLM_LOGGING_CONFIG_PATH"
 
 
 def summaries(log: str) -> list[dict[str, Any]]:
-    """Return what the plugin wrote of each model that it served: `slidesparse.vllm_patch.summary.Facts`."""
+    """Return what the plugin wrote of each model that it served, by `slidesparse.vllm_patch.summary`."""
     return [json.loads(line.partition(SUMMARY)[2]) for line in log.splitlines() if SUMMARY in line]
 
 
