@@ -23,7 +23,7 @@ setup(
         "slidesparse.csrc": "csrc",
     },
     package_data={
-        "slidesparse": ["py.typed", "tuned_tables/*.json", "layer_times.csv"],
+        "slidesparse": ["py.typed", "tuned_tables/*.json", "layer_times.csv", "public_models.json"],
         "slidesparse.csrc": SOURCES,
     },
 )

@@ -48,7 +48,7 @@ Models = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="Names such as Qwen2.5-7B, or folders with a config.json, comma-separated; default: all known models.",
+        help="Names such as Qwen2.5-7B, or folders of models, comma-separated; default: all known models.",
     ),
 ]
 Dtypes = Annotated[str, typer.Option("--dtype", help="Operand types, comma-separated.")]

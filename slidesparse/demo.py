@@ -1,27 +1,21 @@
 """``make demo``: prune, convert and serve a real language model with vLLM, and compare.
 
 SmolLM2-135M-Instruct, out of a Python package (see `slidesparse.packaged`), becomes a W8A8 INT8 checkpoint at 6:8,
-calibrated on text that it writes itself.  ``vllm serve`` then continues the same prompts over HTTP by the most likely
-tokens: with the converted model, with and without the plugin, and with the original.
+calibrated on text that it writes itself.  vLLM then continues the same prompts by the most likely tokens: with the
+converted model, with and without the plugin, and with the original.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -30,13 +24,13 @@ from rich.table import Table
 
 from slidesparse import doctor
 from slidesparse.build.compile import cache_folder
+from slidesparse.checkpoint.tokens import automatic_tokenizer
 from slidesparse.cli import interrupt_by_signals
 from slidesparse.cli.console import application, out
 from slidesparse.errors import EnvironmentFault, SlideSparseError
-from slidesparse.evaluate.engine import summaries, vllm_command
+from slidesparse.evaluate.engine import run
 from slidesparse.flags import DISABLE
 from slidesparse.packaged import build
-from slidesparse.serving import find_errors
 
 MARK = ".slidesparse-demo"  # file that marks a folder as the demo's own, which it may empty
 MODEL = "smollm2"
@@ -50,17 +44,8 @@ PROMPTS = (
     "Monday, Tuesday, Wednesday,",
 )
 TOKENS = 16  # that continue each prompt
-START_SECONDS = 300
 
 app = application(__doc__ or "", name="slidesparse.demo", no_args_is_help=False, invoke_without_command=True)
-
-
-class Served(NamedTuple):
-    """Holds what a server answered."""
-
-    texts: list[str]  # that continue PROMPTS
-    ids: list[list[int]]  # their tokens
-    facts: dict[str, Any] | None  # what the plugin says that it served
 
 
 @app.callback()
@@ -70,9 +55,9 @@ def demo(
     ),
 ) -> None:
     """Convert, serve and compare; exit code 0 when the plugin ran the layers sparse."""
-    started, gpus = time.monotonic(), doctor.gpus()["list"]
+    started, gpus = time.monotonic(), doctor.gpus()[0]
     out.print(
-        f"Machine: {gpus[0]['name'] if gpus else 'no NVIDIA GPU: exact, slow arithmetic of the backend reference'}"
+        f"Machine: {gpus[0][0] if gpus else 'no NVIDIA GPU: exact, slow arithmetic of the backend reference'}"
     )
     _empty(folder)
     source, converted = cache_folder() / "models" / MODEL, folder / "2_8"
@@ -82,50 +67,54 @@ def demo(
     out.print(f"$ slidesparse convert {MODEL} {converted.name} {CONVERT}")
     words = ["convert", str(source), str(converted), *shlex.split(CONVERT)]
     subprocess.run([sys.executable, "-m", "slidesparse.cli.main", *words], check=True)
-    out.print(f"$ vllm serve {converted.name} {shlex.join(options())}, and two servers like it")
+    out.print("$ vllm serve, by its Python interface, three times")
     jobs = {
-        "original, stock vLLM": (source, True),
-        "6:8, stock vLLM": (converted, True),
-        "6:8, SlideSparse": (converted, False),
+        "original, stock vLLM": (source, "1"),
+        "6:8, stock vLLM": (converted, "1"),
+        "6:8, SlideSparse": (converted, "0"),
     }
-    # on a GPU one server at a time, because vLLM measures free memory while it starts
+    tokenizer = automatic_tokenizer(source)
+    asked = {
+        "prompts": [tokenizer(prompt)["input_ids"] for prompt in PROMPTS],
+        "sampling": [{"max_tokens": TOKENS, "temperature": 0}] * len(PROMPTS),
+    }
+    options: dict[str, Any] = {"max_model_len": 512, "enforce_eager": True, "gpu_memory_utilization": 0.2}
+    options |= {} if gpus else {"dtype": "float32"}  # vLLM's AVX2 kernels truncate to bfloat16
+    # two engines share the cores; on a GPU there is one at a time, because vLLM measures free memory while it starts
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2))}
     with ThreadPoolExecutor(1 if gpus else 2) as pool:
-        futures = {
-            name: pool.submit(serve, *job, folder / f"server-{number}.log")
-            for number, (name, job) in enumerate(jobs.items())
-        }
+        futures = [
+            pool.submit(
+                run, model, asked, options, folder / f"vllm-{number}.log", {**threads, DISABLE: disabled}
+            )
+            for number, (model, disabled) in enumerate(jobs.values())
+        ]
         try:
-            original, stock, ours = (future.result() for future in futures.values())
+            original, stock, ours = (future.result() for future in futures)
         except BaseException:  # the others would fail the same way, or the user has interrupted the demo
             pool.shutdown(cancel_futures=True)
             raise
-    if ours.facts is None or not ours.facts["layers"] or stock.facts or original.facts:
-        raise EnvironmentFault(
-            f"the plugin did not serve the model, or where it was switched off: {ours.facts}"
-        )
+    if not ours.served_by or stock.served_by or original.served_by:
+        raise EnvironmentFault("the plugin did not serve the model, or where it was switched off")
     table = Table(title="SmolLM2-135M-Instruct", show_lines=True)
     for column in ("prompt", *jobs):
         table.add_column(column)
-    for row in zip(PROMPTS, original.texts, stock.texts, ours.texts, strict=True):
+    texts = [tokenizer.batch_decode(answer.outputs) for answer in (original, stock, ours)]
+    for row in zip(PROMPTS, *texts, strict=True):
         table.add_row(*(escape(" ".join(text.split())) for text in row))
     Console(width=None if sys.stdout.isatty() else 150).print(table)
-    layers = ", ".join(f"{count} layers at {pattern}" for pattern, count in ours.facts["layers"].items())
-    out.print(f"SlideSparse served {layers} by the backend {ours.facts['backend']}.")
-    pairs = [a == b for x, y in zip(ours.ids, stock.ids, strict=True) for a, b in zip(x, y, strict=True)]
+    out.print(f"SlideSparse {ours.served_by}", markup=False)
+    pairs = [
+        a == b for x, y in zip(ours.outputs, stock.outputs, strict=True) for a, b in zip(x, y, strict=False)
+    ]
     out.print(f"{sum(pairs)} of its {len(pairs)} tokens are those of stock vLLM with the same checkpoint.")
-    if doctor.system()["int8_saturates"] and not gpus:
-        out.print(
-            "Stock vLLM's INT8 kernel saturates at 16 bits on this CPU, which has no VNNI: they may differ."
-        )
+    if doctor.saturates() and not gpus:
+        out.print(f"They may differ: {doctor.saturates()}.")
     out.print(
-        f"{time.monotonic() - started:.0f} s; checkpoints and server logs are in {folder}", markup=False
+        f"{time.monotonic() - started:.0f} s; checkpoints and vLLM's logs are in {folder}. To serve it yourself: vllm "
+        f"serve {converted}",
+        markup=False,
     )
-
-
-def options() -> list[str]:
-    """Return the options of ``vllm serve``; float32 on CPUs, where vLLM's AVX2 kernels truncate to bfloat16."""
-    common = shlex.split("--max-model-len 512 --enforce-eager --gpu-memory-utilization 0.2")
-    return common if doctor.gpus()["list"] else [*common, "--dtype", "float32"]
 
 
 def _empty(folder: Path) -> None:
@@ -138,71 +127,6 @@ def _empty(folder: Path) -> None:
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARK).touch()
-
-
-def serve(model: Path, stock: bool, log: Path) -> Served:
-    """Serve ``model``, and return what it answers.
-
-    Raises EnvironmentFault with the cause from the ``log`` when the server does not start.
-    """
-    with server(model, stock, log, options()) as address:
-        answers = [_ask(address, str(model), prompt) for prompt in PROMPTS]
-    served = summaries(log.read_text(errors="replace"))
-    texts, ids = ([answer[key] for answer in answers] for key in ("text", "token_ids"))
-    return Served(texts, ids, served[-1] if served else None)
-
-
-@contextmanager
-def server(model: Path, stock: bool, log: Path, options: Sequence[str]) -> Iterator[str]:
-    """Start ``vllm serve``, wait until it answers, yield its address, and stop it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    env = {**os.environ, DISABLE: str(int(stock)), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    # two servers share the cores; the CPU build binds both to the same ones otherwise
-    env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2))}
-    env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    command = [vllm_command(), "serve", str(model), "--host", "127.0.0.1", "--port", port, *options]
-    with log.open("w") as sink:
-        process = subprocess.Popen(command, env=env, stdout=sink, stderr=sink, start_new_session=True)
-    try:
-        _wait(process, f"http://127.0.0.1:{port}", log)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-
-
-def _wait(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{address}/health", timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
-    raise EnvironmentFault(
-        f"vllm serve did not start; its log is {log}\n{find_errors(log.read_text(errors='replace'))}"
-    )
-
-
-def _ask(address: str, model: str, prompt: str) -> dict[str, Any]:
-    """Continue one prompt; batches of several would depend on timing, and the last bits depend on the batch."""
-    asked = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": TOKENS,
-        "temperature": 0,
-        "return_token_ids": True,
-    }
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{address}/v1/completions", json.dumps(asked).encode(), headers)
-    with urllib.request.urlopen(request, timeout=120) as response:
-        answer: dict[str, Any] = json.load(response)["choices"][0]
-    return answer
 
 
 if __name__ == "__main__":

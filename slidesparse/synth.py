@@ -31,8 +31,6 @@ from slidesparse.checkpoint.metadata import KEY
 from slidesparse.checkpoint.names import WEIGHT, is_expert
 from slidesparse.checkpoint.output import (
     full_disk_explained,
-    partial_folder,
-    publish,
     remove_stale,
     require_free_name,
     require_space,
@@ -54,7 +52,7 @@ from slidesparse.checkpoint.w8a8 import KINDS
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.plan import ConversionPlan, Planner
 from slidesparse.convert.source import Floats, Prune
-from slidesparse.convert.stream import write_tensors
+from slidesparse.convert.stream import write_output
 from slidesparse.pattern import Pattern, SlidePattern
 from slidesparse.quantize import INT8
 
@@ -66,70 +64,10 @@ BF16 = "bf16"
 QUANTS = (*KINDS, BF16)
 TOKENIZER = "tokenizer"  # the folder of `tokenizer_files` in a checkpoint
 
-_QWEN25 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 152064}
-_QWEN25 |= {"rope_theta": 1e6, "max_position_embeddings": 131072, "tie_word_embeddings": False}
-_LLAMA3 = {"model_type": "llama", "vocab_size": 128256, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
-_LLAMA3 |= {
-    "architectures": ["LlamaForCausalLM"],
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": True,
-}
-_BITNET = {**_LLAMA3, "architectures": ["BitNetForCausalLM"], "model_type": "bitnet", "hidden_act": "relu2"}
-
-
-def _sizes(hidden: int, intermediate: int, heads: int, kv_heads: int, layers: int) -> dict[str, int]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "num_hidden_layers": layers,
-    }
-
-
 # The sizes of base models, as their config.json on the Hub gives them
-PUBLIC: Mapping[str, Mapping[str, Any]] = {
-    "Llama3.2-1B": {**_LLAMA3, **_sizes(2048, 8192, 32, 8, 16), "head_dim": 64},
-    "Llama3.2-3B": {**_LLAMA3, **_sizes(3072, 8192, 24, 8, 28), "head_dim": 128},
-    "Qwen2.5-7B": {**_QWEN25, **_sizes(3584, 18944, 28, 4, 28), "rms_norm_eps": 1e-6},
-    "Qwen2.5-14B": {**_QWEN25, **_sizes(5120, 13824, 40, 8, 48), "rms_norm_eps": 1e-5},
-    "BitNet-2B": {**_BITNET, **_sizes(2560, 6912, 20, 5, 30), "max_position_embeddings": 4096},
-}
-
-
-def _mixture(kind: str, sizes: Mapping[str, int], experts: int, chosen: int, **others: Any) -> dict[str, Any]:
-    counts = {("num_local_experts" if kind == "mixtral" else "num_experts"): experts}
-    common = {"rope_theta": 1e6, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "model_type": kind}
-    return {"vocab_size": 151936, **common, **sizes, **counts, "num_experts_per_tok": chosen, **others}
-
-
-# Mixtures of experts; the second has shared experts, too
-MIXTURES: Mapping[str, Mapping[str, Any]] = {
-    "Qwen3-30B-A3B": _mixture(
-        "qwen3_moe",
-        _sizes(2048, 6144, 32, 4, 48),
-        *(128, 8),
-        architectures=["Qwen3MoeForCausalLM"],
-        head_dim=128,
-        moe_intermediate_size=768,
-        norm_topk_prob=True,
-    ),
-    "Qwen1.5-MoE-A2.7B": _mixture(
-        "qwen2_moe",
-        _sizes(2048, 5632, 16, 16, 24),
-        *(60, 4),
-        architectures=["Qwen2MoeForCausalLM"],
-        moe_intermediate_size=1408,
-        shared_expert_intermediate_size=5632,
-    ),
-    "Mixtral-8x7B": _mixture(
-        "mixtral",
-        _sizes(4096, 14336, 32, 8, 32),
-        *(8, 2),
-        architectures=["MixtralForCausalLM"],
-        vocab_size=32000,
-    ),
-}
+PUBLIC: Mapping[str, Mapping[str, Any]] = json.loads(
+    (Path(__file__).parent / "public_models.json").read_text()
+)
 
 
 def synth(
@@ -145,7 +83,7 @@ def synth(
     """Write the checkpoint ``out`` of a model with random weights and a placeholder tokenizer; return its plan.
 
     Args:
-        config: a config.json, a folder that holds one, or a name in PUBLIC or MIXTURES.
+        config: a config.json, a folder that holds one, or a name in PUBLIC.
         out: the folder to create; absent or empty.
         quant: "int8" or "fp8" for W8A8, or "bf16" for a float source.
         pattern: the pattern of the linear layers, or None for dense ones; not with "bf16".
@@ -177,28 +115,21 @@ def synth(
         remove_stale(out)
         require_space(out, plan.disk_bytes())
         explained = full_disk_explained(out, plan.disk_bytes(), "nothing is left behind")
-        with explained, partial_folder(out) as partial, plan.checkpoint.reader() as reader:
-            write_tensors(plan, reader, None, partial, progress)
-            (partial / TOKENIZER).mkdir()
-            for file, content in tokenizer_files(values["vocab_size"]).items():
-                (partial / TOKENIZER / file).write_bytes(content)
-            for file, content in plan.small_files():
-                (partial / file).write_bytes(content)
-            publish(partial, out)
+        with explained, plan.checkpoint.reader() as reader:
+            write_output(plan, out, reader, None, progress, tokenizer_files(values["vocab_size"]))
     return plan
 
 
 def _config(config: str | Path, quant: str, layers: int | None) -> dict[str, Any]:
-    """Read a config.json, or the one of a folder, or one of PUBLIC or MIXTURES by name, without its quantization."""
+    """Read a config.json, or the one of a folder, or one of PUBLIC by name, without its quantization."""
     path = Path(config) / CONFIG if Path(config).is_dir() else Path(config)
-    known = {**PUBLIC, **MIXTURES}
-    if str(config) in known:
-        values = dict(known[str(config)])
+    if str(config) in PUBLIC:
+        values = dict(PUBLIC[str(config)])
     elif path.is_file():
         values = parse_json(path.read_bytes(), path)
     else:
         raise CheckpointError(
-            f"{str(config)!r} is neither one of {', '.join(known)}, nor a {CONFIG}, nor a folder that holds one"
+            f"{str(config)!r} is neither one of {', '.join(PUBLIC)}, nor a {CONFIG}, nor a folder that holds one"
         )
     values = {key: value for key, value in values.items() if key not in (*QUANTIZATION, "auto_map")}
     total = values.get("num_hidden_layers")
@@ -304,7 +235,7 @@ class RandomWeights(Floats):
 
 
 def tokenizer_files(vocabulary: int) -> dict[str, bytes]:
-    """Return the files of a tokenizer with one word per token, "t0" to "t151935": file -> content.
+    """Return the files of a tokenizer with one word per token, "t0" to "t151935": path in the checkpoint -> content.
 
     It replaces the real one, so that prompts keep their lengths when vLLM's commands tokenize them.  It needs a folder
     of its own: next to the model's config.json, transformers would use that model's tokenizer class, and some of these
@@ -320,4 +251,4 @@ def tokenizer_files(vocabulary: int) -> dict[str, bytes]:
         "tokenizer_config.json": settings,
         CONFIG: {"model_type": "gpt2"},
     }
-    return {name: json.dumps(content).encode() for name, content in files.items()}
+    return {f"{TOKENIZER}/{name}": json.dumps(content).encode() for name, content in files.items()}

@@ -51,30 +51,9 @@ def loads_a_dump() -> str:
     return load_format if load_format in ("sharded_state", "runai_streamer_sharded", "tensorizer") else ""
 
 
-def starts_threads() -> bool:
-    """Return whether two steps at a time run in threads of their own (``--enable-dbo``)."""
-    return bool(current_config().parallel_config.use_ubatching)
-
-
 def model_dtype() -> Any:
     """Return the dtype of the activations of the model under construction; a head may have another one."""
     return current_config().model_config.dtype
-
-
-def stages() -> int:
-    """Return the pipeline-parallel size of the model under construction."""
-    return int(current_config().parallel_config.pipeline_parallel_size)
-
-
-def holds_whole_model() -> bool:
-    """Return whether this process holds all layers, or shards of them, of the only model that is served."""
-    config = current_config()
-    return stages() == 1 and config.speculative_config is None
-
-
-def compiles_by_inductor(compilation: Any) -> bool:
-    """Return whether models are compiled with options for Inductor: by torch.compile (2) or vLLM's own backend (3)."""
-    return int(compilation.mode or 0) in (2, 3) and compilation.backend in ("", "inductor")
 
 
 def experts_route() -> bool:

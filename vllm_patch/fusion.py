@@ -2,8 +2,8 @@
 
 Just before Inductor generates code, a graph of vLLM holds ``torch.ops.slidesparse.linear(y, ...)`` of a y that is
 
-- ``vllm_ir.rms_norm`` or ``vllm_ir.fused_add_rms_norm``, if vLLM has not decomposed norms (on GPUs, in 0.25.1),
-- or the same decomposed into ATen operators (on CPUs),
+- ``vllm_ir.rms_norm`` or ``vllm_ir.fused_add_rms_norm``, which vLLM has not decomposed yet where it compiles models in
+  pieces (on GPUs, in 0.25.1),
 - or SiLU of one half times the other half, decomposed unless ``custom_ops`` selects vLLM's own kernel.
 
 `FusionPass` replaces such a pair by one fused operator of `slidesparse.ops`, when nothing else uses y.  Inductor could
@@ -31,13 +31,7 @@ from typing import Any
 
 import torch
 from slidesparse.vllm_patch import compat
-from torch._inductor.pattern_matcher import (
-    MULTIPLE,
-    CallFunction,
-    KeywordArg,
-    PatternExpr,
-    stable_topological_sort,
-)
+from torch._inductor.pattern_matcher import CallFunction, KeywordArg, PatternExpr, stable_topological_sort
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from vllm.compilation.passes.inductor_pass import InductorPass
@@ -74,7 +68,8 @@ def register(key: str, resolution: Resolution) -> str:
         return ""
     if not ops.is_native(resolution.backend, torch.device(current_platform.device_type)):
         return f"norms and activations not fused: backend {resolution.backend} quantizes by itself"
-    if not compat.compiles_by_inductor(config):
+    # by torch.compile (2) or vLLM's own backend (3)
+    if int(config.mode or 0) not in (2, 3) or config.backend not in ("", "inductor"):
         return "norms and activations not fused: the model is not compiled by Inductor"
     if not isinstance(custom_pass, FusionPass):
         return f"norms and activations not fused: {PASS_KEY} is taken by {type(custom_pass).__name__}"
@@ -163,7 +158,7 @@ def _producer(layer: Node) -> Producer | None:
     value = source.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dim() != 2:
         return None
-    for match in (_whole_norm, _written_norm, _written_activation):
+    for match in (_norm, _activation):
         producer = match(source, value)
         if producer:
             return producer
@@ -196,32 +191,21 @@ def _result(layer: Node, index: int) -> Node:
     return result
 
 
-def _whole_norm(source: Node, value: torch.Tensor) -> Producer | None:
-    """Match vLLM's own operators of a norm.
+def _norm(source: Node, value: torch.Tensor) -> Producer | None:
+    """Match vLLM's own operators of a norm over whole rows.
 
     ``rms_norm(x, weight, eps, variance_size=None)`` or, with a residual and a pair of results,
     ``fused_add_rms_norm(x, residual, weight, eps, variance_size=None)``.
     """
-    if _calls(source, "vllm_ir::rms_norm"):
-        return _norm(NORM, source.args, 1, value, (source,), ())
-    call = source.args[0] if source.target is operator.getitem and source.args[1] == 0 else None
-    if not isinstance(call, Node) or not _calls(call, "vllm_ir::fused_add_rms_norm"):
-        return None
-    sums = tuple(user for user in call.users if user.args[1] == 1)
-    return _norm(ADD_NORM, call.args, 2, value, (source, call), sums)
-
-
-def _norm(
-    kind: int,
-    inputs: tuple[Any, ...],
-    rows: int,
-    value: torch.Tensor,
-    nodes: tuple[Node, ...],
-    sums: tuple[Node, ...],
-) -> Producer | None:
-    """Return the producer of a norm, or None unless ``inputs`` are ``rows`` tensors like ``value``, weight and eps."""
-    *tensors, eps = inputs[: rows + 2]
-    if len(inputs) < rows + 2 or any(extra is not None for extra in inputs[rows + 2 :]):
+    kind, rows, nodes, sums = NORM, 1, [source], ()
+    if not _calls(source, "vllm_ir::rms_norm"):
+        call = source.args[0] if source.target is operator.getitem and source.args[1] == 0 else None
+        if not isinstance(call, Node) or not _calls(call, "vllm_ir::fused_add_rms_norm"):
+            return None
+        kind, rows, nodes = ADD_NORM, 2, [source, call]
+        sums = tuple(user for user in call.users if user.args[1] == 1)
+    *tensors, eps = nodes[-1].args[: rows + 2]
+    if any(extra is not None for extra in nodes[-1].args[rows + 2 :]):
         return None  # a norm over a part of the row
     if not all(isinstance(tensor, Node) for tensor in tensors) or not isinstance(eps, float):
         return None
@@ -230,34 +214,10 @@ def _norm(
         return None
     if weight.dtype != value.dtype or not weight.is_contiguous():
         return None
-    return Producer(kind, (*tensors, eps), nodes, sums)
+    return Producer(kind, (*tensors, eps), tuple(nodes), sums)
 
 
-def _written_norm(source: Node, value: torch.Tensor) -> Producer | None:
-    """Match a norm decomposed into ATen operators, including the rounding of its sum."""
-    match = _add_norm_pattern(value.dtype)[0].match(source)
-    if match:
-        total = match.ctx.pattern_to_node[_add_norm_pattern(value.dtype)[1]]
-        assert isinstance(total, Node)
-        sums = (total,) if value.dtype == torch.float32 else _rounded(total, value.dtype)
-        inputs = tuple(match.kwargs[name] for name in ("x", "residual", "weight", "eps"))
-        nodes = tuple(reversed(match.nodes))
-        added = None if total.kwargs else _norm(ADD_NORM, inputs, 2, value, nodes, sums)
-        if added:
-            return added
-    match = _norm_pattern(value.dtype).match(source)
-    if not match:
-        return None
-    inputs = tuple(match.kwargs[name] for name in ("x", "weight", "eps"))
-    return _norm(NORM, inputs, 1, value, tuple(reversed(match.nodes)), ())
-
-
-def _rounded(total: Node, dtype: torch.dtype) -> tuple[Node, ...]:
-    convert = prims.convert_element_type.default
-    return tuple(user for user in total.users if user.target is convert and user.args[1] == dtype)
-
-
-def _written_activation(source: Node, value: torch.Tensor) -> Producer | None:
+def _activation(source: Node, value: torch.Tensor) -> Producer | None:
     """Match silu(x[:, :K]) * x[:, K:] decomposed into ATen operators."""
     match = _activation_pattern(value.dtype).match(source)
     if not match:
@@ -284,31 +244,11 @@ def _alike(value: Any, other: torch.Tensor) -> bool:
     )
 
 
-def _cast(pattern: PatternExpr, dtype: torch.dtype, source: torch.dtype, users: Any = 1) -> PatternExpr:
+def _cast(pattern: PatternExpr, dtype: torch.dtype, source: torch.dtype, users: int = 1) -> PatternExpr:
     """Return a pattern of ``pattern`` converted from ``source`` to ``dtype``; itself if they are equal."""
     if dtype == source:
         return pattern
     return CallFunction(prims.convert_element_type.default, pattern, dtype, _users=users)
-
-
-def _norm_of(total: PatternExpr, dtype: torch.dtype) -> PatternExpr:
-    mean = CallFunction(aten.mean.dim, CallFunction(aten.pow.Tensor_Scalar, total, 2), [-1], True)
-    factor = CallFunction(aten.rsqrt.default, CallFunction(aten.add.Tensor, mean, KeywordArg("eps")))
-    normed = _cast(CallFunction(aten.mul.Tensor, total, factor), dtype, torch.float32)
-    return CallFunction(aten.mul.Tensor, normed, KeywordArg("weight"))
-
-
-@cache
-def _norm_pattern(dtype: torch.dtype) -> PatternExpr:
-    return _norm_of(_cast(KeywordArg("x"), torch.float32, dtype, MULTIPLE), dtype)
-
-
-@cache
-def _add_norm_pattern(dtype: torch.dtype) -> tuple[PatternExpr, PatternExpr]:
-    """The pattern of a norm of x + residual, and that of the sum in it."""
-    x, residual = (_cast(KeywordArg(name), torch.float32, dtype, MULTIPLE) for name in ("x", "residual"))
-    total = CallFunction(aten.add.Tensor, x, residual, _users=MULTIPLE)
-    return _norm_of(total, dtype), total
 
 
 @cache

@@ -14,7 +14,7 @@ from slidesparse.calibrate.model import Model
 from slidesparse.calibrate.resume import DIGEST, fingerprints
 from slidesparse.calibrate.samples import REFERENCE, SAMPLES, Samples, join, load_sources
 from slidesparse.checkpoint.bitnet import is_bitnet
-from slidesparse.checkpoint.names import WEIGHT, is_expert
+from slidesparse.checkpoint.names import is_expert
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 from slidesparse.pattern import Pattern
 
@@ -121,11 +121,6 @@ class Task:
         """Return the patterns of the layers of a block that are pruned, by name."""
         names = (name for name in self.model.layers(number) if name in self.layers)
         return {name: self.layers[name].ratio for name in names}
-
-    def disk_bytes(self) -> int:
-        """Return the bytes of finished layers."""
-        specs = [self.model.checkpoint.require(name + WEIGHT) for name in self.layers]
-        return sum(spec.rows * (spec.columns + 4) for spec in specs)
 
     def state(self) -> dict[str, Any]:
         """Return the values that must be equal for a run to resume another; the keys are the words for them."""

@@ -32,7 +32,7 @@ from slidesparse.calibrate.resume import fingerprints
 from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.checkpoint.tokens import automatic_tokenizer, require_ids
 from slidesparse.errors import CalibrationError, SlideSparseError
-from slidesparse.evaluate.engine import generate
+from slidesparse.evaluate.engine import run
 from slidesparse.serving import is_available
 
 if TYPE_CHECKING:
@@ -144,12 +144,12 @@ def _turn(tokenizer: Any) -> Ids:
 
 def _by_vllm(model: Model, prompts: Sequence[Ids], length: int, seed: int, report: Report) -> list[Ids]:
     free, total = torch.cuda.mem_get_info(model.device)
-    options = {"seed": seed, "gpu_memory_utilization": GPU_SHARE * free / total}
+    options = {"seed": seed, "gpu_memory_utilization": GPU_SHARE * free / total, "max_model_len": length}
+    options["enable_prefix_caching"] = False
     sampling = [{"max_tokens": length - len(ids), "temperature": 1.0, "ignore_eos": True} for ids in prompts]
-    outputs = generate(
-        model.checkpoint.folder, prompts, sampling, options, lambda done: report(done * length)
-    )
-    return [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
+    request = {"prompts": prompts, "sampling": sampling}
+    written = run(model.checkpoint.folder, request, options, report=lambda done: report(done * length))
+    return [prompt + output for prompt, output in zip(prompts, written.outputs, strict=True)]
 
 
 @torch.inference_mode()

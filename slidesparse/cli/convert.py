@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slidesparse.calibrate.task import Calibration
     from slidesparse.convert.budget import Budget, Choice
     from slidesparse.convert.choose import Outcome
-    from slidesparse.convert.report import Report
+    from slidesparse.convert.stream import Report
 
 MAX_NAMES = 3  # names listed in a line of the summary
 FRONTIER_ROWS = 8  # rows of the table of losses and savings

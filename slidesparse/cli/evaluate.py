@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from slidesparse.cli.console import Json, application, out, warn
+from slidesparse.cli.console import Json, application, out
 from slidesparse.errors import SlideSparseError
 
 if TYPE_CHECKING:
@@ -53,29 +53,19 @@ def perplexity(
         ),
     ] = None,
     samples: Samples = None,
-    top: Annotated[
-        int,
-        typer.Option(
-            help="Number of most likely tokens that the KL divergence covers; -1 for the whole vocabulary, if memory "
-            "allows.",
-            metavar="N",
-        ),
-    ] = 20,
     option: Options = None,
     log: Log = None,
     as_json: Json = False,
 ) -> None:
-    """Measure the perplexity of a language model; with --against, also top-1 agreement and KL divergence."""
-    from slidesparse.evaluate.perplexity import measure
-    from slidesparse.evaluate.texts import config_of, window_of, windows
+    """Measure the perplexity of a language model; with --against, also how much it rises over another's."""
+    from slidesparse.evaluate.perplexity import config_of, measure, window_of, windows
 
     for folder in filter(None, (model, against)):
         config_of(folder)  # raises an error unless it is a checkpoint
     if seqlen is None:
         seqlen = window_of(model, *([against] if against else []))
     ids = windows(data, model, seqlen, samples)
-    result = measure(model, ids, against, top, _arguments(option), log)
-    _warn(result)
+    result = measure(model, ids, against, _arguments(option), log)
     print(json.dumps(result, default=asdict, indent=2)) if as_json else _show_perplexity(result)
 
 
@@ -92,20 +82,6 @@ def _arguments(options: list[str] | None) -> dict[str, Any]:
     return arguments
 
 
-def _warn(result: dict[str, Any]) -> None:
-    """Warn if a converted checkpoint was not served by the plugin."""
-    from slidesparse.checkpoint.metadata import KEY
-    from slidesparse.evaluate.texts import config_of
-
-    for name in ("model", "against"):
-        folder, served = result.get(name), result.get("served_by" if name == "model" else "against_served_by")
-        if folder and not served and KEY in (config_of(Path(folder)).get("quantization_config") or {}):
-            warn(
-                f"{folder} was served by stock vLLM, without the plugin; install slidesparse in vLLM's environment, "
-                "unset DISABLE_SLIDESPARSE, and add slidesparse to VLLM_PLUGINS if that is set"
-            )
-
-
 def _show(name: str, interval: Interval, digits: int = 4, unit: str = "") -> None:
     low, high = (f"{value:.{digits}f}{unit}" for value in (interval.ci_low, interval.ci_high))
     out.print(escape(f"{name:22} {interval.value:.{digits}f}{unit}  (95%: {low} to {high})"))
@@ -120,6 +96,3 @@ def _show_perplexity(result: dict[str, Any]) -> None:
     out.print(escape(f"{'against':22} {result['against']}: {result['against_served_by'] or 'stock vLLM'}"))
     _show("against: perplexity", result["against_perplexity"])
     _show("increase", result["delta_pct"], 3, "%")
-    _show("top-1 agreement", result["top1_agreement"])
-    exact = "kl" in result
-    _show("KL divergence" if exact else "KL divergence >=", result["kl" if exact else "kl_at_least"], 5)

@@ -6,7 +6,10 @@ Exit codes: 0 ok, 1 a check failed, 2 usage or unusable input, 3 environment, 13
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+import shlex
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -14,9 +17,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from slidesparse import __version__
-from slidesparse.cli import build, convert, doctor, evaluate, synth, tune
-from slidesparse.cli.console import Json, application, out, whole
-from slidesparse.errors import FAILED
+from slidesparse.build.compile import TARGETS, build, cache_folder, target_path
+from slidesparse.build.find import ToolchainError
+from slidesparse.cli import convert, evaluate, tune
+from slidesparse.cli.console import Json, Layout, application, byte_progress, err, out, show, whole
+from slidesparse.errors import FAILED, EnvironmentFault, SlideSparseError
+from slidesparse.pattern import parse_pattern
 
 if TYPE_CHECKING:
     from slidesparse.checkpoint.inspection import CheckpointReport, LayerReport
@@ -45,6 +51,37 @@ def _top(
         raise typer.Exit
 
 
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Ask vLLM, without weights, how it serves a checkpoint: a folder, or ORG/NAME on the Hub."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what this machine can run, what is missing, and how to get it.  Without MODEL, always exits 0.
+
+    With MODEL: exit 0 if SlideSparse serves it here, 1 if not, 3 if this machine lacks something for it.
+    """
+    from slidesparse.doctor import announce_compiling, collect, examine, lines, render
+
+    announce_compiling()
+    if model is None:
+        machine = collect()
+        print(json.dumps(machine, indent=2) if as_json else render(machine))
+        return
+    from slidesparse.checkpoint.hub import local_folder
+
+    report = examine(model, local_folder(model))
+    if as_json:
+        print(json.dumps(report.to_json(), indent=2))
+    else:
+        for line in lines(report):
+            out.print(escape(line))
+    raise typer.Exit(report.code)
+
+
 def inspect(
     folder: Annotated[
         str, typer.Argument(help="Any checkpoint folder, or ORG/NAME on the Hub.", metavar="DIR")
@@ -71,22 +108,12 @@ def _show_layers(report: CheckpointReport) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for layer in report.layers:
         table.add_row(*_cells(layer))
-    console = whole(table)
-    if out.is_terminal and out.width < console.width:
-        for layer in report.layers:
-            name, shape, dtype, pattern, obeys, broken, size, expansion = _cells(layer)
-            out.print(escape(name))
-            out.print(f"  {shape} {dtype}, pattern {pattern}, satisfies {obeys}, violations {broken}")
-            out.print(f"  {size} bytes, expansion {expansion}")
-    else:
-        console.print(table)
+    whole(table).print(table)
     for layer in report.layers:
         if layer.first_violation:
             out.print(escape(layer.first_violation), style="red")
     for dtype, count in report.experts.items():
         out.print(f"{count} weights of routed experts in {dtype}")
-    if report.unread:
-        out.print(f"weights in another tool's format, which are not read: {report.unread}")
     total = sum(layer.bytes for layer in report.layers)
     out.print(f"{len(report.layers)} layers, {total / 1e6:.1f} MB, {report.violations} violations")
 
@@ -104,12 +131,95 @@ def _cells(layer: LayerReport) -> tuple[str, ...]:
     )
 
 
-app.command("doctor")(doctor.doctor)  # in the order of --help
+def build_targets(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help=f"What to compile: {', '.join(TARGETS)}. Default: all."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compile the kernels ahead of time instead of when vLLM first starts.  Needs no GPU.
+
+    If one cannot be compiled, the others still are, and the command prints the reason and exits with 3.
+    """
+    unknown = [name for name in names or () if name not in TARGETS]
+    if unknown:
+        raise SlideSparseError(f"{unknown[0]!r} is not a build target; choose from {', '.join(TARGETS)}")
+    results: list[dict[str, Any]] = []
+    failed: list[str] = []
+    for name in names or TARGETS:
+        began = time.monotonic()
+        try:
+            target = target_path(name)
+            state = "up to date" if target.is_file() else "built"
+            if state == "built":
+                err.print(f"building the {TARGETS[name].title} ...")
+            result = {"state": state, "path": str(build(name))}
+        except ToolchainError as error:
+            failed.append(f"the {TARGETS[name].title}: {error}")
+            result = {"state": "failed", "what": error.what, "remedy": error.remedy}
+        results.append({"name": name, **result, "seconds": round(time.monotonic() - began, 1)})
+        if not as_json and "path" in result:
+            out.print(escape(f"{name:<12} {state:<10} {results[-1]['seconds']:>6} s  {result['path']}"))
+    if as_json:
+        print(json.dumps({"cache": str(cache_folder()), "targets": results}, indent=2))
+    if failed:
+        raise EnvironmentFault("could not compile " + "\n".join(failed))
+
+
+def synth(
+    config: Annotated[
+        str,
+        typer.Argument(
+            help="A config.json, a folder that holds one, or Qwen2.5-7B, Qwen2.5-14B, Llama3.2-1B, Llama3.2-3B,"
+            " BitNet-2B; of mixtures Qwen3-30B-A3B, Qwen1.5-MoE-A2.7B, Mixtral-8x7B.",
+            metavar="CONFIG",
+        ),
+    ],
+    target: Annotated[Path, typer.Argument(help="The folder to write the checkpoint to.", metavar="OUT")],
+    quant: Annotated[
+        str,
+        typer.Option(
+            help="int8 or fp8 for W8A8; or bf16, without --sparsity, for an unquantized model to convert."
+        ),
+    ] = "int8",
+    sparsity: Annotated[
+        str | None,
+        typer.Option("--sparsity", "-s", help="The sparsity pattern, such as 6:8; by default not pruned."),
+    ] = None,
+    layout: Layout = "dense",
+    layers: Annotated[
+        int | None, typer.Option(help="Write only the first N layers of the model.", metavar="N")
+    ] = None,
+) -> None:
+    """Write a checkpoint with random weights and the shapes of a real model, for benchmarks."""
+    pattern = None if sparsity is None else parse_pattern(sparsity)
+    from slidesparse.synth import synth as run
+
+    with byte_progress() as progress:
+        plan = run(
+            config, target, quant=quant, pattern=pattern, layout=layout, layers=layers, progress=progress
+        )
+    architecture, blocks = plan.config["architectures"][0], plan.config["num_hidden_layers"]
+    pruned = f"pruned to {pattern}, {layout} layout" if pattern else "not pruned"
+    form = quant if quant == "bf16" else f"{quant} W8A8"
+    show("model", f"{architecture}, {blocks} layers in {form}, {pruned}")
+    show("weights", "random: for measuring speed only, the output is meaningless")
+    files = len(plan.checkpoint.files)
+    show("size", f"{plan.bytes_out / 1e6:.1f} MB in {files} file{'s' if files > 1 else ''}")
+    folder = shlex.quote(str(target))
+    show("tokenizer", "a placeholder whose tokens are the words t0, t1, t2, ...")
+    if quant == "bf16":
+        show("convert", f"slidesparse convert {folder} PRUNED --sparsity 6:8 --calib random")
+    show("serve", f"vllm serve {folder} --tokenizer {folder}/tokenizer")
+
+
+app.command("doctor")(doctor)  # in the order of --help
 app.command("convert")(convert.convert)
 app.command("tune")(tune.tune)
 app.command("inspect")(inspect)
-app.command("build")(build.build_targets)
-app.command("synth")(synth.synth)
+app.command("build")(build_targets)
+app.command("synth")(synth)
 app.add_typer(evaluate.app, name="eval")
 
 

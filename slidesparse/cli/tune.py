@@ -38,7 +38,7 @@ def tune(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A converted model, a folder with a config.json, or a name such as Qwen2.5-7B; default: every name."
+            help="A converted model, another one's folder, or a name such as Qwen2.5-7B; default: every name."
         ),
     ] = None,
     shapes: Shapes = None,
@@ -71,8 +71,8 @@ def tune(
     from slidesparse import gemm
     from slidesparse.gemm.tuned import tables_folder
     from slidesparse.tune import machine
-    from slidesparse.tune.jobs import gemm_jobs
-    from slidesparse.tune.jobs import tune as run
+    from slidesparse.tune.session import gemm_jobs
+    from slidesparse.tune.session import tune as run
     from slidesparse.tune.shapes import FEW_TOKENS, MIXED_PATTERNS, PATTERNS, parse_choice, parse_patterns
 
     layers = [layer for _, model_layers in parse_models(model, shapes) for layer in model_layers]

@@ -154,38 +154,15 @@ class AllocationProblem:
         return choices
 
     def fastest(self, loss: float) -> Choice:
-        """Return the choice with the largest saving whose total loss is at most ``loss``; possibly all dense."""
-        picked = {group: options[0] for group, options in self.candidates.items()}
-        spent = 0.0
-        closed: set[LayerGroup] = set()  # groups with a step that exceeded the loss, as all later ones would
-        for group, candidate in self._steps():
-            increase = candidate.loss - picked[group].loss
-            if group in closed or spent + increase > loss:
-                closed.add(group)
-                continue
-            picked[group], spent = candidate, spent + increase
-        return self.choice(picked)
+        """Return the last choice of the frontier whose total loss is at most ``loss``; possibly all dense."""
+        return [choice for choice in self.frontier() if choice.loss <= loss][-1]
 
     def least_loss(self, saved: float) -> Choice | None:
-        """Return the choice of least loss that saves this share of stock vLLM's time or of all weights, or None."""
-        picked = {group: options[0] for group, options in self.candidates.items()}
-        steps, applied = self._steps(), list[tuple[LayerGroup, Candidate, Candidate]]()
-        already = 0.0 if self.by_zeros else 1 - self.choice(picked).time
-        needed = saved - already - 1e-12
-        for group, candidate in steps:
-            if needed <= 0:
-                break
-            applied.append((group, picked[group], candidate))
-            needed -= self._saving(candidate) - self._saving(picked[group])
-            picked[group] = candidate
-        if needed > 0:
-            return None
-        # The last step may have saved more than needed: undo other steps if possible, those of most loss first
-        for group, before, after in sorted(applied, key=lambda step: step[1].loss - step[2].loss):
-            if picked[group] is after and needed + self._saving(after) - self._saving(before) <= 0:
-                needed += self._saving(after) - self._saving(before)
-                picked[group] = before
-        return self.choice(picked)
+        """Return the first of the frontier to save this share of stock vLLM's time or of all weights, or None."""
+        for choice in self.frontier():
+            if (choice.zeros if self.by_zeros else 1 - choice.time) >= saved - 1e-12:
+                return choice
+        return None
 
     def _saving(self, candidate: Candidate) -> float:
         return candidate.zeros / self.weights if self.by_zeros else -candidate.time

@@ -15,7 +15,7 @@ from slidesparse import files
 from slidesparse.build.compile import cache_folder
 from slidesparse.calibrate.losses import LayerGroup, Losses, layer_groups, layer_losses, whole_loss
 from slidesparse.calibrate.pipeline import calibrate
-from slidesparse.calibrate.resume import CHOICE, LOSSES, WorkFolder
+from slidesparse.calibrate.resume import CHOICE, WorkFolder
 from slidesparse.calibrate.task import HELD_BACK, TEXTS, Progress, Task
 from slidesparse.checkpoint.names import WEIGHT, is_expert
 from slidesparse.checkpoint.storage import Reader
@@ -118,9 +118,7 @@ def _problem(task: Task, losses: Losses, budget: Budget) -> AllocationProblem:
     return allocation_problem(losses, shapes, task.quant, budget, fixed)
 
 
-def estimate(
-    task: Task, reader: Reader, work: WorkFolder, budget: Budget, rotate: bool, progress: Progress
-) -> Outcome:
+def estimate(task: Task, reader: Reader, budget: Budget, rotate: bool, progress: Progress) -> Outcome:
     """Choose patterns for the budget from the losses of layers, which are measured or cached, without pruning.
 
     Args:
@@ -128,35 +126,27 @@ def estimate(
 
     Raises CalibrationError when the budget allows no pruning or cannot be reached.
     """
-    losses = _losses(task, reader, work, rotate, progress)
+    losses = _losses(task, reader, rotate, progress)
     kinds = tuple(samples.origin for samples in task.held_back)
     problem = _problem(task, losses, budget)
     outcome = Outcome(budget, problem, FIRST_PART, task.model.skeleton.generates, kinds)
     return replace(outcome, choice=_choose(outcome, outcome.allowed / FIRST_PART))
 
 
-def _losses(task: Task, reader: Reader, work: WorkFolder, rotate: bool, progress: Progress) -> Losses:
-    """Return the losses of all layer groups.
-
-    They are kept in ``work``, so that a resumed run decides as before, and in the user's cache for other budgets.
-    """
+def _losses(task: Task, reader: Reader, rotate: bool, progress: Progress) -> Losses:
+    """Return the losses of all layer groups, which are kept in the user's cache for resumed runs and other budgets."""
     state = {key: value for key, value in task.state().items() if key not in ("layers", HELD_BACK, TEXTS)}
     state |= {"layers": sorted(task.layers), "rotate": rotate, "patterns": [p.ratio for p in PATTERNS]}
     cached = loss_cache() / f"{hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]}.json"
-    entries = work.read_json(LOSSES)
-    if entries is None:
-        with suppress(files.DamagedFile):  # measured again
-            entries = files.read_json(cached)
-    known: Losses = {tuple(group): by_pattern for group, by_pattern in entries or ()}
+    known: Losses = {}
+    with suppress(files.DamagedFile):  # measured again
+        known = {tuple(group): by_pattern for group, by_pattern in files.read_json(cached) or ()}
 
     def save(losses: Losses) -> None:
-        work.write_json(LOSSES, [[list(group), by_pattern] for group, by_pattern in losses.items()])
+        with suppress(OSError):  # what is not cached is measured again
+            files.write_json(cached, [[list(group), by_pattern] for group, by_pattern in losses.items()])
 
-    save(known)
-    losses = layer_losses(task, PATTERNS, reader, known, save, progress)
-    with suppress(OSError):  # what is not cached is measured again
-        files.write_json(cached, [[list(group), by_pattern] for group, by_pattern in losses.items()])
-    return losses
+    return layer_losses(task, PATTERNS, reader, known, save, progress)
 
 
 def _shape(task: Task, group: LayerGroup) -> Shape:
@@ -200,18 +190,20 @@ def prune_within(
     Args:
         fitted: a function that returns the task for a choice, with samples to validate it.
     """
-    attempts = _attempts(work.read_json(CHOICE)) or [Attempt(outcome.allowed / FIRST_PART, ())]
+    assert outcome.choice
+    saved = work.read_json(CHOICE) or [(outcome.choice.loss, ())]
+    attempts = [Attempt(limit, tuple(losses)) for limit, losses in saved]
     while True:
         choice = _choose(outcome, attempts[-1].limit)
         if not attempts[-1].losses:
             chosen = fitted(choice)
             calibrate(chosen, reader, work, progress)
             measured = tuple(whole_loss(chosen, held, reader, work, progress) for held in chosen.held_back)
-            attempts[-1] = Attempt(attempts[-1].limit, measured)
-            work.write_json(CHOICE, _saved(attempts))
+            attempts[-1] = Attempt(choice.loss, measured)
+            work.write_json(CHOICE, attempts)
         limit, measured = None, attempts[-1].losses
         if outcome.budget.max_loss is not None:
-            tried = [Tried(limit, _choose(outcome, limit).loss, max(losses)) for limit, losses in attempts]
+            tried = [(limit, max(losses)) for limit, losses in attempts]
             most = choice.patterns == outcome.problem.frontier()[-1].patterns
             limit = next_limit(tried, outcome.allowed, most)
         if limit is None:
@@ -220,53 +212,39 @@ def prune_within(
             return replace(outcome, choice=choice, measured=measured, part=part)
         attempts.append(Attempt(limit, ()))
         work.clear()
-        work.write_json(CHOICE, _saved(attempts))
+        work.write_json(CHOICE, attempts)
 
 
 class Attempt(NamedTuple):
-    """A limit on the sum of layers' losses, and the resulting losses of the whole model on each kind of text."""
+    """A limit on the sum of layers' losses, and the resulting losses of the whole model on each kind of text.
+
+    Once these are measured, the limit is the sum itself, which leads to the same choice.
+    """
 
     limit: float
     losses: tuple[float, ...]  # none before they are measured
 
 
-def _attempts(saved: Sequence[tuple[float | None, Sequence[float]]] | None) -> list[Attempt]:
-    """Return the attempts that `_saved` wrote, none without a file."""
-    return [Attempt(math.inf if limit is None else limit, tuple(losses)) for limit, losses in saved or ()]
-
-
-def _saved(attempts: Sequence[Attempt]) -> list[tuple[float | None, tuple[float, ...]]]:
-    """Return attempts as a value for a JSON file, the limit of a goal without one as null."""
-    return [(limit if math.isfinite(limit) else None, losses) for limit, losses in attempts]
-
-
-class Tried(NamedTuple):
-    """A choice that was tried."""
-
-    limit: float  # on the sum of layers' losses
-    predicted: float  # the sum of layers' losses
-    loss: float  # of the whole model, on the kind of text where it is largest
-
-
-def next_limit(tried: Sequence[Tried], allowed: float, most: bool) -> float | None:
+def next_limit(tried: Sequence[tuple[float, float]], allowed: float, most: bool) -> float | None:
     """Return the next limit on the sum of layers' losses, or None to keep the last choice.
 
     The loss of the whole model is taken to grow as a power of the sum: through the two choices nearest to the aim, or,
     after the first, in proportion.
 
     Args:
+        tried: the sum of each choice, and the loss of the whole model on the kind of text where it is largest.
         most: whether the last choice prunes as much as possible.
     """
     last = tried[-1]
-    good, bad = ([x for x in tried if (x.loss <= allowed) == within] for within in (True, False))
-    if last.loss <= allowed and (last.loss >= CLOSE * allowed or most):
+    good, bad = ([x for x in tried if (x[1] <= allowed) == within] for within in (True, False))
+    if last[1] <= allowed and (last[1] >= CLOSE * allowed or most):
         return None
     if len(tried) >= ROUNDS:
         # Repeat the best choice within the allowed loss, unless it was the last
-        return max(x.limit for x in good) if good and last in bad and len(tried) == ROUNDS else None
+        return max(good)[0] if good and last in bad and len(tried) == ROUNDS else None
     points = [
-        (math.log(x.predicted or LEAST * allowed), math.log(max(x.loss / allowed, LEAST) / AIM))
-        for x in tried
+        (math.log(total or LEAST * allowed), math.log(max(loss / allowed, LEAST) / AIM))
+        for total, loss in tried
     ]
     (x, y), *others = sorted(points, key=lambda point: abs(point[1]))
     power = 1.0
@@ -274,6 +252,6 @@ def next_limit(tried: Sequence[Tried], allowed: float, most: bool) -> float | No
         power = min(max((others[0][1] - y) / (others[0][0] - x), POWERS[0]), POWERS[1])
     limit = math.exp(x) * min(max(math.exp(-y / power), 1 / MAX_STEP), MAX_STEP)
     if good and bad:
-        low, high = max(x.limit for x in good), min(x.predicted for x in bad)
+        low, high = max(good)[0], min(bad)[0]
         return limit if low < limit < high else (low + high) / 2
     return limit

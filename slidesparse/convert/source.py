@@ -16,7 +16,7 @@ from torch import Tensor
 from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.converted import require_shape, restore
 from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, Metadata
-from slidesparse.checkpoint.names import BIAS, HEAD, SCALE, WEIGHT, ZERO_POINT, layer_names
+from slidesparse.checkpoint.names import BIAS, HEAD, WEIGHT, ZERO_POINT, layer_names
 from slidesparse.checkpoint.storage import DTYPES, FLOATS, Checkpoint, CheckpointError, Reader
 from slidesparse.checkpoint.w8a8 import (
     FP8_METHOD,
@@ -289,35 +289,23 @@ def _change(scheme: Scheme) -> str:
     return _CHANGES.get(scheme.activations) or (expanded if scheme.strategy == "tensor" else "")
 
 
-class Converted(Source):
+class Converted(Quantized):
     """A checkpoint that was pruned before, of which only the layout changes."""
 
     def __init__(self, checkpoint: Checkpoint, block: Mapping[str, Any], metadata: Metadata) -> None:
-        super().__init__(checkpoint, None, parse_block(block, checkpoint.tensors))
-        self._block, self._converted = dict(block), metadata
-        self.metadata = metadata
-
-    def quant(self, layer: str) -> str:
-        scheme = self.quantization.scheme(layer, self.checkpoint.require(layer + WEIGHT).dtype)
-        assert scheme
-        return scheme.quant
+        super().__init__(checkpoint, None, parse_block(block, checkpoint.tensors), block, has_experts=False)
+        self.metadata = self._converted = metadata
 
     def in_features(self, layer: str) -> int:
-        require_quantized(self.checkpoint, layer, self.quantization)
+        super().in_features(layer)
         require_shape(self.checkpoint, self._converted, layer)
         return self._converted.layers[layer].in_features
-
-    def copies_scale(self, layer: str) -> bool:
-        return True
 
     def codes(self, reader: Reader, layer: str, rows: slice, prune: Prune) -> tuple[Tensor, Tensor | None]:
         return restore(reader.rows(layer + WEIGHT, rows), self._converted, layer, rows.start), None
 
     def config(self, layers: Collection[str], ignored: Collection[str]) -> dict[str, Any]:
         return dict(self._block)
-
-    def keeps(self, layer: str, suffix: str) -> bool:
-        return suffix == SCALE
 
 
 def source_of(checkpoint: Checkpoint, quant: str | None, has_experts: bool) -> Source:

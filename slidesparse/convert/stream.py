@@ -15,10 +15,11 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,12 +27,12 @@ import torch
 from torch import Tensor
 
 from slidesparse.blocks import obeys
+from slidesparse.calibrate.distill import Distilled, distill, require_memory
 from slidesparse.calibrate.distill import disk_bytes as distillation_bytes
-from slidesparse.calibrate.distill import distill, require_memory
 from slidesparse.calibrate.learning import find_rotation
 from slidesparse.calibrate.permutation import ordered_reader
 from slidesparse.calibrate.pipeline import calibrate
-from slidesparse.calibrate.resume import DISTILLED, WorkFolder, finished_bytes, open_work, require_resumable
+from slidesparse.calibrate.resume import DISTILLED, WorkFolder, open_work, require_resumable
 from slidesparse.calibrate.roles import roles_of
 from slidesparse.calibrate.rotation import rotated_reader, rotation_obstacle, untie_head
 from slidesparse.calibrate.smoothing import find_smoothing, smoothed_reader
@@ -63,10 +64,9 @@ from slidesparse.checkpoint.storage import (
     is_inside,
 )
 from slidesparse.convert.budget import Choice
-from slidesparse.convert.choose import estimate, loss_cache, prune_within, require_usable
+from slidesparse.convert.choose import Outcome, estimate, loss_cache, prune_within, require_usable
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.plan import ConversionPlan, Output, Planner
-from slidesparse.convert.report import Report
 from slidesparse.convert.served import ask
 from slidesparse.convert.source import Floats, Quantized
 from slidesparse.errors import CalibrationError
@@ -78,6 +78,32 @@ from slidesparse.slide import require_pattern, slide
 
 ROTATED = "the residual stream and the values of each attention head, folded into the weights"
 _CODE = (".py", ".pkl", ".bin", ".pt", ".pth", ".so", ".sh")  # never copied, whatever the name
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of a conversion, or what is planned in a dry run."""
+
+    plan: ConversionPlan
+    out: Path
+    seconds: float = 0.0
+    samples: str = ""  # description of the calibration samples; "" if weights were pruned by magnitude
+    note: str = ""  # hint about the samples
+    rotation: str = ""  # with calibration: how the model was rotated, or why not
+    smoothing: str = ""  # with calibration: what smoothing does, if it does anything
+    budget: Outcome | None = None  # result of a budget
+    distillation: str = ""  # requirements of distillation
+    distilled: Distilled | None = None  # result of distillation
+    layers: tuple[dict[str, Any], ...] = ()  # with calibration: what it measured of each pruned layer
+    was_sparse: bool = False  # whether the weights obeyed their patterns already
+    left_out: tuple[str, ...] = ()  # files of the source that were not copied
+    unserved: str = ""  # why the vLLM that is installed does not serve the model
+
+    @property
+    def sensitivity(self) -> list[str]:
+        """The pruned layers by descending relative output error; empty without calibration."""
+        errors = {row["name"]: row.get("error_finetuned", row["error_quantized"]) for row in self.layers}
+        return sorted(errors, key=lambda name: (-errors[name], name))
 
 
 def convert(
@@ -138,13 +164,14 @@ def convert(
         if task:
             require_resumable(out, _state(task, options, rotation), task.calibration.resume)
         remove_stale(out)
-        _require_room(plan, task, out)
+        if not (task and task.calibration.resume):  # the run before has written some of it
+            _require_room(plan, task, out)
         report = _prune_and_write(planner, task, report, progress)
     elif task and options.budget:
         with planner.checkpoint.reader() as reader, tempfile.TemporaryDirectory() as folder:
             work = WorkFolder(Path(folder))
             dense = _transformed(task, reader, work, rotation == ROTATED, progress)
-            outcome = estimate(task, dense.reader, work, options.budget, dense.rotated, progress)
+            outcome = estimate(task, dense.reader, options.budget, dense.rotated, progress)
             report = replace(report, rotation=dense.rotation or rotation, budget=outcome)
     return replace(report, seconds=time.monotonic() - started)
 
@@ -244,7 +271,7 @@ def _prune_and_write(planner: Planner, task: Task | None, report: Report, progre
                     f"calibration does not fit into the memory of {task.device} ({error}); use fewer --samples, a "
                     "smaller --seqlen, or --device cpu"
                 ) from None
-        _write(plan, out, reader, None, progress)
+        write_output(plan, out, reader, None, progress)
         return report
 
 
@@ -262,7 +289,7 @@ def _write_calibrated(
             tied.served = planner.served
             planner, plan = tied, tied.plan()
         if options.budget:
-            outcome = estimate(task, reader, work, options.budget, dense.rotated, progress)
+            outcome = estimate(task, reader, options.budget, dense.rotated, progress)
 
             def fitted(choice: Choice) -> Task:
                 chosen = planner.plan(choice.by_layer)
@@ -278,7 +305,7 @@ def _write_calibrated(
             distilled = distill(task, reader, work, partial(_dense_reader, rotate=rotate), progress)
         measured = work.rows()
         with work.tensors(DISTILLED).reader() as codes:
-            _write(plan, out, ordered_reader(reader, codes), ordered_reader(codes, codes), progress)
+            write_output(plan, out, ordered_reader(reader, codes), ordered_reader(codes, codes), progress)
         work.remove()
     return replace(
         report,
@@ -328,15 +355,23 @@ def _dense_reader(task: Task, reader: Reader, work: WorkFolder, rotate: bool) ->
     return _transformed(task, reader, work, rotate, no_progress).reader
 
 
-def _write(plan: ConversionPlan, out: Path, reader: Reader, codes: Reader | None, progress: Progress) -> None:
-    """Write the output and publish it, with calibrated ``codes`` where there are some."""
+def write_output(
+    plan: ConversionPlan,
+    out: Path,
+    reader: Reader,
+    codes: Reader | None,
+    progress: Progress,
+    added: Mapping[str, bytes] = {},
+) -> None:
+    """Write the output, with files that are ``added``, and publish it, with calibrated ``codes`` if there are some."""
     source = plan.checkpoint.folder
     with partial_folder(out) as folder:
         for name in _other_files(plan.checkpoint)[0]:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, folder / name)
-        write_tensors(plan, reader, codes, folder, progress)
-        for file, content in plan.small_files():
+        _write_tensors(plan, reader, codes, folder, progress)
+        for file, content in chain(added.items(), plan.small_files()):
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / file).write_bytes(content)
         plan.checkpoint.require_unchanged()
         publish(folder, out)
@@ -346,18 +381,12 @@ def _write(plan: ConversionPlan, out: Path, reader: Reader, codes: Reader | None
 
 
 def _require_room(plan: ConversionPlan, task: Task | None, out: Path) -> None:
-    """Raise EnvironmentFault unless the output and the finished blocks of calibration fit on the disk."""
-    source = plan.checkpoint.folder
-    needed = plan.disk_bytes() + sum(
-        (source / name).stat().st_size for name in _other_files(plan.checkpoint)[0]
-    )
-    if task:
-        needed += (
-            task.disk_bytes()
-            + distillation_bytes(task)
-            - (finished_bytes(out) if task.calibration.resume else 0)
-        )
-    require_space(out, needed)
+    """Raise EnvironmentFault unless the output, and what calibration keeps until then, fit on the disk."""
+    others = sum((plan.checkpoint.folder / name).stat().st_size for name in _other_files(plan.checkpoint)[0])
+    kept = (
+        plan.disk_bytes() + distillation_bytes(task) if task else 0
+    )  # codes of finished blocks are as large
+    require_space(out, plan.disk_bytes() + others + kept)
 
 
 # Files and chunks
@@ -472,7 +501,7 @@ def is_finite(values: Tensor) -> bool:
     return bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())  # NaN wins both comparisons
 
 
-def write_tensors(
+def _write_tensors(
     plan: ConversionPlan, reader: Reader, codes: Reader | None, folder: Path, progress: Progress
 ) -> None:
     """Write the safetensors files of a plan into ``folder``; ``codes`` has those of calibrated layers, and vectors."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ LOGGING_CONFIG = "VLLM_LOGGING_CONFIG_PATH"
 
 
 def summaries(log: str) -> list[dict[str, Any]]:
-    """Return what the plugin wrote of each model that it served: `slidesparse.vllm_patch.summary.Facts`."""
+    """Return what the plugin wrote of each model that it served, by `slidesparse.vllm_patch.summary`."""
     return [json.loads(line.partition(SUMMARY)[2]) for line in log.splitlines() if SUMMARY in line]
 
 
@@ -46,27 +45,6 @@ class Scored:
         return [part.tolist() for part in np.split(self.arrays["outputs"], ends)[:-1]]
 
 
-def score(
-    model: Path,
-    ids: Sequence[Sequence[int]],
-    top: int,
-    options: Mapping[str, Any] | None = None,
-    log: Path | None = None,
-) -> Scored:
-    """Serve a checkpoint, and compute the arrays of `slidesparse.evaluate.worker` for samples of token ``ids``.
-
-    Args:
-        top: number of most likely tokens per position, or -1 for all.
-        options: arguments of vllm.LLM.
-        log: file to append the engine's output to; None discards it.
-
-    Raises SlideSparseError with the cause from the engine's log, EnvironmentFault without vLLM.
-    """
-    longest = max(len(sample) for sample in ids) + 1  # vLLM generates one token
-    options = {"enforce_eager": True, "max_model_len": longest, **(options or {})}
-    return run(model, {"ids": ids, "top": top}, options, log)
-
-
 def run(
     model: Path,
     request: Mapping[str, Any],
@@ -78,10 +56,12 @@ def run(
     """Serve a checkpoint, and compute the arrays of a ``request`` to `slidesparse.evaluate.worker`.
 
     Args:
+        options: arguments of vllm.LLM.
+        log: file to append the engine's output to; None discards it.
         environment: variables of the worker, besides those of this process.
         report: called with the number of prompts that are done.
 
-    Raises as `score` does.
+    Raises SlideSparseError with the cause from the engine's log, EnvironmentFault without vLLM.
     """
     if not is_available():
         raise EnvironmentFault(f"this serves the model, but vLLM is not installed: {INSTALL}")
@@ -116,34 +96,6 @@ def run(
             arrays = {name: archive[name] for name in archive.files}
     served = summaries(text)
     return Scored(arrays, served[-1]["words"] if served else "")
-
-
-def generate(
-    model: Path,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any] | None = None,
-    report: Callable[[int], None] | None = None,
-) -> list[list[int]]:
-    """Return the ids with which a served model continues ``prompts``; ``sampling`` are parameters of each.
-
-    Args:
-        report: called with the number of prompts that are done.
-
-    Raises as `score` does.
-    """
-    longest = max(len(ids) + each["max_tokens"] for ids, each in zip(prompts, sampling, strict=True))
-    options = {"enable_prefix_caching": False, "max_model_len": longest, **(options or {})}
-    return run(model, {"prompts": prompts, "sampling": sampling}, options, report=report).outputs
-
-
-def vllm_command() -> str:
-    """Return the ``vllm`` command of this Python's environment, else of the PATH.  Raises EnvironmentFault."""
-    sibling = Path(sys.executable).with_name("vllm")
-    command = str(sibling) if sibling.is_file() else shutil.which("vllm")
-    if not command:
-        raise EnvironmentFault(f"the vllm command is not installed: {INSTALL}")
-    return command
 
 
 def _environment() -> dict[str, str]:

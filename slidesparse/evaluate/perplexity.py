@@ -1,4 +1,7 @@
-"""``slidesparse eval perplexity``: compare the perplexities of two served models on the same text."""
+"""``slidesparse eval perplexity``: compare the perplexities of two served models on the same text.
+
+The text is cut into windows of token ids, by the checkpoint's own tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,71 @@ from typing import Any
 
 import numpy as np
 
-from slidesparse.checkpoint.tokens import require_ids
+from slidesparse.checkpoint.storage import CONFIG, parse_json, text_config
+from slidesparse.checkpoint.tokens import cut, read_documents, read_samples, require_ids, tokenizer_of
 from slidesparse.errors import SlideSparseError
-from slidesparse.evaluate.engine import Scored, score
-from slidesparse.evaluate.texts import config_number
-from slidesparse.evaluate.worker import MAX_LOGPROBS_AT_ONCE
+from slidesparse.evaluate.engine import Scored, run
 
-TOP = 20  # most likely tokens to compare, vLLM's default limit; -1 for all
-MAX_LOGPROBS = 2 * 10**8  # log-probabilities of all windows, of 8 bytes each
+WINDOW = 2048  # tokens
 ROUNDS, COVERAGE = 2000, 0.95  # of the bootstrap
 DRAWS = 2**24  # indices drawn at a time
 
 Array = np.ndarray
+
+
+def window_of(*folders: Path) -> int:
+    """Return the window length in tokens for all checkpoints in ``folders``: WINDOW, or their least positions minus 1.
+
+    vLLM generates one token after a window.  A config.json without a number of positions does not limit the window.
+    """
+    positions = [config_number(folder, "max_position_embeddings") for folder in folders]
+    return min([WINDOW, *(count - 1 for count in positions if count)])
+
+
+def config_number(folder: Path, key: str) -> int | None:
+    """Return a number from config.json, or from its text_config, or None if there is none."""
+    try:
+        config = config_of(folder)
+        return int({**config, **text_config(config)}[key])
+    except (SlideSparseError, ValueError, TypeError, KeyError, OverflowError):
+        return None  # vLLM will report what is wrong
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """Read config.json of a checkpoint.  Raises SlideSparseError if it is missing or not a JSON object."""
+    path = folder / CONFIG
+    try:
+        return parse_json(path.read_bytes(), path)
+    except OSError as error:
+        raise SlideSparseError(
+            f"{folder} is no checkpoint folder: its {CONFIG} cannot be read ({error})"
+        ) from error
+
+
+def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) -> list[list[int]]:
+    """Split data into consecutive windows of ``seqlen`` tokens for perplexity; return the first ``samples`` of them.
+
+    Args:
+        data: texts, as one stream, in a form that `read_documents` takes; or a .npy file of ids, a stream [tokens] or
+            rows [samples, tokens].
+
+    Raises SlideSparseError for data without a whole window.
+    """
+    if samples is not None and samples < 1:
+        raise SlideSparseError(f"--samples {samples} is too few; leave it out to take all")
+    if seqlen < 2:
+        raise SlideSparseError(f"--seqlen {seqlen} is too short: the first token of a window is not scored")
+    if Path(data).suffix == ".npy":
+        found = read_samples(Path(data), seqlen)
+    else:
+        encode = tokenizer_of(folder)
+        stream = [token for document in read_documents(str(data)) for token in encode(document)]
+        found = cut(np.asarray(stream, dtype=np.int64), seqlen)
+    if not found:
+        raise SlideSparseError(
+            f"{data} gives no window of {seqlen} tokens; give more text, or a smaller --seqlen"
+        )
+    return [window.tolist() for window in found[:samples]]
 
 
 @dataclass(frozen=True)
@@ -57,7 +113,6 @@ def measure(
     model: Path,
     ids: Sequence[Sequence[int]],
     against: Path | None = None,
-    top: int = TOP,
     options: Mapping[str, Any] | None = None,
     log: Path | None = None,
 ) -> dict[str, Any]:
@@ -70,25 +125,11 @@ def measure(
         vocabulary = config_number(folder, "vocab_size")
         if vocabulary:
             require_ids(ids, vocabulary, "--data", folder)
-        _require_top(ids, top, vocabulary)
-    scored = score(model, ids, top, options, log)
-    reference = score(against, ids, top, options, log) if against else None
+    longest = max(len(sample) for sample in ids) + 1  # vLLM generates one token
+    options = {"enforce_eager": True, "max_model_len": longest, **(options or {})}
+    scored = run(model, {"ids": ids}, options, log)
+    reference = run(against, {"ids": ids}, options, log) if against else None
     return summarize(str(model), str(against), ids, scored, reference)
-
-
-def _require_top(ids: Sequence[Sequence[int]], top: int, vocabulary: int | None) -> None:
-    """Raise SlideSparseError unless ``top`` log-probabilities a token exist and fit into memory."""
-    if top == 0 or top < -1 or (vocabulary and top > vocabulary):
-        limit = f" to {vocabulary}" if vocabulary else ""
-        raise SlideSparseError(f"--top {top}: use 1{limit}, or -1 for the whole vocabulary")
-    per_token = top if top > 0 else vocabulary or 1
-    longest, tokens = max(len(sample) for sample in ids), sum(len(sample) for sample in ids)
-    most = min(MAX_LOGPROBS_AT_ONCE // longest, MAX_LOGPROBS // tokens)
-    if per_token > most:
-        raise SlideSparseError(
-            f"--top {top} asks for {per_token} log-probabilities of each of {tokens} tokens, more than memory holds; "
-            f"use --top {most} or less, or fewer tokens: --samples and --seqlen"
-        )
 
 
 def summarize(
@@ -96,9 +137,8 @@ def summarize(
 ) -> dict[str, Any]:
     """Compute the metrics from the engines' arrays, each as an `Interval`.
 
-    They are named as ``--json`` prints them.  With a reference: its perplexity; "delta_pct", the relative increase in
-    perplexity over it, in percent, paired; "top1_agreement", the share of positions with the same most likely token;
-    and "kl", the mean KL(reference || model) in nats, or "kl_at_least" if the tokens are not the whole vocabulary.
+    They are named as ``--json`` prints them.  With a reference: its perplexity, and "delta_pct", the relative increase
+    in perplexity over it, in percent, paired.
     """
     lengths = np.asarray([len(sample) - 1 for sample in ids])
     losses = _sum_by_window(-scored.arrays["logprobs"], lengths)
@@ -112,9 +152,6 @@ def summarize(
     if reference is None:
         return result
     reference_losses = _sum_by_window(-reference.arrays["logprobs"], lengths)
-    same = scored.arrays["top_ids"][:, 0] == reference.arrays["top_ids"][:, 0]
-    kl = divergence(*(s.arrays[name] for s in (reference, scored) for name in ("top_ids", "top_logprobs")))
-    mass = np.exp(reference.arrays["top_logprobs"].astype(np.float64)).sum(-1).min()
     return result | {
         "against": against,
         "against_served_by": reference.served_by,
@@ -122,8 +159,6 @@ def summarize(
         "delta_pct": bootstrap(
             lambda a, b, n: 100 * (np.exp(ratio(a, n) - ratio(b, n)) - 1), losses, reference_losses, lengths
         ),
-        "top1_agreement": bootstrap(ratio, _sum_by_window(same, lengths), lengths),
-        "kl" if mass > 1 - 1e-4 else "kl_at_least": bootstrap(ratio, _sum_by_window(kl, lengths), lengths),
     }
 
 
@@ -135,18 +170,3 @@ def _sum_by_window(values: Array, lengths: Array) -> Array:
     """Sum values [tokens] over each window, [windows]."""
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     return np.asarray(np.add.reduceat(values.astype(np.float64), starts))
-
-
-def divergence(p_ids: Array, p_logprobs: Array, q_ids: Array, q_logprobs: Array) -> Array:
-    """Return KL(p || q) at each position, [tokens], from the most likely tokens of both, [tokens, top] each.
-
-    Tokens listed for both count individually, and all others as one.  Merging outcomes never increases a KL divergence,
-    so this is a lower bound, and exact if both list the whole vocabulary.
-    """
-    divergences = np.empty(len(p_ids))
-    for i, tokens in enumerate(zip(p_ids, q_ids, strict=True)):
-        _, of_p, of_q = np.intersect1d(*tokens, assume_unique=True, return_indices=True)
-        p, q = p_logprobs[i, of_p].astype(np.float64), q_logprobs[i, of_q].astype(np.float64)
-        p_rest, q_rest = max(0.0, 1 - np.exp(p).sum()), max(1e-12, 1 - np.exp(q).sum())
-        divergences[i] = (np.exp(p) * (p - q)).sum() + p_rest * np.log((p_rest or q_rest) / q_rest)
-    return divergences

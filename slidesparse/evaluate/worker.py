@@ -1,9 +1,8 @@
 """A program that scores and continues token ids with one vLLM engine, started by `slidesparse.evaluate.engine`.
 
-It reads a JSON object from stdin: ``model``, ``options`` of vllm.LLM, and what to do: ``ids`` of samples to score, with
-the number ``top`` of likely tokens to return; ``prompts`` of ids to continue, each with its ``sampling`` parameters.
-It writes arrays to the ``.npz`` file named by its argument: logprobs [tokens] of all tokens but the first of each
-sample; top_ids and top_logprobs [tokens, top], the most likely first; outputs [tokens], the ids that continue the
+It reads a JSON object from stdin: ``model``, ``options`` of vllm.LLM, and what to do: ``ids`` of samples to score;
+``prompts`` of ids to continue, each with its ``sampling`` parameters.  It writes arrays to the ``.npz`` file named by
+its argument: logprobs [tokens] of all tokens but the first of each sample; outputs [tokens], the ids that continue the
 prompts, joined, and lengths [prompts], how many of them belong to each.
 """
 
@@ -15,35 +14,23 @@ from typing import Any
 
 import numpy as np
 
-CHUNK_SAMPLES = 64  # samples at a time; fewer if they have more log-probabilities than MAX_LOGPROBS_AT_ONCE
+CHUNK_SAMPLES = 64  # that are scored at a time: vLLM returns some hundred bytes for each of their tokens
 CHUNK_PROMPTS = 512  # that are continued at a time, as many as vLLM runs at once
-MAX_LOGPROBS_AT_ONCE = 10**7  # vLLM returns each log-probability as a Python object of about 200 bytes
 
 
-def request_logprobs(llm: Any, all_samples: list[list[int]], top: int) -> dict[str, np.ndarray]:
-    """Request the log-probabilities of ``all_samples`` from an engine; with a ``top`` of 0, of their tokens alone."""
+def request_logprobs(llm: Any, samples: list[list[int]]) -> np.ndarray:
+    """Request the log-probabilities of all tokens but the first of each of ``samples`` from an engine."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=top, detokenize=False)
-    logprobs, ids, tops = [], [], []
-    width = max(1, top) if top >= 0 else llm.llm_engine.model_config.get_vocab_size()
-    longest = max((len(sample) for sample in all_samples), default=1)
-    chunk = max(1, min(CHUNK_SAMPLES, MAX_LOGPROBS_AT_ONCE // (width * longest)))
-    for start in range(0, len(all_samples), chunk):
-        samples = all_samples[start : start + chunk]
-        prompts = [{"prompt_token_ids": sample} for sample in samples]
-        for sample, output in zip(samples, llm.generate(prompts, sampling, use_tqdm=False), strict=True):
-            for token, position in zip(sample[1:], output.prompt_logprobs[1:], strict=True):
-                likeliest = sorted(position.items(), key=lambda item: item[1].rank)
-                likeliest = likeliest[: len(likeliest) if top < 0 else top]
-                logprobs.append(position[token].logprob)
-                ids.append([token_id for token_id, _ in likeliest])
-                tops.append([entry.logprob for _, entry in likeliest])
-    return {
-        "logprobs": np.asarray(logprobs, np.float32),
-        "top_ids": np.asarray(ids, np.int32),
-        "top_logprobs": np.asarray(tops, np.float32),
-    }
+    sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
+    logprobs = []
+    for start in range(0, len(samples), CHUNK_SAMPLES):
+        chunk = samples[start : start + CHUNK_SAMPLES]
+        prompts = [{"prompt_token_ids": sample} for sample in chunk]
+        for sample, output in zip(chunk, llm.generate(prompts, sampling, use_tqdm=False), strict=True):
+            entries = zip(sample[1:], output.prompt_logprobs[1:], strict=True)
+            logprobs += [position[token].logprob for token, position in entries]
+    return np.asarray(logprobs, np.float32)
 
 
 def generate(llm: Any, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> dict[str, np.ndarray]:
@@ -69,9 +56,8 @@ def main() -> None:
     from vllm import LLM
 
     request = json.load(sys.stdin)
-    top = request.get("top", 0)
-    llm = LLM(request["model"], max_logprobs=top, skip_tokenizer_init=True, **request["options"])
-    arrays: dict[str, Any] = request_logprobs(llm, request.get("ids", []), top)
+    llm = LLM(request["model"], skip_tokenizer_init=True, **request["options"])
+    arrays: dict[str, Any] = {"logprobs": request_logprobs(llm, request.get("ids", []))}
     arrays |= generate(llm, request.get("prompts", []), request.get("sampling", []))
     np.savez(sys.argv[1], **arrays)
 

@@ -1,12 +1,10 @@
 """Random operands, several copies of each: activations, weights (2:4 for sparse libraries), outputs, scales.
 
 They are random rather than zeros or small integers, with which a GPU draws less power and so runs at a higher clock.
-Memory is allocated once for the largest problem and viewed by the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,9 +17,7 @@ from slidesparse.pattern import SlidePattern, round_up
 from slidesparse.prune import prune
 from slidesparse.tune.measure import Launch, copies_for
 
-CHUNK_ELEMENTS = 2**24  # elements that are generated at a time
 SIX_EIGHT = SlidePattern(8)
-ALIGNMENT = 256  # bytes: alignment of each copy
 # Per-token and per-channel scales put the largest of thousands of normal numbers, at 3.6 sigma, at 127.  Uniform codes
 # would toggle more bits, which costs a GPU at its power limit some percent of its clock.
 INT8_MAX, INT8_SIGMA = 127, 35.0
@@ -59,7 +55,6 @@ class Inputs:
     def __init__(self, device: torch.device, l2_bytes: int) -> None:
         self.device, self._l2_bytes = device, l2_bytes
         self._generator = torch.Generator(device).manual_seed(0)
-        self._pools: dict[str, Tensor] = {}
 
     def copies(self, problem: Problem) -> int:
         """Count the copies for a problem with dense weights; sparse ones, of two thirds of the bytes, get as many."""
@@ -72,9 +67,7 @@ class Inputs:
 
     def weight(self, dtype: str, n: int, k: int, sparse: bool) -> Tensor:
         """Make a random weight [n, k], with exactly two of every four non-zero if ``sparse``."""
-        flat = torch.empty(n * k, dtype=DTYPES[dtype], device=self.device)
-        self._fill(flat, dtype, sparse)
-        return flat.view(n, k)
+        return self._random(n * k, dtype, sparse).view(n, k)
 
     def packed(self, library: Tunable, problem: Problem, copies: int) -> list[Tensor]:
         """Make ``copies`` of a random weight, packed by ``library``."""
@@ -90,22 +83,18 @@ class Inputs:
     def operands(self, problem: Problem, weights: list[Tensor]) -> Operands:
         """Make operands for as many copies as the problem needs, at most as many as there are weights."""
         copies, m, n = min(self.copies(problem), len(weights)), problem.m, problem.n
-        outs = self._pool("out", copies, m * n * _size(problem.out), lambda flat: None)
+        out = torch.empty(m, n, dtype=DTYPES[problem.out], device=self.device)
         return Operands(
             activations=self.activations(problem.dtype, m, problem.k, copies),
             weights=weights[:copies],
-            outs=[flat.view(DTYPES[problem.out]).view(m, n) for flat in outs],
+            outs=clones(out, copies),
             scale_w=self.scale(n) if problem.scale == "both" else None,
             scale_x=self.scale(m) if problem.scale == "both" else None,
         )
 
     def activations(self, dtype: str, m: int, k: int, copies: int) -> list[Tensor]:
-        """Make ``copies`` of random activations [m, k], in memory that the next call may reuse."""
-        kind = DTYPES[dtype]
-        views = self._pool(
-            dtype, copies, m * k * _size(dtype), lambda flat: self._fill(flat.view(kind), dtype, False)
-        )
-        return [flat.view(kind).view(m, k) for flat in views]
+        """Make ``copies`` of random activations [m, k]."""
+        return clones(self._random(m * k, dtype, False).view(m, k), copies)
 
     def floats(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Draw normally distributed numbers."""
@@ -114,21 +103,6 @@ class Inputs:
     def scale(self, count: int) -> Tensor:
         """Draw scales [count] float32 between 0.005 and 0.015, typical of INT8 weights and activations."""
         return torch.rand(count, generator=self._generator, device=self.device) * 0.01 + 0.005
-
-    def _pool(self, name: str, copies: int, size: int, fill: Callable[[Tensor], None]) -> list[Tensor]:
-        """Return ``copies`` pieces of ``size`` bytes of a buffer, which grows if needed."""
-        step = round_up(size, ALIGNMENT)
-        pool = self._pools.get(name)
-        if pool is None or pool.numel() < copies * step:
-            self._pools.pop(name, None)  # freed before the larger one is allocated
-            pool = self._pools[name] = torch.empty(copies * step, dtype=torch.uint8, device=self.device)
-            fill(pool)
-        return [pool[i * step : i * step + size] for i in range(copies)]
-
-    def _fill(self, flat: Tensor, dtype: str, sparse: bool) -> None:
-        for start in range(0, flat.numel(), CHUNK_ELEMENTS):
-            part = flat[start : start + CHUNK_ELEMENTS]
-            part.copy_(self._random(part.numel(), dtype, sparse))
 
     def _random(self, count: int, dtype: str, sparse: bool) -> Tensor:
         numbers = torch.randn(count, generator=self._generator, device=self.device)

@@ -11,7 +11,7 @@ from typing import Any
 from slidesparse.calibrate.model import fused_layers
 from slidesparse.checkpoint.converted import open_checkpoint
 from slidesparse.checkpoint.names import WEIGHT
-from slidesparse.checkpoint.storage import FLOATS, parse_json, text_config
+from slidesparse.checkpoint.storage import FLOATS
 from slidesparse.errors import SlideSparseError, shown
 from slidesparse.gemm.problem import ALL_2_4, ALL_DENSE, CODED, NOT_CODED, coded_columns, stored_pattern
 from slidesparse.pattern import SlidePattern, parse_pattern, round_up
@@ -37,11 +37,7 @@ class Layer:
 
 
 def decoder_layers(config: Mapping[str, Any]) -> tuple[Layer, ...]:
-    """Return the four linear layers of a block of a decoder, q k v and gate up fused, as vLLM runs them.
-
-    ``config`` is that of a Hugging Face model.  Raises KeyError for one without sizes, TypeError, ValueError or
-    ArithmeticError for wrong ones.
-    """
+    """Return the four linear layers of a block of a decoder with a ``config``, q k v and gate up fused as in vLLM."""
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     intermediate, kv_heads = int(config["intermediate_size"]), int(config.get("num_key_value_heads") or heads)
     head = int(config.get("head_dim") or hidden // heads)
@@ -53,7 +49,9 @@ def decoder_layers(config: Mapping[str, Any]) -> tuple[Layer, ...]:
     )
 
 
-MODELS = {name: decoder_layers(config) for name, config in PUBLIC.items()}
+MODELS = {
+    name: decoder_layers(config) for name, config in PUBLIC.items() if "num_experts_per_tok" not in config
+}
 
 
 def packed_columns(
@@ -75,30 +73,14 @@ def packed_columns(
 def find_model(name: str) -> tuple[str, tuple[Layer, ...]]:
     """Return name and layers of one of MODELS, or of a Hugging Face folder.  Raises ShapeError or CheckpointError.
 
-    Those of a folder with weights are its linear layers as vLLM fuses them, but for the unquantized ones of a converted
-    checkpoint; those of a folder with config.json alone are the four of a decoder.
+    Those of a folder are its linear layers as vLLM fuses them, one of each shape, but for the unquantized ones of a
+    converted checkpoint.
     """
     if name in MODELS:
         return name, MODELS[name]
-    path = Path(name) / "config.json"
-    if not path.is_file():
-        raise ShapeError(
-            f"{name!r} is neither one of the models {', '.join(MODELS)} nor a folder with a config.json"
-        )
-    if any(Path(name).glob("*.safetensors")):
-        return Path(name).resolve().name, _stored_layers(name)
-    config = parse_json(path.read_bytes(), path)
-    try:
-        return Path(name).resolve().name, decoder_layers(text_config(config))
-    except (ValueError, TypeError, ArithmeticError) as error:
-        raise ShapeError(f"{path} is not the configuration of a model: {error}") from error
-    except KeyError as error:
-        raise ShapeError(f"{path} has no {error}: give the layers with --shapes NxK,NxK instead") from error
-
-
-def _stored_layers(folder: str) -> tuple[Layer, ...]:
-    """Return a layer of each shape of a checkpoint's linear layers.  Raises CheckpointError or ShapeError."""
-    checkpoint, metadata = open_checkpoint(folder)
+    if not Path(name).is_dir():
+        raise ShapeError(f"{name!r} is neither one of the models {', '.join(MODELS)} nor a folder of one")
+    checkpoint, metadata = open_checkpoint(name)
     layers: dict[tuple[int, int], Layer] = {}
     for unit in fused_layers(checkpoint, metadata):
         specs = [checkpoint.tensors[name + WEIGHT].spec for name in unit]
@@ -108,8 +90,8 @@ def _stored_layers(folder: str) -> tuple[Layer, ...]:
         shape = sum(spec.rows for spec in specs), entry.in_features if entry else specs[0].columns
         layers.setdefault(shape, Layer("+".join(name.rpartition(".")[2] for name in unit), *shape))
     if not layers:
-        raise ShapeError(f"{folder} has no linear layers to tune: give them with --shapes NxK,NxK instead")
-    return tuple(layers.values())
+        raise ShapeError(f"{name} has no linear layers to tune: give them with --shapes NxK,NxK instead")
+    return Path(name).resolve().name, tuple(layers.values())
 
 
 def parse_shapes(text: str) -> tuple[Layer, ...]:

@@ -27,8 +27,8 @@ from slidesparse.calibrate.task import no_progress
 from slidesparse.checkpoint.inspection import inspect
 from slidesparse.convert import choose, stream
 from slidesparse.convert.budget import PATTERNS, AllocationProblem, Budget, Candidate, Choice
-from slidesparse.convert.choose import AIM, Tried, next_limit
-from slidesparse.convert.report import Report
+from slidesparse.convert.choose import AIM, next_limit
+from slidesparse.convert.stream import Report
 from slidesparse.convert.times import DEFAULT_GPU, default_gpu, layer_fits
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 from slidesparse.pattern import SlidePattern
@@ -104,28 +104,23 @@ def test_least_loss_reaches_the_saving(problem: AllocationProblem, saving: float
         assert choice.loss <= point.loss + 1e-9
 
 
-def tried(*pairs: tuple[float, float]) -> list[Tried]:
-    """Choices whose layers' losses sum up to their limits, and the losses of the whole model."""
-    return [Tried(limit, limit, loss) for limit, loss in pairs]
-
-
 @pytest.mark.parametrize(
     ("before", "is_sparsest", "expected"),
     [
-        (tried((2.0, 0.9)), False, None),  # near enough to the limit
-        (tried((2.0, 0.3)), True, None),  # nothing more to prune
-        (tried((2.0, 0.5)), False, 2.0 * AIM / 0.5),  # in proportion
-        (tried((2.0, -0.1)), False, 2.0 * choose.MAX_STEP),
-        (tried((2.0, 1.8)), False, 2.0 * AIM / 1.8),
-        (tried((2.0, 8.0), (0.5, 0.5)), False, 0.5 * (AIM / 0.5) ** 0.5),  # through both: the square
-        (tried((1.0, 0.7), (2.0, 0.71)), False, 2.0 * (AIM / 0.71) ** 2),  # hardly grows: its root at least
-        ([Tried(2.0, 1.2, 1.5), Tried(1.15, 0.6, 0.7)], False, (1.15 + 1.2) / 2),  # steps are coarse
-        (tried((2.0, 1.5), (1.3, 0.7), (1.7, 1.1)), False, 1.3),  # the best choice again
-        (tried((2.0, 1.5), (1.7, 1.2), (1.5, 1.1)), False, None),  # none within the limit
-        (tried((2.0, 1.5), (1.3, 0.7), (1.7, 1.1), (1.3, 0.7)), False, None),
+        ([(2.0, 0.9)], False, None),  # near enough to the limit
+        ([(2.0, 0.3)], True, None),  # nothing more to prune
+        ([(2.0, 0.5)], False, 2.0 * AIM / 0.5),  # in proportion
+        ([(2.0, -0.1)], False, 2.0 * choose.MAX_STEP),
+        ([(2.0, 1.8)], False, 2.0 * AIM / 1.8),
+        ([(2.0, 8.0), (0.5, 0.5)], False, 0.5 * (AIM / 0.5) ** 0.5),  # through both: the square
+        ([(1.0, 0.7), (2.0, 0.71)], False, 2.0 * (AIM / 0.71) ** 2),  # hardly grows: its root at least
+        ([(1.2, 1.5), (1.19, 0.7)], False, 1.195),  # between the two
+        ([(2.0, 1.5), (1.3, 0.7), (1.7, 1.1)], False, 1.3),  # the best choice again
+        ([(2.0, 1.5), (1.7, 1.2), (1.5, 1.1)], False, None),  # none within the limit
+        ([(2.0, 1.5), (1.3, 0.7), (1.7, 1.1), (1.3, 0.7)], False, None),
     ],
 )
-def test_next_limit(before: list[Tried], is_sparsest: bool, expected: float | None) -> None:
+def test_next_limit(before: list[tuple[float, float]], is_sparsest: bool, expected: float | None) -> None:
     assert next_limit(before, 1.0, is_sparsest) == (None if expected is None else pytest.approx(expected))
 
 
@@ -133,13 +128,13 @@ def test_next_limit(before: list[Tried], is_sparsest: bool, expected: float | No
 @pytest.mark.parametrize("factor", [0.3, 1.0, 5.0])
 def test_limits_converge(power: float, factor: float) -> None:
     """Within three choices, where layers' losses do not add up; the last one is the best that stays within."""
-    found: list[Tried] = []
+    found: list[tuple[float, float]] = []
     limit: float | None = 0.5
     while limit is not None:
-        found.append(Tried(limit, limit, factor * limit**power))
+        found.append((limit, factor * limit**power))
         limit = next_limit(found, 1.0, False)
     assert len(found) <= 3
-    assert choose.CLOSE <= found[-1].loss <= 1.0
+    assert choose.CLOSE <= found[-1][1] <= 1.0
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from slidesparse.calibrate.resume import work_folder
 from slidesparse.calibrate.sparsegpt import compensated_target, damping_for, factor, refine, sparsegpt
 from slidesparse.calibrate.task import Calibration, prepare
 from slidesparse.checkpoint.inspection import inspect
-from slidesparse.convert.report import Report
+from slidesparse.convert.stream import Report
 from slidesparse.errors import CalibrationError, EnvironmentFault
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune

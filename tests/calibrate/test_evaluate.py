@@ -15,49 +15,9 @@ from commands import Done
 from slidesparse.errors import SlideSparseError
 from slidesparse.evaluate import engine, perplexity
 from slidesparse.evaluate.engine import Scored
-from slidesparse.evaluate.perplexity import bootstrap
-from slidesparse.evaluate.texts import window_of, windows
-
-VOCABULARY = 12
-
+from slidesparse.evaluate.perplexity import bootstrap, window_of, windows
 
 # Metrics
-
-
-def distributions(tokens: int, seed: int) -> np.ndarray:
-    """Random log-probabilities [tokens, VOCABULARY]."""
-    scores = np.random.default_rng(seed).normal(0, 2, (tokens, VOCABULARY))
-    return scores - np.log(np.exp(scores).sum(-1, keepdims=True))
-
-
-def likeliest(logprobs: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
-    ids = np.argsort(-logprobs, axis=1)[:, :top]
-    return ids, np.take_along_axis(logprobs, ids, axis=1)
-
-
-def lumped_divergence(p: np.ndarray, q: np.ndarray, top: int) -> float:
-    """Return the KL of two distributions, where all tokens not among the likeliest of both count as one."""
-    shared = set(np.argsort(-p)[:top]) & set(np.argsort(-q)[:top])
-    lumped = [token for token in range(len(p)) if token not in shared]
-    atoms = [(math.exp(p[token]), math.exp(q[token])) for token in shared]
-    if lumped:
-        atoms.append(
-            (sum(math.exp(p[token]) for token in lumped), sum(math.exp(q[token]) for token in lumped))
-        )
-    return sum(a * math.log(a / b) for a, b in atoms)
-
-
-@pytest.mark.parametrize("top", [1, 3, 7, VOCABULARY])
-def test_divergence_lumps_unlikely_tokens(top: int) -> None:
-    p, q = distributions(50, 0), distributions(50, 1)
-    actual = perplexity.divergence(*likeliest(p, top), *likeliest(q, top))
-    exact = (np.exp(p) * (p - q)).sum(-1)
-    for row in range(50):
-        assert actual[row] == pytest.approx(lumped_divergence(p[row], q[row], top), abs=1e-9)
-        assert actual[row] <= exact[row] + 1e-9
-    if top == VOCABULARY:
-        assert actual == pytest.approx(exact, abs=1e-9)
-    assert perplexity.divergence(*likeliest(p, top), *likeliest(p, top)) == pytest.approx(0, abs=1e-12)
 
 
 def mean(values: np.ndarray) -> np.ndarray:
@@ -70,29 +30,22 @@ def test_bootstrap_resamples_pairs_together() -> None:
     assert (interval.ci_low, interval.value, interval.ci_high) == pytest.approx((0.5, 0.5, 0.5), abs=1e-9)
 
 
-def scored(logprobs: np.ndarray, tops: np.ndarray, top: int = 3) -> Scored:
-    ids, values = likeliest(tops, top)
-    return Scored({"logprobs": logprobs, "top_ids": ids, "top_logprobs": values}, "")
+def scored(logprobs: np.ndarray) -> Scored:
+    return Scored({"logprobs": logprobs}, "")
 
 
 def test_perplexity_and_its_comparison() -> None:
     ids = [[1] * 5, [1] * 9, [1] * 3]
     generator = np.random.default_rng(0)
     logprobs, reference = (generator.normal(-3, 1, 14) for _ in range(2))
-    p, q = distributions(14, 0), distributions(14, 1)
-    result = perplexity.summarize("a", "b", ids, scored(logprobs, p), scored(reference, q))
+    result = perplexity.summarize("a", "b", ids, scored(logprobs), scored(reference))
     assert (result["windows"], result["tokens"]) == (3, 14)
     expected = {
         "perplexity": math.exp(-logprobs.mean()),
         "against_perplexity": math.exp(-reference.mean()),
         "delta_pct": 100 * (math.exp(reference.mean() - logprobs.mean()) - 1),
-        "top1_agreement": np.mean(p.argmax(1) == q.argmax(1)),
-        "kl_at_least": np.mean([lumped_divergence(q[i], p[i], 3) for i in range(14)]),
     }
     assert {name: result[name].value for name in expected} == pytest.approx(expected, rel=1e-6)
-    whole = [scored(logprobs, p, VOCABULARY), scored(reference, q, VOCABULARY)]
-    exact = perplexity.summarize("a", "b", ids, *whole)
-    assert set(exact) - set(result) == {"kl"}
 
 
 # Data
@@ -181,28 +134,6 @@ def test_errors_in_a_log_are_few_and_short() -> None:
     assert engine.find_errors(f"INFO starting\n{reason}\n    For further information visit a page") == reason
 
 
-def test_top_beyond_vocabulary_or_memory_is_refused(
-    folder: Path, without_engine: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ids = [[1] * 40] * 3
-
-    def refused(top: int, words: str, **limits: int) -> None:
-        for name, limit in limits.items():
-            monkeypatch.setattr(perplexity, name, limit)
-        with pytest.raises(SlideSparseError, match=words):
-            perplexity.measure(folder, ids, folder / "other", top)
-
-    refused(27, r"--top 27: use 1 to 26, or -1")
-    perplexity.measure(folder, ids, folder / "other", -1)
-    refused(-1, r"--top -1 asks for 26 .* 120 tokens, .*--top 25", MAX_LOGPROBS_AT_ONCE=40 * 26 - 1)
-    refused(8, r"--top 8 asks for 8 .*--top 7", MAX_LOGPROBS_AT_ONCE=10**7, MAX_LOGPROBS=120 * 7)
-    perplexity.measure(folder, ids, None, 7)
-    assert len(without_engine) == 3
-
-
-# The engine
-
-
 # The command
 
 
@@ -211,43 +142,29 @@ def without_engine(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Replace engines by fakes whose results depend on the name of the model."""
     requests: list[Any] = []
 
-    def score(model: Path, ids: Any, top: int, options: Any, log: None) -> Scored:
-        requests.append((options, model.name, top))
-        count = sum(len(sample) - 1 for sample in ids)
-        return scored(np.full(count, -2.0 - 0.1 * (model.name == "other")), distributions(count, 0), top)
+    def run(model: Path, request: Any, options: Any, log: None) -> Scored:
+        requests.append((options, model.name))
+        count = sum(len(sample) - 1 for sample in request["ids"])
+        return scored(np.full(count, -2.0 - 0.1 * (model.name == "other")))
 
-    monkeypatch.setattr(perplexity, "score", score)
+    monkeypatch.setattr(perplexity, "run", run)
     return requests
 
 
 def test_eval_perplexity(folder: Path, without_engine: list[Any]) -> None:
     (folder / "a.txt").write_text(" ".join("abcdefghijkl"))
-    command = ("eval", "perplexity", folder, "--data", folder / "a.txt", "--seqlen", 4, "--top", 2)
+    command = ("eval", "perplexity", folder, "--data", folder / "a.txt", "--seqlen", 4)
     process = Done(*command, "--against", folder / "other", "--option", "dtype=float32", "--option", "seed=3")
     assert process.code == 0, process.err
-    assert without_engine[0] == ({"dtype": "float32", "seed": 3}, folder.name, 2)
+    options = {"enforce_eager": True, "max_model_len": 5, "dtype": "float32", "seed": 3}
+    assert without_engine[0] == (options, folder.name)
     shown = {line[:22].strip(): line[22:].split()[:1] for line in process.out.splitlines()[1:]}
     figures = {"data": "3", "perplexity": "7.3891", "against: perplexity": "8.1662", "increase": "-9.516%"}
     assert {name: shown[name] for name in figures} == {name: [value] for name, value in figures.items()}
-    assert shown["top-1 agreement"] == ["1.0000"]
-    assert "KL divergence >=" in shown
+    assert f"against                {folder / 'other'}: stock vLLM" in process.out
     result = json.loads(Done(*command, "--json").out)
     assert result["perplexity"]["value"] == pytest.approx(math.exp(2), rel=1e-6)
     assert "delta_pct" not in result
-
-
-def test_served_by_is_reported(folder: Path, without_engine: list[Any]) -> None:
-    """A warning names a SlideSparse checkpoint that vLLM served without the plugin, but no other checkpoint."""
-    (folder / "a.txt").write_text("a b c d")
-    command = ("eval", "perplexity", folder, "--data", folder / "a.txt", "--seqlen", 4)
-    command += ("--against", folder / "other")
-    assert Done(*command).err == ""
-    config = {"vocab_size": 26, "quantization_config": {"slidesparse": {}}}
-    (folder / "config.json").write_text(json.dumps(config))
-    process = Done(*command)
-    assert process.code == 0
-    assert f"warning: {folder} was served by stock vLLM, without the plugin" in process.err
-    assert f"{folder / 'other'} was" not in process.err
 
 
 @pytest.mark.parametrize(
@@ -255,7 +172,6 @@ def test_served_by_is_reported(folder: Path, without_engine: list[Any]) -> None:
     [
         (("--data", "missing.txt"), "'missing.txt' is not a file"),
         (("--data", "a.txt", "--option", "dtype"), "--option 'dtype'"),
-        (("--data", "a.txt", "--top", 0), "--top 0"),
         (("--data", "a.txt", "--seqlen", 1), "--seqlen 1"),
         (("--data", "a.txt", "--samples", 0), "--samples 0"),
         (("--data", "a.txt", "--against", "nowhere"), "nowhere is no checkpoint folder"),

@@ -13,7 +13,7 @@ from models import LLAMA, converted, write_float
 
 from slidesparse.errors import SlideSparseError
 from slidesparse.evaluate import perplexity
-from slidesparse.evaluate.engine import Scored, run, score
+from slidesparse.evaluate.engine import Scored, run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -29,17 +29,15 @@ def exact_logprobs(folder: Path, ids: list[list[int]]) -> np.ndarray:
 
 
 def test_perplexity_by_vllm_is_that_of_transformers(engines: Engines, tmp_path: Path) -> None:
-    """The plugin serves the pruned model, and the KL is over all tokens."""
+    """The plugin serves the pruned model."""
     source = write_float(LLAMA, tmp_path / "source")
     pruned = converted(source, tmp_path / "pruned", "6:8")
     ids = np.random.default_rng(0).integers(0, LLAMA.vocabulary, (3, 20)).tolist()
 
     def scored(folder: Path, env: dict[str, str]) -> Scored:
-        options = {"max_logprobs": -1}
-        response = engines.ask(Request(str(folder), env, options, task="perplexity", work={"ids": ids}))
+        response = engines.ask(Request(str(folder), env, task="perplexity", work={"ids": ids}))
         assert not response.error, f"{response.error}\n{response.log[-4000:]}"
-        arrays = {**response.data, "logprobs": response.logprobs}
-        return Scored({name: np.asarray(values) for name, values in arrays.items()}, response.summary)
+        return Scored({"logprobs": np.asarray(response.logprobs)}, response.summary)
 
     pruned_scores, source_scores = scored(pruned, {}), scored(source, {"DISABLE_SLIDESPARSE": "1"})
     assert pruned_scores.served_by.startswith(
@@ -50,8 +48,7 @@ def test_perplexity_by_vllm_is_that_of_transformers(engines: Engines, tmp_path: 
     expected = math.exp(-exact_logprobs(source, ids).mean())
     # sums of float32 in another order
     assert result["against_perplexity"].value == pytest.approx(expected, rel=1e-4)
-    assert result["kl"].value > 0.01
-    assert result["top1_agreement"].value < 1
+    assert result["delta_pct"].value != 0
 
 
 def test_engine_process_scores_and_says_what_served(
@@ -63,17 +60,17 @@ def test_engine_process_scores_and_says_what_served(
     slided = converted(source, tmp_path / "slided", "6:8", "slided")
     options = {"dtype": "float32", "gpu_memory_utilization": 0.2, "enforce_eager": True}
     sampling = [{"max_tokens": 3, "temperature": 0.0, "ignore_eos": True}] * 2
-    request = {"ids": [[1, 2, 3, 4], [5, 6]], "top": 2, "prompts": [[1, 2], [3]], "sampling": sampling}
+    request = {"ids": [[1, 2, 3, 4], [5, 6]], "prompts": [[1, 2], [3]], "sampling": sampling}
     done: list[int] = []
     scores = run(slided, request, {**options, "max_model_len": 8}, log, report=done.append)
     assert scores.served_by.startswith(
         "6:8 (2 of every 8 pruned): 8 layers sparse, 1 dense (1 lm_head); slided layout"
     )
-    shapes = {"logprobs": (4,), "top_ids": (4, 2), "top_logprobs": (4, 2), "outputs": (6,), "lengths": (2,)}
+    shapes = {"logprobs": (4,), "outputs": (6,), "lengths": (2,)}
     assert {name: array.shape for name, array in scores.arrays.items()} == shapes
     assert scores.outputs == engines.serve(slided, work={"prompts": [[1, 2], [3]], "tokens": 3}).tokens
     assert done == [2]
     with pytest.raises(SlideSparseError, match=r"run .*source:\n.*ValidationError.*\n.*max_model_len"):
-        score(source, [[1, 2]], 2, {**options, "max_model_len": 10**6}, log)
+        run(source, {"ids": [[1, 2]]}, {**options, "max_model_len": 10**6}, log)
     headers = [line for line in log.read_text().splitlines() if line.startswith("# ")]
     assert headers == [f"# {slided}", f"# {source}"]

@@ -107,20 +107,17 @@ def test_resumed_run_has_the_bytes_of_an_uninterrupted_one(
 def test_resumed_budget_decides_as_before(
     model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another run of the same model fills the cache meanwhile, with losses by which it would decide otherwise."""
+    """Also where the losses are no longer in the cache."""
     with dying(monkeypatch, 0) as saves:
         whole = run(model, tmp_path / "whole", ids, **BUDGET)
     assert saves.count("choice.json") >= 3  # at least two choices were tried
     written = {row["name"]: row["pattern"] for row in whole.layers}  # not those of a choice before
     assert written == {name: whole.plan.patterns[name].ratio for name in written}
     (cache,) = (Path(os.environ["SLIDESPARSE_CACHE"]) / "losses").glob("*.json")
-    entries = files.read_json(cache)
-    other = [[group, dict(zip(by, reversed(by.values()), strict=True))] for group, by in entries]
     for point in random.Random(1).sample(range(2, len(saves) + 1), 5):
-        cache.unlink()
         with dying(monkeypatch, point), pytest.raises(Killed):
             run(model, tmp_path / f"out{point}", ids, **BUDGET)
-        files.write_json(cache, other)
+        cache.unlink()
         report = run(model, tmp_path / f"out{point}", ids, resume=True, **BUDGET)
         assert report.plan.patterns == whole.plan.patterns
         assert snapshot(tmp_path / f"out{point}") == snapshot(tmp_path / "whole")
@@ -306,13 +303,13 @@ def interrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         raise Killed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream, "_write", die)
+        patch.setattr(stream, "write_output", die)
         with pytest.raises(Killed):
             run(model, folder / "out", ids, distill=(text,), **EVERYTHING)
     return folder
 
 
-FILES = "choice.json distilled.safetensors distilling.safetensors layer-00000.json layer-00000.safetensors losses.json "
+FILES = "choice.json distilled.safetensors distilling.safetensors layer-00000.json layer-00000.safetensors "
 FILES += "rotation.safetensors smoothing.safetensors state.json"
 
 
@@ -350,12 +347,10 @@ def test_missing_work_is_done_again_or_refused(model: Path, interrupted: Path, t
                 run(model, folder / "out", ids, resume=True, **options)
 
 
-def test_resumed_run_needs_less_disk_space(
+def test_full_disk_is_left_by_resuming(
     source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By what was written; the error of a full disk names --resume."""
-    required: list[int] = []
-    monkeypatch.setattr(stream, "require_space", lambda _, needed: required.append(needed))
+    """The error of a full disk names --resume, which asks for no more room than is left."""
 
     def full(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
@@ -364,6 +359,5 @@ def test_resumed_run_needs_less_disk_space(
         patch.setattr(stream, "publish", full)
         with pytest.raises(EnvironmentFault, match="with --resume"):
             calibrated(source, tmp_path / "out", ids, epochs=0)
-    stored = sum(path.stat().st_size for path in work_folder(tmp_path / "out").glob("layer-*.safetensors"))
+    monkeypatch.setattr(stream, "require_space", lambda *_: pytest.fail("asked for room again"))
     calibrated(source, tmp_path / "out", ids, epochs=0, resume=True)
-    assert required[0] - required[1] == stored > 0

@@ -275,7 +275,7 @@ def hang_up(function):
         os.kill(os.getpid(), signal.SIGHUP)
         return function(*arguments, **settings)
     return wrapped
-stream._write, shutil.rmtree = hang_up(stream._write), hang_up(shutil.rmtree)
+stream.write_output, shutil.rmtree = hang_up(stream.write_output), hang_up(shutil.rmtree)
 signal.signal(signal.SIGHUP, signal.SIG_{"IGN" if ignored else "DFL"})
 main()
 """

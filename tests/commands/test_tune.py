@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from fractions import Fraction
 from pathlib import Path
@@ -12,16 +11,13 @@ import pytest
 import torch
 from checkpoints import bert
 from fake_library import CPU, GPU, FakeClock, FakeLibrary, Ticks, session
-from models import quantization_config
 from typer.testing import CliRunner
 
 from slidesparse import gemm
 from slidesparse.blocks import dense_blocks
-from slidesparse.checkpoint.metadata import KEY, LayerEntry, Metadata
 from slidesparse.cli.main import app
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.stream import convert
-from slidesparse.errors import SlideSparseError
 from slidesparse.gemm import tuned
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.format import CODED_COLUMNS
@@ -30,8 +26,8 @@ from slidesparse.pattern import PatternError, SlidePattern
 from slidesparse.slide import nonzero, obeys
 from slidesparse.tune import machine, measure, shapes
 from slidesparse.tune.inputs import Inputs, with_sparse_blocks
-from slidesparse.tune.jobs import gemm_jobs, tune
 from slidesparse.tune.search import SearchResult, outputs_agree, search
+from slidesparse.tune.session import gemm_jobs, tune
 from slidesparse.tune.shapes import Layer, ShapeError
 
 LAYERS = (Layer("a", 64, 64), Layer("b", 32, 128))
@@ -142,26 +138,24 @@ def test_tune_keeps_results_at_the_time_limit() -> None:
 def test_tune_command_tunes_layers_of_a_converted_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layers = {f"layer{i}": LayerEntry(SlidePattern(length), 64) for i, length in enumerate((8, 8, 6))}
-    block = quantization_config("fp8") | {KEY: Metadata(SlidePattern(8), "dense", layers).to_json()}
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    source, out = bert(tmp_path / "bert"), tmp_path / "out"
+    layer_patterns = (("intermediate", SlidePattern(6)),)
+    convert(source, out, ConvertOptions(SlidePattern(8), "fp8", layer_patterns=layer_patterns))
     received: list[Any] = []
     monkeypatch.setattr(machine, "require_gpu", lambda: GPU)
     monkeypatch.setattr(machine, "require_libraries", lambda gpu, names: [])
     monkeypatch.setattr(gemm, "choose", lambda path, device: ("hopper", ""))
     monkeypatch.setattr(
-        "slidesparse.tune.jobs.gemm_jobs", lambda *arguments: received.append(arguments[2:4]) or []
+        "slidesparse.tune.session.gemm_jobs", lambda *arguments: received.append(arguments[2:4]) or []
     )
     monkeypatch.setattr(measure, "CudaClock", lambda device: nullcontext(FakeClock(FakeLibrary())))
     defaults = (("int8", "fp8"), (*shapes.PATTERNS, *shapes.MIXED_PATTERNS))
-    converted, chosen = sizes | {"quantization_config": block}, ["--pattern", "2:4", "--dtype", "int8"]
-    for config, options, expected in (
-        (converted, [], (("fp8",), ("4:6", "6:8", "dense"))),
-        (converted, chosen, (("int8",), ("2:4",))),
-        (sizes, [], defaults),
+    for folder, options, expected in (
+        (out, [], (("fp8",), ("4:6", "6:8", "dense"))),
+        (out, ["--pattern", "2:4", "--dtype", "int8"], (("int8",), ("2:4",))),
+        (source, [], defaults),
     ):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        result = CliRunner().invoke(app, ["tune", str(tmp_path), *options], catch_exceptions=False)
+        result = CliRunner().invoke(app, ["tune", str(folder), *options], catch_exceptions=False)
         assert (result.exit_code, received.pop()) == (0, expected), result.stderr
 
 
@@ -186,29 +180,6 @@ def test_tune_command_with_invalid_usage_exits_2(words: str, fact: str) -> None:
 # --- shapes
 
 
-def test_layer_shapes_of_a_config(tmp_path: Path) -> None:
-    config = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    name, layers = shapes.find_model(str(tmp_path))
-    assert (name, [(layer.n, layer.k) for layer in layers]) == (
-        tmp_path.name,
-        [(128, 64), (64, 64), (192, 64), (64, 96)],
-    )
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": config | {"head_dim": 32}}))
-    assert [(layer.n, layer.k) for layer in shapes.find_model(str(tmp_path))[1]][:2] == [(256, 64), (64, 128)]
-    (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": None}))
-    assert shapes.find_model(str(tmp_path))[1] == layers
-    headless = json.dumps(config | {"num_attention_heads": 0})
-    endless = json.dumps(config | {"hidden_size": float("inf")})
-    unread = ("[]", "{", "[" * 100_000, headless, endless)
-    for text, fact in (("{}", "hidden_size"), *((text, "config.json") for text in unread)):
-        (tmp_path / "config.json").write_text(text)
-        with pytest.raises(SlideSparseError, match=fact):
-            shapes.find_model(str(tmp_path))
-    with pytest.raises(ShapeError, match="Llama9"):
-        shapes.find_model("Llama9")
-
-
 def test_layer_shapes_of_stored_weights(tmp_path: Path) -> None:
     """An encoder has no gate; unquantized layers of a converted model are not tuned."""
     source = bert(tmp_path / "bert")
@@ -220,6 +191,8 @@ def test_layer_shapes_of_stored_weights(tmp_path: Path) -> None:
     options = ConvertOptions(SlidePattern(8), layout="slided", ignore=("output",))
     convert(source, tmp_path / "out", options)
     assert found(tmp_path / "out") == [(48, 32), (96, 32)]
+    with pytest.raises(ShapeError, match="Llama9"):
+        shapes.find_model("Llama9")
 
 
 def test_parse_shapes_tokens_and_patterns() -> None:

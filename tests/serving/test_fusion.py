@@ -36,17 +36,15 @@ def layer(x: Tensor, backend: str = "reference") -> Tensor:
     return ops.linear(x, weight, torch.arange(1, N + 1).float().view(N, 1), None, LAYER, backend)
 
 
-def decomposed_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute vLLM's norm by the operations that vLLM itself decomposes it into."""
-    wide = x.to(torch.float32)
-    normed = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + EPS)
-    return (normed.to(weight.dtype) * weight).to(x.dtype)
+def norm(x: Tensor, weight: Tensor | None, part: int | None = None) -> Tensor:
+    """Return vLLM's norm, as it is in the graph until after the pass."""
+    normed: Tensor = torch.ops.vllm_ir.rms_norm(x, weight, EPS, part)
+    return normed
 
 
-def decomposed_add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    total = x.to(torch.float32) + residual.to(torch.float32)
-    normed = total * torch.rsqrt(total.pow(2).mean(dim=-1, keepdim=True) + EPS)
-    return (normed.to(weight.dtype) * weight).to(x.dtype), total.to(x.dtype)
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    normed, total = torch.ops.vllm_ir.fused_add_rms_norm(x, residual, weight, EPS)
+    return normed, total
 
 
 def decomposed_silu_mul(x: Tensor) -> Tensor:
@@ -54,20 +52,14 @@ def decomposed_silu_mul(x: Tensor) -> Tensor:
     return torch.nn.functional.silu(x[..., :k]) * x[..., k:]
 
 
-def block(
-    norm: Callable[..., Tensor], add_norm: Callable[..., tuple[Tensor, Tensor]]
-) -> Callable[..., Results]:
-    """Return the path of a residual through a layer, with each product replaced by an addition."""
-
-    def run(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
-        first = quant(norm(x, weight))
-        normed, residual = add_norm(y, x, weight)
-        second = quant(normed)
-        third = quant(decomposed_silu_mul(gate_up))
-        normed, residual = add_norm(y + 1, residual, weight)
-        return *first, *second, *third, *quant(normed), residual, *quant(y)
-
-    return run
+def block(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
+    """Run the path of a residual through a layer, with each product replaced by an addition."""
+    first = quant(norm(x, weight))
+    normed, residual = add_norm(y, x, weight)
+    second = quant(normed)
+    third = quant(decomposed_silu_mul(gate_up))
+    normed, residual = add_norm(y + 1, residual, weight)
+    return *first, *second, *third, *quant(normed), residual, *quant(y)
 
 
 def expected_of_block(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
@@ -87,6 +79,7 @@ def inputs(dtype: torch.dtype) -> Results:
 def traced(run: Callable[..., Any], arguments: Results) -> torch.fx.GraphModule:
     """The graph of ATen operators that Inductor would compile, for any number of tokens."""
     from torch._inductor.decomposition import select_decomp_table
+    from vllm import ir  # noqa: F401  registers the operators of norms
 
     mode = FakeTensorMode(shape_env=ShapeEnv())
     any_tokens = StatelessSymbolicContext([DimDynamic.DUCK, DimDynamic.STATIC])
@@ -111,40 +104,20 @@ def fused(run: Callable[..., Any], arguments: Results) -> tuple[dict[str, int], 
 BLOCK_COUNTS = {"rms_norm_linear": 1, "add_rms_norm_linear": 2, "silu_mul_linear": 1, "linear": 1}
 
 
-def nodes_named(names: set[str], module: torch.fx.GraphModule) -> list[str]:
-    return [str(node.target) for node in module.graph.nodes if str(node.target) in names]
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_decomposed_norms_and_activations_are_fused(dtype: torch.dtype) -> None:
+def test_norms_and_activations_are_fused(dtype: torch.dtype) -> None:
     """All nodes of each are replaced, and the graph computes the reference's results."""
-    counts, module = fused(block(decomposed_norm, decomposed_add_norm), inputs(dtype))
-    assert counts == BLOCK_COUNTS
-    assert nodes_named({"aten.rsqrt.default", "aten.exp.default", "aten.mean.dim"}, module) == []
-    for actual, expected in zip(module(*inputs(dtype)), expected_of_block(*inputs(dtype)), strict=True):
-        assert torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_of_vllm_ir_are_fused(dtype: torch.dtype) -> None:
-    """vLLM keeps its norm operators whole until after the pass."""
-    from vllm import ir  # noqa: F401  registers them
-
-    ir_operators = torch.ops.vllm_ir
-    run = block(
-        lambda x, weight: ir_operators.rms_norm(x, weight, EPS, None),
-        lambda x, residual, weight: ir_operators.fused_add_rms_norm(x, residual, weight, EPS),
-    )
-    counts, module = fused(run, inputs(dtype))
+    counts, module = fused(block, inputs(dtype))
     assert counts == BLOCK_COUNTS
     assert not [node for node in module.graph.nodes if "vllm_ir" in str(node.target)]
+    assert "aten.exp.default" not in [str(node.target) for node in module.graph.nodes]
     for actual, expected in zip(module(*inputs(dtype)), expected_of_block(*inputs(dtype)), strict=True):
         assert torch.equal(actual, expected)
 
 
 def test_residual_sum_used_before_quantization_is_fused() -> None:
     def run(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
-        normed, residual = decomposed_add_norm(y, x, weight)
+        normed, residual = add_norm(y, x, weight)
         return (residual * 2).sum(), *quant(normed)
 
     counts, module = fused(run, inputs(torch.bfloat16))
@@ -155,7 +128,7 @@ def test_residual_sum_used_before_quantization_is_fused() -> None:
 
 def test_fused_nodes_carry_fake_tensor_metadata() -> None:
     """vLLM's later passes and Inductor read this metadata."""
-    _, module = fused(block(decomposed_norm, decomposed_add_norm), inputs(torch.bfloat16))
+    _, module = fused(block, inputs(torch.bfloat16))
     nodes = [node for node in module.graph.nodes if "add_rms_norm_linear" in str(node.target)]
     assert len(nodes) == BLOCK_COUNTS["add_rms_norm_linear"]
     for node in nodes:
@@ -169,7 +142,7 @@ def test_fused_nodes_carry_fake_tensor_metadata() -> None:
 
 def test_backend_without_fusion_leaves_graph_unchanged() -> None:
     def run(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
-        return (layer(decomposed_norm(x, weight), "cusparselt"),)
+        return (layer(norm(x, weight), "cusparselt"),)
 
     before = str(traced(run, inputs(torch.bfloat16)).graph)
     counts, module = fused(run, inputs(torch.bfloat16))
@@ -182,31 +155,22 @@ def test_norm_with_weight_of_another_dtype_is_not_fused(dtype: torch.dtype) -> N
     """The kernels need activations and weights of one dtype."""
 
     def run(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
-        return quant(decomposed_norm(x, weight.float()))
+        return quant(norm(x, weight.float()))
 
     assert fused(run, inputs(dtype))[0] == {"linear": 1}
 
 
 def _also_returned(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
-    normed = decomposed_norm(x, weight)
+    normed = norm(x, weight)
     return normed, *quant(normed)
-
-
-def _weighted_sum(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
-    total = torch.add(x, y, alpha=2)
-    return quant(total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + EPS) * weight)
-
-
-def _residual_of_one_row(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
-    return quant(decomposed_add_norm(x[:1], y, weight)[0])
 
 
 silu, gelu, HALF = torch.nn.functional.silu, torch.nn.functional.gelu, K // 2
 SIMILAR: dict[str, Callable[..., Results]] = {
     "a norm that is also returned": _also_returned,
-    "a norm of a part": lambda x, y, g, w: quant(torch.ops.vllm_ir.rms_norm(x, w, EPS, HALF)),
-    "a norm without weight": lambda x, y, g, w: quant(torch.ops.vllm_ir.rms_norm(x, None, EPS)),
-    "a norm of cubes": lambda x, y, g, w: quant(x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True) + EPS) * w),
+    "a norm of a part": lambda x, y, g, w: quant(norm(x, w, HALF)),
+    "a norm without weight": lambda x, y, g, w: quant(norm(x, None)),
+    "a residual of one row": lambda x, y, g, w: quant(add_norm(x[:1], y, w)[0]),
     "GELU": lambda x, y, g, w: quant(gelu(g[:, :K]) * g[:, K:]),
     "swapped halves": lambda x, y, g, w: quant(silu(g[:, K:]) * g[:, :K]),
     "parts that overlap": lambda x, y, g, w: quant(silu(x[:, :HALF]) * g[:, HALF : 2 * HALF]),
@@ -216,20 +180,8 @@ SIMILAR: dict[str, Callable[..., Results]] = {
 
 @pytest.mark.parametrize("name", SIMILAR)
 def test_similar_subgraphs_are_not_fused(name: str) -> None:
-    from vllm import ir  # noqa: F401
-
     run = SIMILAR[name]
     before = str(traced(run, inputs(torch.float32)).graph)
     counts, module = fused(run, inputs(torch.float32))
     assert counts == {"linear": 1}
     assert str(module.graph) == before
-
-
-@pytest.mark.parametrize("run", [_weighted_sum, _residual_of_one_row])
-def test_unsupported_sums_are_not_fused_as_residuals(run: Callable[..., Results]) -> None:
-    """The sum stays in the graph, and its norm is fused as a norm without residual."""
-    arguments = inputs(torch.float32)
-    counts, module = fused(run, arguments)
-    assert counts == {"rms_norm_linear": 1}
-    for actual, expected in zip(module(*arguments), run(*arguments), strict=True):
-        assert torch.equal(actual, expected)

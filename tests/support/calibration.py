@@ -21,7 +21,7 @@ from slidesparse.calibrate.rotation import Rotation, untie_head, value_pair
 from slidesparse.calibrate.task import Calibration, Task, prepare
 from slidesparse.checkpoint.skeleton import Skeleton
 from slidesparse.checkpoint.storage import Checkpoint, Reader
-from slidesparse.convert.report import Report
+from slidesparse.convert.stream import Report
 from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import dequantize_rows
 

@@ -20,7 +20,7 @@ from slidesparse.calibrate.task import Progress, no_progress
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.convert import stream
 from slidesparse.convert.options import ConvertOptions, parse_layer_pattern
-from slidesparse.convert.report import Report
+from slidesparse.convert.stream import Report
 from slidesparse.pattern import SlidePattern, parse_pattern
 from slidesparse.quantize import FP8, INT8, quantize_rows
 from slidesparse.serving import Skeletons

@@ -47,6 +47,12 @@ def logprobs(llm: Any, work: Json) -> Json:
     return {"tokens": _tokens(outputs), "logprobs": rows}
 
 
+def embed(llm: Any, work: Json) -> Json:
+    """The ``embeddings`` of ``prompts``."""
+    outputs = llm.embed([{"prompt_token_ids": prompt} for prompt in work["prompts"]], use_tqdm=False)
+    return {"embeddings": [output.outputs.embedding for output in outputs]}
+
+
 def prove(llm: Any, work: Json) -> Json:
     """``forced``: `_best` at each position of ``windows``, teacher-forced, window by window in one list;
     ``greedy``: `_best` of each of ``tokens`` new tokens after each of ``prompts``.
@@ -155,10 +161,10 @@ def _weight_bytes(worker: Any) -> tuple[int, int]:
 
 
 def perplexity(llm: Any, work: Json) -> Json:
-    """The arrays that ``slidesparse eval perplexity`` computes from ``ids`` if all tokens are compared."""
+    """The log-probabilities of ``ids`` as ``slidesparse eval perplexity`` has them."""
     from slidesparse.evaluate.worker import request_logprobs
 
-    return {name: array.tolist() for name, array in request_logprobs(llm, work["ids"], -1).items()}
+    return {"logprobs": request_logprobs(llm, work["ids"]).tolist()}
 
 
 def _kill_soon(work: Json) -> None:
@@ -206,6 +212,7 @@ TASKS: dict[str, Callable[[Any, Json], Json]] = {
     "generate": generate,
     "strip_env": generate,
     "logprobs": logprobs,
+    "embed": embed,
     "prove": prove,
     "mixed": mixed,
     "reload": reload,

@@ -56,7 +56,7 @@ class State:
 
         self.left = folder / "left"  # copied to folder/case for each case
         os.environ["SLIDESPARSE_CACHE"] = str(self.left / "cache")
-        with patch.object(stream, "_write", die), suppress(Killed):
+        with patch.object(stream, "write_output", die), suppress(Killed):
             self._convert(self.left / "out")
         shutil.copytree(work_folder(self.left / "out"), work_folder(folder / "whole"))
         self._convert(folder / "whole", resume=True)
