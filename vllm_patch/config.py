@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+import regex  # with which vLLM compiles ignore and targets
 from slidesparse.vllm_patch import compat, experts, fusion
 from slidesparse.vllm_patch.scheme import W8A8, SlideSparseScheme
 from slidesparse.vllm_patch.summary import LayerSummary
@@ -23,9 +24,10 @@ from vllm.platforms import current_platform
 
 from slidesparse import flags
 from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, KEY, QUANT_METHOD, LayerEntry, Metadata
+from slidesparse.errors import shown
 from slidesparse.flags import REQUIRED, SPARSITY, Flags
 from slidesparse.gemm import SPARSE
-from slidesparse.pattern import Pattern, SlidePattern
+from slidesparse.pattern import DENSE_WEIGHT, Pattern, SlidePattern
 from slidesparse.resolve import (
     CONVERT_STORED,
     NO_FP8_ACTIVATIONS,
@@ -121,6 +123,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
             platform, capability = _machine()
             stamp(resolve(config, Flags.from_environment(), platform == "cuda", capability), [config])
         resolution = Resolution.of_stamp(config[STAMP])
+        _require_readable(config)
         stored = unread_storage(config)
         config.pop("sparsity_config", None)  # newer vLLM rejects this key, whose content is in the resolution
         try:
@@ -241,6 +244,30 @@ class SlideSparseConfig(CompressedTensorsConfig):
             slides = []
         return [*sorted(slides, key=lambda pattern: pattern.density), NOT_PRUNED]
 
+    def unclaimed(self) -> str:
+        """Explain, after the last layer, that layers of the metadata are missing among the pruned ones; or return "".
+
+        A layer that this process does not hold is not missing: those of other stages of a pipeline, of a model beside
+        a draft model, or that the model does not use.  So others must be here, and an unpruned one of its columns.
+        """
+        listed = self.metadata.layers if self.metadata else {}
+        missing = [name for name in listed if name not in self.summary.claimed]
+        columns = {listed[name].in_features for name in missing}
+        found = self.summary.by_weights.items()
+        unpruned = [
+            name for name, layer in found if layer.pattern == DENSE_WEIGHT and layer.columns in columns
+        ]
+        others = self.summary.claimed or self.summary.pruned_by_weights
+        if not others or not unpruned or len(missing) <= self.summary.pruned_by_weights:
+            return ""
+        if not compat.holds_whole_model():
+            return ""
+        return (
+            f"the metadata list {len(missing)} layers, such as {missing[0]}, that vLLM has no layer of that name for, "
+            f"and the weights of {len(unpruned)} layers, such as {unpruned[0]}, obey none of their patterns: they were "
+            f"changed after pruning; {CONVERT_AGAIN}"
+        )
+
     def _replaced_by(self, scheme: str, name: str, listed: bool) -> None:
         """Warn that vLLM chose a scheme that we do not wrap, or raise ResolveError if that must not serve the layer."""
         problem = f"vLLM runs W8A8 layers of this checkpoint with its own {scheme}"
@@ -309,6 +336,32 @@ def _warn_without_effect(config: Mapping[str, Any], served: bool) -> None:
             f"{', '.join(idle)} has no effect on this checkpoint, which `slidesparse convert` did not make, unless "
             f"{REQUIRED} is set"
         )
+
+
+def _require_readable(config: Mapping[str, Any]) -> None:
+    """Raise ResolveError for entries on which vLLM would fail later with an error that does not name them."""
+    groups = config.get("config_groups")
+    lists = {"ignore": config.get("ignore", [])}
+    lists |= {
+        f"targets of {name!r}": group.get("targets")
+        for name, group in (groups if isinstance(groups, dict) else {}).items()
+        if isinstance(group, dict)
+    }
+    problem = ""
+    for place, entries in lists.items():
+        if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+            problem = f"{place} is {shown(entries)}, it must be a list of texts"
+            break
+        for entry in entries:
+            try:
+                regex.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
+            except regex.error as error:
+                problem = f"{place} holds {shown(entry)}, which is no regular expression ({error})"
+    cache = config.get("kv_cache_scheme")
+    if not isinstance(cache, (dict, type(None))):
+        problem = f"kv_cache_scheme is {shown(cache)}, it must be an object or null"
+    if problem:
+        raise ResolveError(f"quantization_config: {problem}; {CONVERT_AGAIN}")
 
 
 def _config_dicts(quant_config: dict[str, Any] | None, hf_config: Any) -> list[dict[str, Any]]:

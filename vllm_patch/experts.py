@@ -11,6 +11,7 @@ import torch
 from slidesparse.vllm_patch import compat
 from slidesparse.vllm_patch.loading import AGAIN, require_numbers
 from slidesparse.vllm_patch.scheme import PACKED, ROWS, conclude, release_unused
+from slidesparse.vllm_patch.summary import Found
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
@@ -146,7 +147,7 @@ class _Experts:
         self.dummy = False  # weights loaded from now on are not random
         ratio = BREAKS if reason else " and ".join(dict.fromkeys(pattern.ratio for pattern in obeyed))
         summary = self.config.summary
-        summary.by_weights[self.name] = ratio
+        summary.by_weights[self.name] = Found(ratio, 0, 0)
         if summary.count(self.name, reason and f"MoE experts {reason}", ratio):
             conclude(self.config)
 

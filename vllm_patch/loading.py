@@ -40,6 +40,7 @@ class LoadCheck:
         self._loaded: dict[str, set[object]] = {"weight": set(), "weight_scale": set(), "bias": set()}
         self._packed = False
         self._watched: dict[str, Loader] = {}
+        self.weights = 1  # how many weights of the checkpoint were loaded into the layer
 
     def _is_replaced(self, kind: str, parameter: Any) -> bool:
         return getattr(parameter, "weight_loader", None) not in (None, self._watched.get(kind))
@@ -97,6 +98,7 @@ class LoadCheck:
 
         A model's class may put a loader of its own in place of a parameter's, such as that of a mamba layer's shards.
         """
+        self.weights = max(1, len(self._loaded["weight"]))
         for kind, parts in self._loaded.items() if self._strict else ():
             parameter = getattr(layer, kind, None)
             if parameter is None or (not parts and self._is_replaced(kind, parameter)):

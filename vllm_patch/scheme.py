@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from slidesparse.vllm_patch import compat, fusion
 from slidesparse.vllm_patch.loading import AGAIN, LoadCheck, require_numbers
+from slidesparse.vllm_patch.summary import Found
 from torch import Tensor
 from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
@@ -23,7 +24,7 @@ from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.errors import SlideSparseError
 from slidesparse.gemm import SPARSE
 from slidesparse.gemm.problem import NAMES, TWO_FOUR, Layer, stores_windows
-from slidesparse.pattern import DENSE_WEIGHT, MixedPattern, Pattern, PatternError, SlideLayout, SlidePattern
+from slidesparse.pattern import MixedPattern, Pattern, PatternError, SlideLayout, SlidePattern
 from slidesparse.prune import prune
 from slidesparse.resolve import BREAKS, left_to_vllm, require_invariance, warn_left
 from slidesparse.slide import is_slided, unslide, violations
@@ -174,7 +175,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
             gemm.require(self.backend.name, weight.device)
 
     def _require_no_threads(self) -> None:
-        if compat.current_config().parallel_config.use_ubatching and not self.backend.threads:
+        if compat.starts_threads() and not self.backend.threads:
             raise gemm.BackendError(
                 f"backend {self.backend.name} keeps GEMM plans for one thread, but vLLM's dual batch overlap runs each "
                 "step in new ones: leave out --enable-dbo, or set DISABLE_SLIDESPARSE=1"
@@ -304,9 +305,9 @@ class SlideSparseScheme(CompressedTensorsScheme):
         pattern = self.patterns[0]
         last = summary.count(self.name, self.dense_because, pattern.ratio)
         if metadata and not self.pruned_by_us and len(self.patterns) == 1:
-            summary.by_weights[self.name] = pattern.ratio
+            summary.by_weights[self.name] = Found(pattern.ratio, self.in_features, self.load_check.weights)
         elif self.dense_because == BREAKS:
-            summary.by_weights[self.name] = BREAKS
+            summary.by_weights[self.name] = Found(BREAKS, self.in_features, 0)
         if last:
             conclude(self.config)
 
@@ -324,13 +325,16 @@ def conclude(config: SlideSparseConfig) -> None:
         profiling.enable()
     if summary.by_weights:  # which neither the flags nor the metadata tell
         fusion.add_cache_key(f"by weights: {sorted(summary.by_weights.items())}")
-    pruned = summary.claimed or {*summary.by_weights.values()} - {DENSE_WEIGHT, BREAKS}
+    if problem := config.unclaimed():
+        if resolution.asked:
+            raise PatternError(problem)
+        compat.warn(problem)
+    pruned = summary.claimed or summary.pruned_by_weights
     absent = metadata and metadata.layers and not pruned  # as in a pipeline stage or a draft model
     numbers, line = summary.lines(resolution, ABSENT if absent else "")
     needed = metadata or (resolution.asked and not summary.sparse)
     if needed and not (metadata and metadata.layers):
-        stages = compat.current_config().parallel_config.pipeline_parallel_size
-        scope = "of this checkpoint" if stages == 1 else "in this stage of the pipeline"
+        scope = "of this checkpoint" if compat.stages() == 1 else "in this stage of the pipeline"
         raise PatternError(
             f"{line}. No layer {scope} satisfies the pattern, so there is nothing "
             f"to run sparse. Convert it: slidesparse convert SRC OUT --sparsity {resolution.pattern}; "

@@ -5,10 +5,18 @@ from __future__ import annotations
 import json
 import weakref
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from slidesparse.pattern import DENSE_WEIGHT
 from slidesparse.resolve import SUMMARY, Resolution
+
+
+class Found(NamedTuple):
+    """A layer as its weights turned out to be."""
+
+    pattern: str
+    columns: int  # K
+    weights: int  # the number of weights of the checkpoint that it consists of
 
 
 class LayerSummary:
@@ -19,7 +27,7 @@ class LayerSummary:
         self.sparse: dict[str, str] = {}  # layer -> its pattern
         self.dense: dict[str, str] = {}  # layer -> reason
         self.claimed: set[str] = set()  # layers that the metadata list and that vLLM has by name
-        self.by_weights: dict[str, str] = {}  # layer -> its pattern, or BREAKS, as its weights have decided
+        self.by_weights: dict[str, Found] = {}  # layer whose pattern its weights have decided
         self.fusion = ""  # the outcome of SLIDESPARSE_FUSE
 
     def expect(self, layer: str, module: Any) -> None:
@@ -44,6 +52,11 @@ class LayerSummary:
             self.dense[layer] = reason
             self.sparse.pop(layer, None)
         return awaited and not self.is_pending()
+
+    @property
+    def pruned_by_weights(self) -> int:
+        """The number of weights that obey a pattern, in layers that the metadata do not list by vLLM's names."""
+        return sum(found.weights for found in self.by_weights.values() if found.pattern != DENSE_WEIGHT)
 
     def lines(self, resolution: Resolution, remark: str = "") -> tuple[str, str]:
         """Return the numbers in JSON after SUMMARY, and the same in words.

@@ -142,9 +142,14 @@ FUSES = "vLLM fuses q_proj, k_proj, v_proj into "
 
 # A checkpoint, a change of its quantization_config -> what is said, perhaps with flags
 OF_CONFIGS: list[tuple[Any, ...]] = [
+    ("dense", {"ignore": "lm_head"}, "ignore is 'lm_head', it must be a list of texts"),
+    ("dense", {"ignore": [None]}, "ignore is [None], it must be a list of texts"),
+    ("dense", {"ignore": ["re:("]}, "ignore holds 're:(', which is no regular expression"),
     ("dense", {"ignore": ["lm_head", DOWN]}, f"{DOWN}: {PRUNED}"),
     ("dense", {"ignore": ["lm_head", K_PROJ]}, f"{FUSES}one layer, but quant"),
     ("dense", lambda f: group(f, targets=["re:nothing"]), f"qkv_proj: {PRUNED}"),
+    ("dense", lambda f: group(f, targets="Linear"), "targets of 'group_0' is 'Linear', it must be a list"),
+    ("dense", {"kv_cache_scheme": "static"}, "kv_cache_scheme is 'static', it must be an object"),
     ("dense", {"format": "zipped"}, "qkv_proj: vLLM does not support the quantization that"),
     ("slided", {"slidesparse": None}, NO_BLOCK),
     ("slided", {"slidesparse": None}, NO_BLOCK, SPARSE_FLAGS),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkpoints import convert
 from edits import edited
-from engines import STOCK, Engines
+from engines import STOCK, Engines, Request
 from models import LLAMA, QWEN, shrink_codes, write_float, write_w8a8
 from moe import MODELS as MOES
 from safetensors.torch import load_file
@@ -65,14 +65,16 @@ def test_layers_of_other_names_are_served_sparse(
 
 
 def test_changed_weights_of_a_layer_of_another_name(engines: Engines, tmp_path: Path) -> None:
-    """They are served as they are."""
+    """They are served as they are with a warning, and refused if a flag asks for the sparse path."""
     name = "model.layers.0.mamba.in_proj.weight"
     model = hybrid("granitemoehybrid", tmp_path)
     weight = load_file(model / "model.safetensors")[name]
     changed = edited(model, tmp_path / "changed", {name: torch.ones_like(weight)}, {})
     answer = engines.serve(changed)
     assert "7 layers sparse, 1 not pruned" in answer.summary
-    assert answer.tokens == engines.serve(changed, env=STOCK).tokens
+    words = "1 layers, such as model.layers.0.mixer.in_proj, obey none of their patterns: they were changed"
+    assert words in answer.log
+    assert words in engines.ask(Request(changed, env={"USE_CUSPARSELT": "1"})).error
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "granitemoehybrid"])
