@@ -6,6 +6,7 @@
       state.json                     the options and inputs of the run; another run is refused
       rotation.safetensors           the rotation of the model, if it is rotated, and the losses without and with it
       smoothing.safetensors          the factors between the layers of an MLP, if it is smoothed
+      losses.json                    with a budget: the loss of each layer group at each pattern
       choice.json                    with a budget: the limits tried, and the losses measured
       layer-00000.json               the report's rows of a transformer block, with the patterns of its layers
       layer-00000.safetensors        its codes and scales; renamed last, which marks the block as finished
@@ -45,7 +46,7 @@ from slidesparse.checkpoint.storage import (
 )
 from slidesparse.errors import CalibrationError, shown
 
-STATE, CHOICE = "state.json", "choice.json"
+STATE, LOSSES, CHOICE = "state.json", "losses.json", "choice.json"
 ROTATION, SMOOTHING = f"rotation{SUFFIX}", f"smoothing{SUFFIX}"
 DISTILLED, DISTILLING = f"distilled{SUFFIX}", f"distilling{SUFFIX}"
 SUM = (
@@ -192,6 +193,8 @@ def open_work(out: Path, state: Mapping[str, Any], resume: bool) -> Iterator[Wor
         with files.locked(folder, busy):
             work = WorkFolder(folder)
             if not require_resumable(out, state, resume):
+                for name in (STATE, LOSSES):
+                    (folder / name).unlink(missing_ok=True)
                 work.write_json(STATE, dict(state))
             yield work
     except KeyboardInterrupt:
@@ -208,7 +211,7 @@ def require_resumable(out: Path, state: Mapping[str, Any], resume: bool) -> bool
     if not folder.is_symlink() and not folder.exists():
         return False
     files.own_folder(folder, ELSEWHERE)
-    kept = (CHOICE, ROTATION, SMOOTHING)
+    kept = [CHOICE, ROTATION, SMOOTHING] + [LOSSES] * resume  # losses are in the user's cache, too
     if not any(folder.glob(f"layer-*{SUFFIX}")) and not any((folder / name).exists() for name in kept):
         return False
     if not resume:

@@ -1,4 +1,4 @@
-"""Find models by their Hugging Face Hub id, such as ``org/name``."""
+"""Find models by their Hugging Face Hub id, such as ``org/name``, or the address of its page."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from slidesparse.checkpoint.storage import SIDE_NAMES, SIDE_SUFFIXES, SUFFIX, CheckpointError
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_PAGE = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(.*?)(?:/tree/main)?/?")
 
 
 def local_folder(model: str) -> Path:
@@ -16,8 +17,15 @@ def local_folder(model: str) -> Path:
     A missing copy is downloaded, but only files that a conversion reads or copies; with HF_HUB_OFFLINE=1 it must be
     there.  Raises CheckpointError for a model that is not available.
     """
-    folder = Path(model)
-    if folder.exists() or not _ID.fullmatch(model):
+    folder, page = Path(model), _PAGE.fullmatch(model)
+    if folder.exists():
+        return folder
+    if page and not _ID.fullmatch(page[1]):
+        raise CheckpointError(
+            f"{model} is not the page of a model; give https://huggingface.co/ORG/NAME, or ORG/NAME"
+        )
+    model = page[1] if page else model
+    if not _ID.fullmatch(model):
         return folder
     from huggingface_hub import snapshot_download
 

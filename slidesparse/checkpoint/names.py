@@ -65,18 +65,29 @@ def joined_experts(tensor: str) -> str | None:
 
 
 def search(text: str, names: Iterable[str], option: str) -> set[str]:
-    """Return the ``names`` in which a regular expression is found.
+    """Return the ``names`` in which an untrusted regular expression is found.
 
-    Raises CheckpointError, which names the ``option`` it came from, for one that does not compile.
+    Raises CheckpointError, which names the ``option`` it came from, for one that does not compile or takes too long.
     """
     try:
+        if len(text) > MAX_REGEX:
+            raise regex.error(f"it has {len(text)} characters, more than {MAX_REGEX}")
         pattern = regex.compile(text)
+        return {name for name in names if pattern.search(name, timeout=SECONDS)}
+    except TimeoutError:
+        raise CheckpointError(
+            f"{option} {shown(text)} takes more than {SECONDS:g} s to be searched in the name of a layer; write it "
+            "without nested repetitions"
+        ) from None
     except (regex.error, RecursionError, OverflowError) as error:
         raise CheckpointError(
             f"{option} {shown(text)} is not a regular expression: {error}; it is searched in layer names such as "
             "model.layers.0.mlp.down_proj"
         ) from error
-    return {name for name in names if pattern.search(name)}
+
+
+SECONDS = 2.0  # limit for a name; a search takes microseconds
+MAX_REGEX = 1000  # characters
 
 
 def architecture_of(config: Mapping[str, Any]) -> str | None:

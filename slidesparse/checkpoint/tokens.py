@@ -19,6 +19,7 @@ MAX_IDS = 2**28  # ids in a file, 2 GiB
 TEXT, MESSAGES = "text", "messages"  # keys of a document, as a text or as the turns of a conversation
 SPLIT = "train"  # of a dataset on the Hub
 BUFFER = 1000  # of its documents, from which the next one is drawn
+_PAGE = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/datasets/(.+?)/?")
 
 Document = str | list[dict[str, Any]]  # a text, or the messages of a conversation
 FORMS = (
@@ -56,7 +57,7 @@ def read_documents(data: str) -> Iterator[Document]:
         for number, row in enumerate(_parquet_rows(path), 1):
             yield from _document(row, f"{path}, row {number}")
     elif is_dataset(data):
-        for number, row in enumerate(_hub_rows(data), 1):
+        for number, row in enumerate(_hub_rows(_name(data)), 1):
             yield from _document(row, f"{data}, row {number}")
     else:
         problem = "is not a supported type of file" if path.is_file() else "is not a file"
@@ -64,9 +65,15 @@ def read_documents(data: str) -> Iterator[Document]:
 
 
 def is_dataset(data: str) -> bool:
-    """Return whether ``data`` is the ORG/NAME of a dataset on the Hub, not a file that is missing."""
-    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", data) and not re.search(r"\.[a-z]{2,}\d*$", data)
+    """Return whether ``data`` is the ORG/NAME of a dataset on the Hub, or its page, not a file that is missing."""
+    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", _name(data)) and not re.search(r"\.[a-z]{2,}\d*$", data)
     return bool(is_name) and not Path(data).exists()
+
+
+def _name(data: str) -> str:
+    """Return the ORG/NAME of a dataset given by the address of its page; anything else as it is."""
+    page = _PAGE.fullmatch(data)
+    return page[1] if page else data
 
 
 def _parse(line: str, where: str) -> Any:

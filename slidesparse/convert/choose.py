@@ -15,7 +15,7 @@ from slidesparse import files
 from slidesparse.build.compile import cache_folder
 from slidesparse.calibrate.losses import LayerGroup, Losses, layer_groups, layer_losses, whole_loss
 from slidesparse.calibrate.pipeline import calibrate
-from slidesparse.calibrate.resume import CHOICE, WorkFolder
+from slidesparse.calibrate.resume import CHOICE, LOSSES, WorkFolder
 from slidesparse.calibrate.task import HELD_BACK, TEXTS, Progress, Task
 from slidesparse.checkpoint.names import WEIGHT, is_expert
 from slidesparse.checkpoint.storage import Reader
@@ -118,7 +118,9 @@ def _problem(task: Task, losses: Losses, budget: Budget) -> AllocationProblem:
     return allocation_problem(losses, shapes, task.quant, budget, fixed)
 
 
-def estimate(task: Task, reader: Reader, budget: Budget, rotate: bool, progress: Progress) -> Outcome:
+def estimate(
+    task: Task, reader: Reader, work: WorkFolder, budget: Budget, rotate: bool, progress: Progress
+) -> Outcome:
     """Choose patterns for the budget from the losses of layers, which are measured or cached, without pruning.
 
     Args:
@@ -126,26 +128,34 @@ def estimate(task: Task, reader: Reader, budget: Budget, rotate: bool, progress:
 
     Raises CalibrationError when the budget allows no pruning or cannot be reached.
     """
-    losses = _losses(task, reader, rotate, progress)
+    losses = _losses(task, reader, work, rotate, progress)
     kinds = tuple(samples.origin for samples in task.held_back)
     problem = _problem(task, losses, budget)
     outcome = Outcome(budget, problem, FIRST_PART, task.model.skeleton.generates, kinds)
     return replace(outcome, choice=_choose(outcome, outcome.allowed / FIRST_PART))
 
 
-def _losses(task: Task, reader: Reader, rotate: bool, progress: Progress) -> Losses:
-    """Return the losses of all layer groups, which are kept in the user's cache for resumed runs and other budgets."""
+def _losses(task: Task, reader: Reader, work: WorkFolder, rotate: bool, progress: Progress) -> Losses:
+    """Return the losses of all layer groups.
+
+    They are kept in ``work``, so that a resumed run decides as before, and in the user's cache for other budgets.
+    """
     state = {key: value for key, value in task.state().items() if key not in ("layers", HELD_BACK, TEXTS)}
     state |= {"layers": sorted(task.layers), "rotate": rotate, "patterns": [p.ratio for p in PATTERNS]}
     cached = loss_cache() / f"{hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]}.json"
-    known: Losses = {}
-    with suppress(files.DamagedFile):  # measured again
-        known = {tuple(group): by_pattern for group, by_pattern in files.read_json(cached) or ()}
+    entries = work.read_json(LOSSES)
+    if entries is None:
+        with suppress(files.DamagedFile):  # measured again
+            entries = files.read_json(cached)
+    known: Losses = {tuple(group): by_pattern for group, by_pattern in entries or ()}
 
     def save(losses: Losses) -> None:
+        entries = [[list(group), by_pattern] for group, by_pattern in losses.items()]
+        work.write_json(LOSSES, entries)
         with suppress(OSError):  # what is not cached is measured again
-            files.write_json(cached, [[list(group), by_pattern] for group, by_pattern in losses.items()])
+            files.write_json(cached, entries)
 
+    save(known)
     return layer_losses(task, PATTERNS, reader, known, save, progress)
 
 

@@ -171,7 +171,7 @@ def convert(
         with planner.checkpoint.reader() as reader, tempfile.TemporaryDirectory() as folder:
             work = WorkFolder(Path(folder))
             dense = _transformed(task, reader, work, rotation == ROTATED, progress)
-            outcome = estimate(task, dense.reader, options.budget, dense.rotated, progress)
+            outcome = estimate(task, dense.reader, work, options.budget, dense.rotated, progress)
             report = replace(report, rotation=dense.rotation or rotation, budget=outcome)
     return replace(report, seconds=time.monotonic() - started)
 
@@ -289,7 +289,7 @@ def _write_calibrated(
             tied.served = planner.served
             planner, plan = tied, tied.plan()
         if options.budget:
-            outcome = estimate(task, reader, options.budget, dense.rotated, progress)
+            outcome = estimate(task, reader, work, options.budget, dense.rotated, progress)
 
             def fitted(choice: Choice) -> Task:
                 chosen = planner.plan(choice.by_layer)

@@ -107,17 +107,20 @@ def test_resumed_run_has_the_bytes_of_an_uninterrupted_one(
 def test_resumed_budget_decides_as_before(
     model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the losses are no longer in the cache."""
+    """Another run of the same model fills the cache meanwhile, with losses by which it would decide otherwise."""
     with dying(monkeypatch, 0) as saves:
         whole = run(model, tmp_path / "whole", ids, **BUDGET)
     assert saves.count("choice.json") >= 3  # at least two choices were tried
     written = {row["name"]: row["pattern"] for row in whole.layers}  # not those of a choice before
     assert written == {name: whole.plan.patterns[name].ratio for name in written}
     (cache,) = (Path(os.environ["SLIDESPARSE_CACHE"]) / "losses").glob("*.json")
+    entries = files.read_json(cache)
+    other = [[group, dict(zip(by, reversed(by.values()), strict=True))] for group, by in entries]
     for point in random.Random(1).sample(range(2, len(saves) + 1), 5):
+        cache.unlink()
         with dying(monkeypatch, point), pytest.raises(Killed):
             run(model, tmp_path / f"out{point}", ids, **BUDGET)
-        cache.unlink()
+        files.write_json(cache, other)
         report = run(model, tmp_path / f"out{point}", ids, resume=True, **BUDGET)
         assert report.plan.patterns == whole.plan.patterns
         assert snapshot(tmp_path / f"out{point}") == snapshot(tmp_path / "whole")
@@ -309,7 +312,7 @@ def interrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-FILES = "choice.json distilled.safetensors distilling.safetensors layer-00000.json layer-00000.safetensors "
+FILES = "choice.json distilled.safetensors distilling.safetensors layer-00000.json layer-00000.safetensors losses.json "
 FILES += "rotation.safetensors smoothing.safetensors state.json"
 
 

@@ -147,8 +147,10 @@ def test_hub_dataset_is_read_no_further_than_needed(decoder: Model, monkeypatch:
 
     library = SimpleNamespace(load_dataset=lambda name, split, streaming: {"org/name-2.5": Endless()}[name])
     monkeypatch.setitem(sys.modules, "datasets", library)
-    assert rows(load("org/name-2.5", decoder, 3, 4)) == [[1, 2, 3, END]] * 3
-    assert len(read) == 3
+    for data in ("org/name-2.5", "https://huggingface.co/datasets/org/name-2.5/"):
+        read.clear()
+        assert rows(load(data, decoder, 3, 4)) == [[1, 2, 3, END]] * 3
+        assert len(read) == 3
 
     def unreachable(*_: Any, **__: Any) -> None:
         raise ConnectionError("no\nnetwork")

@@ -42,7 +42,7 @@ from safetensors import safe_open
 from strategies import assert_same_bits
 from torch import Tensor
 
-from slidesparse.checkpoint import storage
+from slidesparse.checkpoint import names, storage
 from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.convert import stream
@@ -190,7 +190,7 @@ def test_output_may_be_an_empty_folder_a_link_or_below_new_parents(tmp_path: Pat
 
 KILLED = """
 import os, signal, sys
-from slidesparse.checkpoint import storage
+from slidesparse.checkpoint import names, storage
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.stream import convert
 from slidesparse.pattern import SlidePattern
@@ -394,6 +394,7 @@ def test_decoder_that_embeds_texts_needs_no_head(tmp_path: Path) -> None:
     assert sorted(convert(source, tmp_path / "out").plan.patterns) == LINEARS
 
 
+ENDLESS = "(.|.)*q$"
 GATE = "model.layers.1.mlp.gate_proj but not model.layers.1.mlp.up_proj"
 
 # Options, and words of the message
@@ -405,22 +406,30 @@ OPTIONS: list[tuple[dict[str, Any], list[str], type[Exception]]] = [
     ({"pattern": "dense", "layout": "slided"}, ["--layout slided", "dense;"], CheckpointError),
     ({"ignore": ["mlp.(down"]}, ["--ignore 'mlp.(down'", "missing )"], CheckpointError),
     ({"ignore": ["(" * 999]}, ["--ignore '(((((", "is not a regular expression"], CheckpointError),
+    ({"ignore": ["a" * 1001]}, ["--ignore", "more than 1000"], CheckpointError),
     ({"ignore": ["o_proj", "down_porj"]}, ["--ignore 'down_porj'", "14 linear layers"], CheckpointError),
     ({"ignore": ["1.mlp.gate"]}, ["--ignore covers", GATE], CheckpointError),
     ({"ignore": ["."]}, ["every linear layer is ignored"], CheckpointError),
+    ({"ignore": ["o_proj", ENDLESS]}, [f"--ignore {ENDLESS!r} takes more than"], CheckpointError),
     ({"layer": [".=dense"]}, ["no linear layer is left to prune"], CheckpointError),
     ({"layer": ["down_proj"]}, ["--layer 'down_proj'", "REGEX=PATTERN"], CheckpointError),
     ({"layer": ["down_proj=7:8"]}, ["--layer 'down_proj=7:8'", "'7:8'"], PatternError),
     ({"layer": ["porj=6:8"]}, ["--layer 'porj'"], CheckpointError),
     ({"layer": ["1.mlp.gate_proj=4:6"]}, ["--layer covers", GATE], CheckpointError),
+    ({"layer": [f"{ENDLESS}=8:10"]}, [f"--layer {ENDLESS!r} takes more than"], CheckpointError),
     ({"budget": Budget(zeros=0.2)}, ["--zeros 20%", "--calib"], CalibrationError),
 ]
 
 
 @pytest.mark.parametrize(("options", "words", "error"), OPTIONS, ids=[str(o)[:40] for o, _, _ in OPTIONS])
 def test_invalid_options_are_refused(
-    tmp_path: Path, options: dict[str, Any], words: list[str], error: type[Exception]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    words: list[str],
+    error: type[Exception],
 ) -> None:
+    monkeypatch.setattr(names, "SECONDS", 0.2)
     assert len(refused(llama(tmp_path / "source"), *words, error=error, **options)) < 500
 
 

@@ -514,6 +514,7 @@ INT8_SOURCES: dict[str, tuple[Change, str]] = {
     "rotated": (block(transform_config=transforms("weight_input", "input")), "of rotations while serving"),
     "ignore a text": (block(ignore="lm_head"), "ignore list"),
     "bad regex": (block(ignore=["re:mlp.(down"]), "'mlp.(down'"),
+    "slow regex": (block(ignore=[DOWN, "re:(.|.)*q$"]), "ignore list: '(.|.)*q$' takes more than"),
     "INT8 cache": (cache(type="int"), "is not served by vLLM"),
     "FP4 cache": (
         cache(num_bits=4),
@@ -546,7 +547,8 @@ REFUSED |= {name: (lambda folder: fp8(folder, (32, 16)), *case) for name, case i
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_unsupported_sources_are_refused(tmp_path: Path, name: str) -> None:
+def test_unsupported_sources_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("slidesparse.checkpoint.names.SECONDS", 0.2)
     make, change, words = REFUSED[name]
     source = make(tmp_path / "source")
     change(source)

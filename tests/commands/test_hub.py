@@ -11,6 +11,7 @@ from checkpoints import llama, snapshot
 from commands import Done
 
 from slidesparse.checkpoint.hub import local_folder
+from slidesparse.checkpoint.storage import CheckpointError
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 constants = pytest.importorskip("huggingface_hub.constants")
@@ -48,6 +49,16 @@ def test_local_folder_takes_precedence_over_hub_id(cache: Path, tmp_path: Path) 
     assert local_folder("org/name").is_relative_to(cache)
     (tmp_path / "org" / "name").mkdir(parents=True)
     assert local_folder("org/name") == Path("org/name")
+
+
+@pytest.mark.parametrize(
+    "page",
+    ["https://huggingface.co/org/name", "huggingface.co/org/name/", "https://hf.co/org/name/tree/main"],
+)
+def test_address_of_a_models_page_is_its_id(cache: Path, page: str) -> None:
+    assert local_folder(page) == local_folder("org/name")
+    with pytest.raises(CheckpointError, match=f"{page}/blob/x is not the page of a model"):
+        local_folder(f"{page}/blob/x")
 
 
 def test_unavailable_and_incomplete_hub_models_exit_2(cache: Path) -> None:
