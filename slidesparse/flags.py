@@ -35,6 +35,7 @@ PROFILE = "SLIDESPARSE_PROFILE"
 BACKEND = "SLIDESPARSE_BACKEND"
 FUSE = "SLIDESPARSE_FUSE"
 
+REQUESTS = (USE_CUSPARSELT, USE_CUBLASLT, SPARSITY, BACKEND, FUSE, PROFILE)  # of a server
 PREFIX = "SLIDESPARSE_"
 # All variables with PREFIX that are read, here and in build/
 KNOWN = (
@@ -105,8 +106,7 @@ def path_flag(environ: Mapping[str, str] = os.environ) -> str | None:
 
 def active_names(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the names of the flags that are set; never raises."""
-    names = (USE_CUSPARSELT, USE_CUBLASLT, SPARSITY, BACKEND, FUSE, PROFILE)
-    return [name for name in names if _word(environ, name) not in _FALSE]
+    return [name for name in REQUESTS if _word(environ, name) not in _FALSE]
 
 
 def unknown_names(environ: Mapping[str, str] = os.environ) -> list[str]:

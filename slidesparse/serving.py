@@ -36,7 +36,7 @@ from typing import Any
 
 from slidesparse.checkpoint.storage import CONFIG, SUFFIX, Checkpoint, TensorSpec
 from slidesparse.errors import ENVIRONMENT, FAILED, CheckFailed
-from slidesparse.flags import MODE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT
+from slidesparse.flags import DISABLE, MODE, REQUESTS
 from slidesparse.resolve import Resolution
 
 PROGRAM = "slidesparse.vllm_patch.skeleton"
@@ -133,7 +133,7 @@ class Skeletons:
             answer, log = Path(place) / "answer", Path(place) / "log"
             if config is not None:
                 folder = _planned(folder, config, Path(place) / "planned")
-            flags = () if config is None else (MODE, USE_CUSPARSELT, USE_CUBLASLT, SPARSITY)
+            flags = () if config is None else (MODE, DISABLE, *REQUESTS)
             environ = {name: value for name, value in os.environ.items() if name not in flags}
             request = {
                 "folder": str(folder),

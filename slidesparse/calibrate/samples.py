@@ -110,27 +110,28 @@ def load_sources(
 
     Raises SlideSparseError for unusable data, EnvironmentFault without a tokenizer library.
     """
-    if samples is not None and samples < len(data):
-        raise CalibrationError(
-            f"--samples {samples} is too few; the least is one for each {option}, {len(data)}, the default {SAMPLES}"
-        )
     if seqlen is not None and not 2 <= seqlen <= model.longest:
         raise CalibrationError(
             f"--seqlen {seqlen} must be from 2 to {model.longest}, the maximum sequence length of this model"
         )
     length = seqlen or min(SEQLEN, model.longest)
-    total = samples or max(1, MAX_TOKENS // length)
+    most = max(1, MAX_TOKENS // length)
+    if samples is not None and not len(data) <= samples <= most:
+        raise CalibrationError(
+            f"--samples {samples} must be from {len(data)}, one for each {option}, to {most} of {length} tokens"
+        )
+    total = samples or most
     shares = [total // len(data) + (i < total % len(data)) for i in range(len(data))]
     found = []
     for source, share in zip(data, shares, strict=True):
         if source == SELF:
-            most = share if samples else max(2, DISTILLATION_TOKENS[model.device.type] // length)
-            ids, note = write(model, min(share, most), length, progress, option)
+            few = share if samples else max(2, DISTILLATION_TOKENS[model.device.type] // length)
+            ids, note = write(model, min(share, few), length, progress, option)
             found.append(Samples(_tensors(ids), "its own text", note))
         else:
             part = _load(source, model, share, length, option)
-            few = f"{part.origin} gives {len(part.ids)} samples of at most {length} tokens, {share} were requested"
-            found.append(replace(part, note=few) if samples and len(part.ids) < share else part)
+            lack = f"{part.origin} gives {len(part.ids)} samples of at most {length} tokens, {share} were requested"
+            found.append(replace(part, note=lack) if samples and len(part.ids) < share else part)
     return found
 
 

@@ -58,7 +58,7 @@ class Calibration:
             )
         if not 0 < self.training_minutes < math.inf:
             raise CalibrationError(
-                f"--minutes {self.minutes} must be more than 0; the default is {MINUTES:g}"
+                f"--minutes {self.minutes} must be finite and more than 0; the default is {MINUTES:g}"
             )
         if self.device not in DEVICES:
             raise CalibrationError(f"--device {self.device!r} is not known; use one of {', '.join(DEVICES)}")

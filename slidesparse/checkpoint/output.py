@@ -26,7 +26,11 @@ def require_free_name(source: Path, out: Path) -> None:
 
     Raises EnvironmentFault if its parent cannot be written to.
     """
-    if (length := len(os.fsencode(out.resolve().name))) > MAX_NAME:
+    try:
+        length = len(os.fsencode(out.resolve().name))
+    except RuntimeError:
+        raise CheckpointError(f"output folder {out} is a link to itself; name another one") from None
+    if length > MAX_NAME:
         raise CheckpointError(
             f"the name of the output folder has {length} bytes; choose one of at most {MAX_NAME}"
         )

@@ -222,7 +222,10 @@ def test_memory_and_overflow_are_explained(
         ({"device": "tpu"}, "--device 'tpu'"),
         ({"rotate": "maybe"}, "--rotate 'maybe'"),
         ({"minutes": 3.0}, "--minutes 3 is the duration of distillation"),
-        *[({"distill": ("x",), "minutes": m}, "must be more than 0") for m in (0.0, -1.0, np.nan, np.inf)],
+        *[
+            ({"distill": ("x",), "minutes": m}, "must be finite and more than 0")
+            for m in (0.0, -1.0, np.nan, np.inf)
+        ],
     ],
 )
 def test_invalid_calibration_options_are_refused(options: dict[str, Any], fact: str) -> None:

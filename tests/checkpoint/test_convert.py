@@ -444,6 +444,7 @@ def test_invalid_outputs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "full" / "mine.txt").write_text("kept")
     (tmp_path / "file").write_text("")
     (tmp_path / ".linked.partial-1").symlink_to("full")
+    (tmp_path / "loop").symlink_to("loop")
     monkeypatch.chdir(tmp_path / "current")
     monkeypatch.setattr(Path, "is_mount", lambda path: path == volume)
     monkeypatch.setattr(stream, "_check_values", lambda *_: pytest.fail("the source was read"))
@@ -451,6 +452,7 @@ def test_invalid_outputs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "full": f"{tmp_path / 'full'} is not empty",
         "source": "is not empty",
         "file": "is a file",
+        "loop": "is a link to itself",
         "file/new/below": f"below {tmp_path / 'file'}",
         "source/out": "inside the source",
         "current": "is the current folder, which would be replaced",

@@ -32,9 +32,15 @@ def jamba(folder: Path, experts: int = 1) -> Path:
 
 @pytest.mark.parametrize(("experts", "pruned"), [(1, 10), (4, 7)])
 def test_layers_that_vllm_does_not_quantize_are_kept(
-    tmp_path: Path, skeletons: Skeletons, experts: int, pruned: int
+    tmp_path: Path, skeletons: Skeletons, monkeypatch: pytest.MonkeyPatch, experts: int, pruned: int
 ) -> None:
-    """Also where vLLM has no kernel for experts, as for INT8 ones on CPUs."""
+    """Also where vLLM has no kernel for experts, as for INT8 ones on CPUs, and whatever the flags of a server here."""
+    for flag, value in {
+        "DISABLE_SLIDESPARSE": "1",
+        "SLIDESPARSE_BACKEND": "hopper",
+        "SPARSITY": "0.5",
+    }.items():
+        monkeypatch.setenv(flag, value)
     source = jamba(tmp_path / "source", experts)
     report = convert(source, tmp_path / "out", skeletons=skeletons)
     assert report.unserved == ""
