@@ -8,7 +8,8 @@ routed to has a poor H (see `slidesparse.calibrate.inputs`), and is pruned by th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,15 +19,17 @@ from torch.overrides import TorchFunctionMode
 
 from slidesparse.blocks import obeys
 from slidesparse.calibrate.inputs import Hessian, output_error
-from slidesparse.calibrate.model import fast_products
-from slidesparse.calibrate.sparsegpt import pruner
+from slidesparse.calibrate.model import Block, fast_products
+from slidesparse.calibrate.sparsegpt import Pruner, pruner
 from slidesparse.checkpoint.names import SCALE, WEIGHT
 from slidesparse.errors import CalibrationError
+from slidesparse.pattern import Pattern
 from slidesparse.prune import prune
 from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
 
 if TYPE_CHECKING:
     from slidesparse.calibrate.pipeline import BlockRun
+    from slidesparse.calibrate.task import Task
 
 FLOOR = 8  # an expert with fewer than K / FLOOR tokens is pruned by those of the whole layer
 
@@ -47,6 +50,19 @@ class _Products(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+def groups_to_prune(task: Task, number: int) -> dict[str, tuple[str, ...]]:
+    """Return the checkpoint's names of the matrices of a block's experts that are pruned, by their parameter.
+
+    Parameters come in the order of the block, and so in that of execution.
+    """
+    skeleton = task.model.skeleton
+    groups: dict[str, list[str]] = {name: [] for name, _ in skeleton.blocks[number].named_parameters()}
+    for name, place in skeleton.experts(number).items():
+        if name in task.layers:
+            groups[place.parameter].append(name)
+    return {parameter: tuple(names) for parameter, names in groups.items() if names}
+
+
 def prune_experts(run: BlockRun, sweeps: int) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Prune and quantize the experts of a block; the weights of ``run.block`` are replaced by the dequantized ones.
 
@@ -55,31 +71,15 @@ def prune_experts(run: BlockRun, sweeps: int) -> tuple[dict[str, Tensor], list[d
     """
     tensors: dict[str, Tensor] = {}
     rows = []
-    places = {name: place for name, place in run.experts.items() if name in run.task.layers}
-    used = {place.parameter for place in places.values()}
-    for parameter in (name for name, _ in run.block.module.named_parameters() if name in used):
-        joined = run.block.weights[parameter]
-        own, pooled = _gather(run, joined)
+    for parameter, names in groups_to_prune(run.task, run.number).items():
+        joined, pattern = run.block.weights[parameter], run.task.layers[names[0]]
         served: dict[str, Tensor] = {}
-        for number, weight in enumerate(joined):
+        for number, (own, used, prune_expert) in enumerate(expert_pruners(run, joined, sweeps)):
             started = time.monotonic()
-            names = [
-                name
-                for name, place in places.items()
-                if (place.parameter, place.number) == (parameter, number)
-            ]
-            if not names:
-                continue
-            few = own[number].tokens < weight.shape[1] / FLOOR
-            hessian, pattern = pooled if few else own[number], run.task.layers[names[0]]
-            if obeys(weight, pattern):
-                pruned = weight
-            elif hessian.tokens:
-                pruned = pruner(hessian.matrix, hessian.tokens, sweeps)(weight, pattern, None)
-            else:
-                pruned = prune(weight, pattern)
-            for name in names:
-                place = places[name]
+            pruned = prune_expert(joined[number], pattern)
+            of_expert = [name for name in names if run.experts[name].number == number]
+            for name in of_expert:
+                place = run.experts[name]
                 w, part = place.of(joined), pruned.chunk(place.parts)[place.part]
                 codes, scale = quantize_rows(part, NAMES[run.task.quant], "cuda")
                 tensors[name + WEIGHT], tensors[name + SCALE] = codes, scale
@@ -88,16 +88,34 @@ def prune_experts(run: BlockRun, sweeps: int) -> tuple[dict[str, Tensor], list[d
                     {
                         "name": name,
                         "pattern": pattern.ratio,
-                        "method": "sparsegpt" if hessian.tokens else "magnitude",
-                        "error_pruned": output_error(w, part, hessian.matrix),
-                        "error_quantized": output_error(w, served[name], hessian.matrix),
-                        "tokens": own[number].tokens,
-                        "pooled": few,
-                        "seconds": round((time.monotonic() - started) / len(names), 3),
+                        "method": "sparsegpt" if used.tokens else "magnitude",
+                        "error_pruned": output_error(w, part, used.matrix),
+                        "error_quantized": output_error(w, served[name], used.matrix),
+                        "tokens": own.tokens,
+                        "pooled": used is not own,
+                        "seconds": round((time.monotonic() - started) / len(of_expert), 3),
                     }
                 )
-        replace_experts(run, served)
+        replace_experts(run, run.block, served)
     return tensors, rows
+
+
+def expert_pruners(
+    run: BlockRun, joined: Tensor, sweeps: int
+) -> Iterator[tuple[Hessian, Hessian, Callable[[Tensor, Pattern], Tensor]]]:
+    """Yield H of the tokens of each expert in ``joined`` [E, N, K], the H to prune by, and a function that prunes."""
+    hessians, pooled = _gather(run, joined)
+    for own in hessians:
+        used = pooled if own.tokens < joined.shape[2] / FLOOR else own
+        best = pruner(used.matrix, used.tokens, sweeps) if used.tokens else None
+        yield own, used, partial(_prune, best)
+
+
+def _prune(best: Pruner | None, w: Tensor, pattern: Pattern) -> Tensor:
+    """Prune the weights [N, K] of an expert by ``best``, or by magnitude; those that obey the pattern stay."""
+    if obeys(w, pattern):
+        return w
+    return best(w, pattern, None) if best else prune(w, pattern)
 
 
 def _gather(run: BlockRun, joined: Tensor) -> tuple[list[Hessian], Hessian]:
@@ -118,12 +136,22 @@ def _gather(run: BlockRun, joined: Tensor) -> tuple[list[Hessian], Hessian]:
     return hessians, pooled
 
 
-def replace_experts(run: BlockRun, served: dict[str, Tensor]) -> None:
+def quantize_experts(run: BlockRun, block: Block, names: Iterable[str]) -> None:
+    """Replace matrices of experts in the weights of a block, by the checkpoint's names, by dequantized ones."""
+    places = {name: run.experts[name] for name in names}
+    weights = {name: place.of(block.weights[place.parameter]) for name, place in places.items()}
+    dtype = NAMES[run.task.quant]
+    replace_experts(
+        run, block, {name: dequantize_rows(*quantize_rows(w, dtype, "cuda")) for name, w in weights.items()}
+    )
+
+
+def replace_experts(run: BlockRun, block: Block, served: Mapping[str, Tensor]) -> None:
     """Replace matrices of experts in the weights of a block, by the checkpoint's names."""
     copied: dict[str, Tensor] = {}  # other copies of the block share its tensors
     for name, weight in served.items():
         place = run.experts[name]
         if place.parameter not in copied:
-            copied[place.parameter] = run.block.weights[place.parameter].clone()
+            copied[place.parameter] = block.weights[place.parameter].clone()
         place.of(copied[place.parameter]).copy_(weight)
-    run.block.weights |= copied
+    block.weights |= copied

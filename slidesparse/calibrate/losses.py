@@ -14,11 +14,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
+from slidesparse.calibrate.experts import expert_pruners, groups_to_prune, quantize_experts
 from slidesparse.calibrate.finetune import InputRounder
 from slidesparse.calibrate.graphs import recordings
 from slidesparse.calibrate.inputs import free_bytes, gather_statistics
@@ -47,19 +49,28 @@ CACHE_PART = {"cpu": 4, "cuda": 2}  # cached blocks may take 1 / CACHE_PART of t
 POOLING = "1_Pooling/config.json"  # of sentence-transformers
 FIRST_TOKEN = "pooling_mode_cls_token"
 
-LayerGroup = tuple[str, ...]  # linear layers that share an input, and one pattern
-Losses = dict[LayerGroup, dict[str, float]]  # the loss of pruning a group alone, by pattern
+# Linear layers that share an input, or the experts whose weights are one tensor in vLLM; they have one pattern
+LayerGroup = tuple[str, ...]
 
 
-def layer_groups(task: Task) -> list[LayerGroup]:
-    """Return the groups of the layers of a task, in order of execution."""
-    model = task.model
-    groups = [
-        tuple(name for name in (model.full_name(number, n) for n in group) if name in task.layers)
-        for number in range(model.blocks)
-        for group in model.groups(number)
-    ]
-    return [group for group in groups if group]
+class GroupLoss(NamedTuple):
+    """The loss of pruning a group alone, by pattern, and of experts the share of tokens that is routed to each."""
+
+    by_pattern: dict[str, float]
+    shares: Sequence[float] = (1.0,)
+
+
+Losses = dict[LayerGroup, GroupLoss]
+
+
+def layer_groups(task: Task, number: int | None = None) -> list[LayerGroup]:
+    """Return the groups of the layers of a task, or of its block ``number``, in order of execution."""
+    model, groups = task.model, list[LayerGroup]()
+    for i in range(model.blocks) if number is None else (number,):
+        linears = (tuple(model.full_name(i, name) for name in group) for group in model.groups(i))
+        pruned = (tuple(name for name in group if name in task.layers) for group in linears)
+        groups += [*filter(None, pruned), *groups_to_prune(task, i).values()]
+    return groups
 
 
 @torch.inference_mode()
@@ -88,17 +99,12 @@ def layer_losses(
     blocks = _BlockCache(task, reader)
     report = block_counter(task, "measuring", progress)
     for run in run_blocks(task, reader, 1):
-        of_block = filter(None, (_pruned_group(run, group) for group in run.block.groups))
-        if not all(group in losses for group in of_block):
+        if not all(group in losses for group in layer_groups(task, run.number)):
             losses |= _measure(run, patterns, criterion, blocks)
             save(losses)
         blocks.drop(run.number)
         report(run.number)
     return {group: losses[group] for group in groups}
-
-
-def _pruned_group(run: BlockRun, group: Sequence[str]) -> LayerGroup:
-    return tuple(run.full_name(name) for name in run.weights_to_prune(group))
 
 
 def _measure(
@@ -114,9 +120,21 @@ def _measure(
         stacked, sizes = torch.cat([*weights.values()]), [len(w) for w in weights.values()]
         for pattern in patterns:
             parts = prune(stacked, pattern, None).split(sizes)
-            options[_pruned_group(run, group), pattern.ratio] = {
+            options[tuple(map(run.full_name, weights)), pattern.ratio] = {
                 name + WEIGHT: w for name, w in zip(weights, parts, strict=True)
             }
+    shares: dict[LayerGroup, list[float]] = {}
+    for parameter, names in groups_to_prune(run.task, run.number).items():
+        joined = run.block.weights[parameter]
+        copies, tokens = [joined.clone() for _ in patterns], sum(ids.numel() for ids in run.ids)
+        shares[names] = []
+        for number, (own, _, prune_expert) in enumerate(expert_pruners(run, joined, 0)):
+            shares[names].append(own.tokens / tokens)
+            for pattern, copy in zip(patterns, copies, strict=True):
+                copy[number] = prune_expert(joined[number], pattern)
+        options |= {
+            (names, pattern.ratio): {parameter: w} for pattern, w in zip(patterns, copies, strict=True)
+        }
     chosen = _loss_batches(run)
     states: dict[tuple[LayerGroup, str], list[Tensor]] = {}
     with fast_products(run.task.device):
@@ -140,7 +158,7 @@ def _measure(
             raise CalibrationError(
                 f"the loss of {group[0]} at {ratio} is not finite (NaN or Inf): the model overflows on these samples"
             )
-        losses.setdefault(group, {})[ratio] = total / count
+        losses.setdefault(group, GroupLoss({}, shares.get(group, (1.0,)))).by_pattern[ratio] = total / count
     return losses
 
 
@@ -231,8 +249,8 @@ def _pooling(checkpoint: Checkpoint) -> Callable[[Tensor], Tensor]:
 def whole_loss(task: Task, samples: Samples, reader: Reader, work: WorkFolder, progress: Progress) -> float:
     """Return the loss of the pruned model in ``work`` minus the dense model's, on ``samples``.
 
-    Both models run as they will be served, with weights and activations quantized.  The loss is cross-entropy in nats
-    per token, or 1 - cosine.
+    Both models run as they will be served, with weights and activations quantized, but for the inputs of experts.  The
+    loss is cross-entropy in nats per token, or 1 - cosine.
     """
     held = replace(task, samples=samples)
     dtype, criterion, total, count = NAMES[task.quant], Criterion(task.model, task.model.ends(reader)), 0.0, 0
@@ -249,6 +267,7 @@ def whole_loss(task: Task, samples: Samples, reader: Reader, work: WorkFolder, p
         for name in quantized:
             w = run.dense.block.weights[name + WEIGHT]
             run.dense.block.weights[name + WEIGHT] = dequantize_rows(*quantize_rows(w, dtype))
+        quantize_experts(run, run.dense.block, run.experts)
         quantize_skipped(run)
         if is_finished(task, work, run.number):
             restore_block(run, work)

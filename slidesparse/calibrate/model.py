@@ -87,7 +87,7 @@ class Model:
     """
 
     def __init__(self, skeleton: Skeleton, device: torch.device) -> None:
-        self.skeleton, self.checkpoint, self.device = skeleton, skeleton.checkpoint, device
+        self.skeleton, self.checkpoint, self.device = skeleton, skeleton.with_single_experts(), device
         self.blocks = len(skeleton.blocks)
         self.hidden, self.vocabulary = (
             int(getattr(skeleton.text_config, key)) for key in ("hidden_size", "vocab_size")

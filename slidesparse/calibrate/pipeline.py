@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slidesparse.blocks import obeys
-from slidesparse.calibrate.experts import prune_experts, replace_experts
+from slidesparse.calibrate.experts import prune_experts, quantize_experts, replace_experts
 from slidesparse.calibrate.finetune import Finetuned, finetune
 from slidesparse.calibrate.graphs import recordings
 from slidesparse.calibrate.inputs import Hessian, HiddenStates, Stream, gather_statistics, output_error
@@ -276,12 +276,7 @@ def quantize_skipped(run: BlockRun) -> None:
     for name in run.names:
         if run.full_name(name) in run.task.skipped:
             _quantize_layer(run, name, run.block.weights[name + WEIGHT], {})
-    dtype, served = NAMES[run.task.quant], {}
-    for name, place in run.experts.items():
-        if name in run.task.skipped:
-            w = place.of(run.block.weights[place.parameter])
-            served[name] = dequantize_rows(*quantize_rows(w, dtype, "cuda"))
-    replace_experts(run, served)
+    quantize_experts(run, run.block, (name for name in run.experts if name in run.task.skipped))
 
 
 def _quantize_layer(run: BlockRun, name: str, w: Tensor, tensors: dict[str, Tensor]) -> Tensor:
@@ -319,4 +314,4 @@ def restore_block(run: BlockRun, work: WorkFolder) -> None:
             for name in run.experts
             if name + WEIGHT in finished.tensors
         }
-        replace_experts(run, served)
+        replace_experts(run, run.block, served)

@@ -65,7 +65,7 @@ def rotation_obstacle(model: Model, reader: Reader) -> str | None:
     if model.skeleton.is_multimodal:
         return "other modules than the embedding feed its residual stream"
     # Such as blocks that predict further tokens, which vLLM alone runs
-    unread = {*model.checkpoint.tensors} - {*model.skeleton.tensors("")}
+    unread = {*model.skeleton.checkpoint.tensors} - {*model.skeleton.tensors("")}
     unread = {name for name in unread if model.hidden in model.checkpoint.require(name).shape}
     if unread:
         return f"transformers does not read {min(unread)}, which may read the residual stream"

@@ -102,7 +102,7 @@ def _write(
         f"the whole model, which has to write its own text, does not fit into the memory of {model.device}; give text "
         "instead: FILE.jsonl"
     )
-    values = sum(math.prod(tensor.spec.shape) for tensor in model.checkpoint.tensors.values())
+    values = sum(math.prod(tensor.spec.shape) for tensor in model.skeleton.checkpoint.tensors.values())
     if values * _dtype(model).itemsize > free_bytes(model.device):
         raise too_large
     try:

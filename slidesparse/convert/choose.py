@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from slidesparse import files
 from slidesparse.build.compile import cache_folder
-from slidesparse.calibrate.losses import LayerGroup, Losses, layer_groups, layer_losses, whole_loss
+from slidesparse.calibrate.losses import GroupLoss, LayerGroup, Losses, layer_groups, layer_losses, whole_loss
 from slidesparse.calibrate.pipeline import calibrate
 from slidesparse.calibrate.resume import CHOICE, LOSSES, WorkFolder
 from slidesparse.calibrate.task import HELD_BACK, TEXTS, Progress, Task
@@ -104,7 +104,8 @@ def require_usable(task: Task, budget: Budget) -> None:
             f"a budget can be measured only for encoders and models that predict tokens, but {task.model.other_use}: "
             "give a pattern instead, such as --sparsity 6:8"
         )
-    nothing = {group: dict.fromkeys((p.ratio for p in PATTERNS), 0.0) for group in layer_groups(task)}
+    none = GroupLoss(dict.fromkeys((p.ratio for p in PATTERNS), 0.0))  # of experts that all tokens reach
+    nothing = dict.fromkeys(layer_groups(task), none)
     if len(_problem(task, nothing, budget).frontier()) == 1:
         raise CalibrationError(
             f"{budget.goal}: by the layer times on {budget.gpu}, no pattern makes any layer of this model faster at "
@@ -113,7 +114,7 @@ def require_usable(task: Task, budget: Budget) -> None:
 
 
 def _problem(task: Task, losses: Losses, budget: Budget) -> AllocationProblem:
-    shapes = {group: _shape(task, group) for group in losses}
+    shapes = {group: _shape(task, group, loss.shares) for group, loss in losses.items()}
     fixed = [_shape(task, (name,)) for name in sorted(task.skipped) if not is_expert(name)]
     return allocation_problem(losses, shapes, task.quant, budget, fixed)
 
@@ -147,10 +148,10 @@ def _losses(task: Task, reader: Reader, work: WorkFolder, rotate: bool, progress
     if entries is None:
         with suppress(files.DamagedFile):  # measured again
             entries = files.read_json(cached)
-    known: Losses = {tuple(group): by_pattern for group, by_pattern in entries or ()}
+    known: Losses = {tuple(group): GroupLoss(*loss) for group, *loss in entries or ()}
 
     def save(losses: Losses) -> None:
-        entries = [[list(group), by_pattern] for group, by_pattern in losses.items()]
+        entries = [[group, *loss] for group, loss in losses.items()]
         work.write_json(LOSSES, entries)
         with suppress(OSError):  # what is not cached is measured again
             files.write_json(cached, entries)
@@ -159,9 +160,9 @@ def _losses(task: Task, reader: Reader, work: WorkFolder, rotate: bool, progress
     return layer_losses(task, PATTERNS, reader, known, save, progress)
 
 
-def _shape(task: Task, group: LayerGroup) -> Shape:
+def _shape(task: Task, group: LayerGroup, shares: Sequence[float] = (1.0,)) -> Shape:
     specs = [task.model.checkpoint.require(name + WEIGHT) for name in group]
-    return sum(spec.rows for spec in specs), specs[0].columns
+    return Shape(sum(spec.rows for spec in specs) // len(shares), specs[0].columns, tuple(shares))
 
 
 def _choose(outcome: Outcome, limit: float) -> Choice:

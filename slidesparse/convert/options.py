@@ -12,6 +12,8 @@ from slidesparse.convert.budget import Budget
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import MixedPattern, Pattern, PatternError, parse_pattern
 
+BUDGET = "budget"  # word of --layer in the place of a pattern
+
 
 @dataclass(frozen=True)
 class ConvertOptions:
@@ -24,7 +26,8 @@ class ConvertOptions:
     quant: str | None = None  # "int8" or "fp8"; None is that of a W8A8 source, and int8 for a float one
     layout: str = "dense"  # weights [N, K], which stock vLLM serves too, or "slided" [N, K']
     ignore: tuple[str, ...] = ()  # regexes of layers to leave unchanged
-    layer_patterns: tuple[tuple[str, Pattern], ...] = ()  # regexes and patterns; the last match counts
+    # regexes and patterns, None for that of the budget; the last match counts
+    layer_patterns: tuple[tuple[str, Pattern | None], ...] = ()
     budget: Budget | None = None  # chooses the pattern of each layer, instead of ``pattern``
     calibration: Calibration | None = (
         None  # for float weights and BitNet; else weights are pruned by magnitude
@@ -46,18 +49,21 @@ class ConvertOptions:
             raise CalibrationError(
                 f"{self.budget.goal} needs calibration data to measure what each layer loses: --calib FILE.jsonl"
             )
-        if self.budget and any(pattern.density < 1 for _, pattern in self.layer_patterns):
+        if self.budget and any(pattern and pattern.density < 1 for _, pattern in self.layer_patterns):
             raise CalibrationError(
-                f"{self.budget.goal} chooses the pattern of each layer; with it, --layer can only keep layers dense"
+                f"{self.budget.goal} chooses the pattern of each layer; with it, --layer can only keep layers dense, "
+                "or let it choose for routed experts, too: --layer '\\.experts\\.=budget'"
             )
+        if not self.budget and any(pattern is None for _, pattern in self.layer_patterns):
+            raise CalibrationError("--layer ...=budget needs a budget: give --max-loss or --zeros")
 
 
-def parse_layer_pattern(text: str) -> tuple[str, Pattern]:
-    """Read ``REGEX=PATTERN``.  Raises CheckpointError or PatternError, which name ``--layer`` and the text."""
+def parse_layer_pattern(text: str) -> tuple[str, Pattern | None]:
+    """Read ``REGEX=PATTERN``, None for BUDGET.  Raises CheckpointError or PatternError, which name ``--layer``."""
     regex, separator, ratio = text.rpartition("=")
     if not separator or not regex:
         raise CheckpointError(f"--layer {text!r} is not REGEX=PATTERN, such as 'down_proj=8:10'")
     try:
-        return regex, parse_pattern(ratio)
+        return regex, None if ratio == BUDGET else parse_pattern(ratio)
     except PatternError as error:
         raise PatternError(f"--layer {text!r}: {error}") from error

@@ -191,14 +191,11 @@ class Planner:
         if not source.metadata:
             kept |= self._other_matrices({*kept, *patterns, *source.heads})
         experts = {*self.experts}
-        entries = {
-            name: LayerEntry(pattern, widths[name])
-            for name, pattern in patterns.items()
-            if pattern and name not in experts
-        }
+        pruned = {name: LayerEntry(pattern, widths[name]) for name, pattern in patterns.items() if pattern}
+        entries = {name: entry for name, entry in pruned.items() if name not in experts}
         of_experts = {pattern for name in experts if isinstance(pattern := patterns.get(name), SlidePattern)}
         metadata = Metadata(
-            self._commonest(entries) if by_budget else options.pattern,
+            self._commonest(entries or pruned) if by_budget else options.pattern,
             options.layout,
             entries,
             f"slidesparse {slidesparse.__version__}",
@@ -240,7 +237,8 @@ class Planner:
             )
         for regex, pattern in self.options.layer_patterns:
             for name in naming.matched([*patterns], groups, [regex], "--layer"):
-                patterns[name] = pattern if pattern.density < 1 else None
+                asked = pattern or (by_budget or {}).get(name, self.options.pattern)
+                patterns[name] = asked if asked and asked.density < 1 else None
         skipped = {name: reasons.get(name, BY_LAYER) for name, pattern in patterns.items() if pattern is None}
         if not any(patterns.values()):
             raise CheckpointError("no linear layer is left to prune; leave fewer of them dense")

@@ -65,7 +65,7 @@ from slidesparse.checkpoint.storage import (
 )
 from slidesparse.convert.budget import Choice
 from slidesparse.convert.choose import Outcome, estimate, loss_cache, prune_within, require_usable
-from slidesparse.convert.options import ConvertOptions
+from slidesparse.convert.options import BUDGET, ConvertOptions
 from slidesparse.convert.plan import ConversionPlan, Output, Planner
 from slidesparse.convert.served import ask
 from slidesparse.convert.source import Floats, Quantized
@@ -238,7 +238,9 @@ def _asked(options: ConvertOptions, calibration: Calibration) -> dict[str, Any]:
         "--sparsity": options.pattern.ratio,
         "--max-loss or --zeros": options.budget and asdict(options.budget),
         "--quant": options.quant,
-        "--layer": [f"{regex}={pattern.ratio}" for regex, pattern in options.layer_patterns],
+        "--layer": [
+            f"{regex}={pattern.ratio if pattern else BUDGET}" for regex, pattern in options.layer_patterns
+        ],
         "--ignore": list(options.ignore),
         "--samples": calibration.samples,
         "--seqlen": calibration.seqlen,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from typing import NamedTuple
 
 from slidesparse.pattern import DENSE_WEIGHT, SlidePattern
 
@@ -21,7 +22,18 @@ DEFAULT_TOKENS = (16, 8192)  # a step of decode with 16 sequences, and one of pr
 
 STOCK = "stock"  # value in the column of patterns
 
-Shape = tuple[int, int]  # N, K
+
+class Shape(NamedTuple):
+    """A matrix [N, K], or as many of this shape as a layer has experts, with the share of tokens that reach each."""
+
+    rows: int
+    columns: int
+    shares: tuple[float, ...] = (1.0,)
+
+    @property
+    def weights(self) -> int:
+        """The number of weights of all matrices."""
+        return len(self.shares) * self.rows * self.columns
 
 
 def name_of(pattern: SlidePattern | None) -> str:

@@ -21,15 +21,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slidesparse.calibrate import losses
-from slidesparse.calibrate.losses import layer_losses
+from slidesparse.calibrate.losses import GroupLoss, layer_losses
 from slidesparse.calibrate.sparsegpt import damping_for, factor, sparsegpt
 from slidesparse.calibrate.task import no_progress
 from slidesparse.checkpoint.inspection import inspect
 from slidesparse.convert import choose, stream
-from slidesparse.convert.budget import PATTERNS, AllocationProblem, Budget, Candidate, Choice
+from slidesparse.convert.budget import (
+    PATTERNS,
+    AllocationProblem,
+    Budget,
+    Candidate,
+    Choice,
+    allocation_problem,
+)
 from slidesparse.convert.choose import AIM, next_limit
 from slidesparse.convert.stream import Report
-from slidesparse.convert.times import DEFAULT_GPU, default_gpu, layer_fits
+from slidesparse.convert.times import DEFAULT_GPU, Shape, default_gpu, layer_fits
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 from slidesparse.pattern import SlidePattern
 
@@ -102,6 +109,37 @@ def test_least_loss_reaches_the_saving(problem: AllocationProblem, saving: float
         assert saved(problem, choice) >= saving - 1e-9
         point = next(p for p in problem.frontier() if saved(problem, p) >= saving - 1e-9)
         assert choice.loss <= point.loss + 1e-9
+
+
+# Of Qwen3-30B-A3B and Mixtral-8x7B: both matrices of an expert, and the experts' shares of tokens
+QWEN3 = ((1536, 2048), (2048, 768)), (8 / 128,) * 128
+MIXTRAL = ((28672, 4096), (4096, 14336)), (2 / 8,) * 8
+
+
+@pytest.mark.parametrize(
+    ("experts", "quant", "tokens", "unpruned", "pruned"),
+    [
+        (QWEN3, "int8", 1, 28, 23),
+        (QWEN3, "int8", 16, 145, 100),
+        (QWEN3, "fp8", 64, 220, 148),
+        (QWEN3, "fp8", 256, 245, 171),
+        (MIXTRAL, "int8", 1, 132, 90),
+        (MIXTRAL, "int8", 16, 473, 303),
+        (MIXTRAL, "int8", 256, 539, 361),
+        (MIXTRAL, "fp8", 1024, 686, 527),
+    ],
+)
+def test_experts_gain_what_was_measured(
+    experts: Any, quant: str, tokens: int, unpruned: float, pruned: float
+) -> None:
+    """In us on an H100, at 2:4 (docs/kernels-notebook.md)."""
+    shapes = {(str(n),): Shape(n, k, experts[1]) for n, k in experts[0]}
+    losses = dict.fromkeys(shapes, GroupLoss(dict.fromkeys(("8:10", "6:8", "4:6", "2:4"), 1.0)))
+    budget = Budget(max_loss=0.01, tokens=(tokens,), gpu="nvidia-h100-80gb-hbm3")
+    problem = allocation_problem(losses, shapes, quant, budget, [])
+    dense, sparse = problem.frontier()[0], problem.uniform(SlidePattern(4))
+    assert dense.time / sparse.time == pytest.approx(unpruned / pruned, rel=1 / 8)
+    assert sparse.zeros == 0.5
 
 
 @pytest.mark.parametrize(
@@ -204,7 +242,7 @@ def test_layer_losses_equal_those_of_transformers(model: Path, tmp_path: Path) -
         )
     dense = reference(samples).logits.log_softmax(-1)
     reads = dict(inputs)
-    for group, by_pattern in found.items():
+    for group, (by_pattern, _) in found.items():
         assert list(by_pattern) == [p.ratio for p in PATTERNS]
         assert 0 < by_pattern["8:10"] < by_pattern["4:6"] < by_pattern["2:4"]  # each twice the last or more
         x = reads[group[0]]
@@ -365,6 +403,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         "--zeros 50% cannot be reached: the maximum is ",
     ),
     ({"budget": Budget(zeros=0.2), "layer": ["down=8:10"]}, "--layer can only keep layers dense"),
+    ({"layer": ["down=budget"]}, "--layer ...=budget needs a budget"),
     ({"budget": Budget(zeros=0.2), "quant": "fp4"}, "--quant 'fp4' is not known"),
 ]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from calibration import calibrated, write_ids
+from calibration import calibrated, open_model, task_of, write_ids
 from checkpoints import config_of, tensors_of
 from moe import EXPERTS, LAYERS, MODELS, PRUNED
 from torch import Tensor, nn
@@ -15,7 +15,10 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from slidesparse.calibrate import experts
+from slidesparse.calibrate.losses import layer_losses
 from slidesparse.calibrate.sparsegpt import pruner
+from slidesparse.calibrate.task import no_progress
+from slidesparse.convert.budget import PATTERNS, Budget
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import FP8, INT8, dequantize_rows, quantize_rows
@@ -40,9 +43,9 @@ def inputs_of_experts(model: nn.Module, layer: int, ids: Tensor) -> list[Tensor]
 def test_each_expert_is_pruned_by_the_tokens_routed_to_it(tmp_path: Path, name: str, quant: str) -> None:
     """The first layer with experts, by inputs from transformers' run of the model with the written linear layers."""
     model, dtype = MODELS[name], {"int8": INT8, "fp8": FP8}[quant]
-    source, ids = model.write(tmp_path / "source"), write_ids(tmp_path / "ids.npy")
+    source, ids = model.write(tmp_path / "source", name == "qwen2"), write_ids(tmp_path / "ids.npy")
     report = calibrated(source, tmp_path / "out", ids, quant=quant, epochs=0, layer=PRUNED)
-    written, before = tensors_of(tmp_path / "out"), tensors_of(source)
+    written, before = tensors_of(tmp_path / "out"), model.tensors()
     block = config_of(tmp_path / "out")["quantization_config"]["slidesparse"]
     assert block["experts"] == ["6:8"]
     assert set(block["layers"]) == set(model.linears())
@@ -92,6 +95,48 @@ def test_experts_with_few_tokens_are_pruned_by_those_of_the_layer(
     assert {row["pooled"] for row in rows} == {True, False}
     written = tensors_of(tmp_path / "out")
     assert all(violations(written[f"{name}.weight"], PATTERN) is None for name in model.experts())
+
+
+@torch.inference_mode()
+def test_losses_of_experts_equal_those_of_transformers(tmp_path: Path) -> None:
+    """The gates and ups of all experts of a layer are one group, pruned by the tokens of each."""
+    model = MODELS["qwen3"]
+    source, ids = model.write(tmp_path / "source", True), write_ids(tmp_path / "ids.npy", 24)
+    task = task_of(open_model(source), ids, PATTERN)
+    with task.model.checkpoint.reader() as reader:
+        found = layer_losses(task, PATTERNS, reader, {}, lambda _: None, no_progress)
+    assert [len(group) for group in found] == [3, 1, 2 * EXPERTS, EXPERTS] * LAYERS
+    reference = AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, experts_implementation="eager"
+    )
+    samples = torch.stack(task.samples.ids)
+    dense = reference(samples).logits.log_softmax(-1)
+    joined = reference.model.layers[0].mlp.experts.gate_up_proj
+    by_pattern, shares = [*found.values()][2]
+    for expert, x in enumerate(inputs_of_experts(reference, 0, samples)):
+        assert shares[expert] == len(x) / samples.numel()
+        joined.data[expert] = pruner(x.mT @ x, len(x), 0)(joined[expert], SlidePattern(4), None)
+    pruned = reference(samples).logits.log_softmax(-1)
+    expected = functional.kl_div(pruned, dense, reduction="sum", log_target=True) / samples.numel()
+    assert by_pattern["2:4"] == pytest.approx(float(expected), rel=1e-3)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_budget_counts_experts_that_it_may_prune(tmp_path: Path, asked: bool) -> None:
+    model = MODELS["qwen3"]
+    source, ids = model.write(tmp_path / "source"), write_ids(tmp_path / "ids.npy", 24)
+    layer = [r"\.experts\.=budget"] * asked
+    report = calibrated(source, tmp_path / "out", ids, budget=Budget(zeros=0.3), layer=layer, epochs=0)
+    patterns, shapes = report.plan.patterns, model.linears() | (model.experts() if asked else {})
+    zeros = {
+        name: n * (k // patterns[name].length) * 2 for name, (n, k) in shapes.items() if name in patterns
+    }
+    assert report.budget
+    assert report.budget.choice
+    assert report.budget.choice.zeros == sum(zeros.values()) / sum(n * k for n, k in shapes.values())
+    assert asked == bool({*patterns} & {*model.experts()})
+    written = tensors_of(tmp_path / "out")
+    assert all(violations(written[f"{name}.weight"], pattern) is None for name, pattern in patterns.items())
 
 
 def test_distillation_of_pruned_experts_is_refused(tmp_path: Path) -> None:

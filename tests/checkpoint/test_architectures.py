@@ -13,11 +13,11 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, HEAD, MROPE, QWEN_VISION, multimodal
 from checkpoints import assert_same_tensors, block_of, config_of, convert, refused, tensors_of, write
-from moe import EXPERTS, LAYERS, PRUNED
+from moe import LAYERS, PRUNED
 from moe import MODELS as MIXTURES
 from strategies import assert_same_bits
 from tiny import build, fill, tiny
-from torch import Tensor, nn
+from torch import nn
 
 from slidesparse.checkpoint.names import is_expert
 from slidesparse.pattern import SlidePattern
@@ -121,25 +121,11 @@ def test_ignored_experts_are_ignored_by_the_names_of_vllm(tmp_path: Path, name: 
     assert {"lm_head", *model.routers()} <= set(config_of(tmp_path / "out")["quantization_config"]["ignore"])
 
 
-def join(tensors: dict[str, Tensor], layer: str) -> dict[str, Tensor]:
-    """Return the tensors with the experts of a layer joined as transformers 5 holds them."""
-    single = [
-        [tensors[f"{layer}.{e}.{part}_proj.weight"] for part in ("gate", "up", "down")]
-        for e in range(EXPERTS)
-    ]
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(layer)} | {
-        f"{layer}.gate_up_proj": torch.stack([torch.cat(parts[:2]) for parts in single]),
-        f"{layer}.down_proj": torch.stack([parts[2] for parts in single]),
-    }
-
-
 @pytest.mark.vllm
 def test_experts_stored_in_one_tensor_are_written_one_by_one(tmp_path: Path) -> None:
     """Ignored ones, and those in codes, which no tool writes so, stay as they are or are refused."""
     model = MIXTURES["qwen3"]
-    tensors = model.tensors()
-    for i in range(LAYERS):
-        tensors = join(tensors, f"model.layers.{i}.mlp.experts")
+    tensors = model.joined()
     convert(model.write(tmp_path / "single"), tmp_path / "expected", layer=PRUNED)
     source = write(tmp_path / "source", model.settings(), tensors)
     convert(source, tmp_path / "out", layer=PRUNED)

@@ -14,10 +14,8 @@ MLA = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_he
 MLA |= {**ROUTED, "num_key_value_heads": 4, "head_dim": 8}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
 GATED = {**HEAD, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-GATED |= {
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 64,
-}  # the norm of a head is as wide as the model
+# The norm of a head is as wide as the model
+GATED |= {"linear_key_head_dim": 16, "linear_value_head_dim": 64}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 LONGROPE = {

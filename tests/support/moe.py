@@ -109,11 +109,26 @@ class Moe:
             tensors[f"{name}.weight"] = normal(n, k, 1.5 * k**-0.5)
         return tensors
 
-    def write(self, folder: Path) -> Path:
+    def joined(self) -> dict[str, Tensor]:
+        """The same tensors with the experts of a layer joined as transformers 5 holds them."""
+        tensors = self.tensors()
+        for layer in {name.split(".experts.")[0] + ".experts" for name in self.experts()}:
+            single = [
+                [tensors.pop(f"{layer}.{e}.{part}.weight") for part in self.parts] for e in range(EXPERTS)
+            ]
+            tensors[f"{layer}.gate_up_proj"] = torch.stack([torch.cat(parts[:2]) for parts in single])
+            tensors[f"{layer}.down_proj"] = torch.stack([parts[2] for parts in single])
+        return tensors
+
+    def write(self, folder: Path, joined: bool = False) -> Path:
         """Write a float checkpoint."""
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(self.settings()))
-        save_file(self.tensors(), folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            self.joined() if joined else self.tensors(),
+            folder / "model.safetensors",
+            metadata={"format": "pt"},
+        )
         return folder
 
 
