@@ -70,7 +70,7 @@ class Engine:
         request = {"ids": list(score), "prompts": list(prompts), "sampling": list(sampling)}
         found = engine.run(model, request, options, environment=self._environment)
         lengths = [len(ids) - 1 for ids in score]
-        parts = np.split(-found.arrays["logprobs"].astype(np.float64), np.cumsum(lengths))[:-1]
+        parts = np.split(-found.logprobs.astype(np.float64), np.cumsum(lengths))[:-1]
         return np.asarray([part.mean() for part in parts]), found.outputs
 
     @property

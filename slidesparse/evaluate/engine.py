@@ -33,16 +33,11 @@ def summaries(log: str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Scored:
-    """The arrays computed by an engine, and the plugin's words on the served layers, "" if it did not serve."""
+    """What an engine computed, and the plugin's words on the served layers, "" if it did not serve."""
 
-    arrays: Mapping[str, np.ndarray]
+    logprobs: np.ndarray  # float32 [tokens] of all tokens but the first of each sample
+    outputs: list[list[int]]  # the ids that continue each prompt
     served_by: str
-
-    @property
-    def outputs(self) -> list[list[int]]:
-        """The ids that continue each prompt."""
-        ends = np.cumsum(self.arrays["lengths"])
-        return [part.tolist() for part in np.split(self.arrays["outputs"], ends)[:-1]]
 
 
 def run(
@@ -53,7 +48,7 @@ def run(
     environment: Mapping[str, str] | None = None,
     report: Callable[[int], None] | None = None,
 ) -> Scored:
-    """Serve a checkpoint, and compute the arrays of a ``request`` to `slidesparse.evaluate.worker`.
+    """Serve a checkpoint, and compute what a ``request`` asks of `slidesparse.evaluate.worker`.
 
     Args:
         options: arguments of vllm.LLM.
@@ -67,7 +62,7 @@ def run(
         raise EnvironmentFault(f"this serves the model, but vLLM is not installed: {INSTALL}")
     request = {**request, "model": str(model), "options": dict(options)}
     with tempfile.TemporaryDirectory() as folder:
-        out, log = Path(folder) / "out.npz", log or Path(folder) / "log"
+        out, log = Path(folder) / "out.json", log or Path(folder) / "log"
         with log.open("ab") as sink:
             sink.write(f"# {model}\n".encode())
             sink.flush()
@@ -92,10 +87,10 @@ def run(
         text = log.read_bytes()[start:].decode(errors="replace")
         if process.returncode or not out.exists():
             raise SlideSparseError(f"vLLM could not run {model}:\n{find_errors(text)}")
-        with np.load(out) as archive:
-            arrays = {name: archive[name] for name in archive.files}
+        found = json.loads(out.read_bytes())
     served = summaries(text)
-    return Scored(arrays, served[-1]["words"] if served else "")
+    words = served[-1]["words"] if served else ""
+    return Scored(np.asarray(found["logprobs"], np.float32), found["outputs"], words)
 
 
 def _environment() -> dict[str, str]:

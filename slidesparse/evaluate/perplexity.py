@@ -141,7 +141,7 @@ def summarize(
     in perplexity over it, in percent, paired.
     """
     lengths = np.asarray([len(sample) - 1 for sample in ids])
-    losses = _sum_by_window(-scored.arrays["logprobs"], lengths)
+    losses = _sum_by_window(-scored.logprobs, lengths)
     result: dict[str, Any] = {
         "model": model,
         "windows": len(ids),
@@ -151,7 +151,7 @@ def summarize(
     }
     if reference is None:
         return result
-    reference_losses = _sum_by_window(-reference.arrays["logprobs"], lengths)
+    reference_losses = _sum_by_window(-reference.logprobs, lengths)
     return result | {
         "against": against,
         "against_served_by": reference.served_by,

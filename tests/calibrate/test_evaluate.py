@@ -31,7 +31,7 @@ def test_bootstrap_resamples_pairs_together() -> None:
 
 
 def scored(logprobs: np.ndarray) -> Scored:
-    return Scored({"logprobs": logprobs}, "")
+    return Scored(logprobs, [], "")
 
 
 def test_perplexity_and_its_comparison() -> None:

@@ -37,7 +37,7 @@ def test_perplexity_by_vllm_is_that_of_transformers(engines: Engines, tmp_path: 
     def scored(folder: Path, env: dict[str, str]) -> Scored:
         response = engines.ask(Request(str(folder), env, task="perplexity", work={"ids": ids}))
         assert not response.error, f"{response.error}\n{response.log[-4000:]}"
-        return Scored({"logprobs": np.asarray(response.logprobs)}, response.summary)
+        return Scored(np.asarray(response.logprobs), [], response.summary)
 
     pruned_scores, source_scores = scored(pruned, {}), scored(source, {"DISABLE_SLIDESPARSE": "1"})
     assert pruned_scores.served_by.startswith(
@@ -66,8 +66,7 @@ def test_engine_process_scores_and_says_what_served(
     assert scores.served_by.startswith(
         "6:8 (2 of every 8 pruned): 8 layers sparse, 1 dense (1 lm_head); slided layout"
     )
-    shapes = {"logprobs": (4,), "outputs": (6,), "lengths": (2,)}
-    assert {name: array.shape for name, array in scores.arrays.items()} == shapes
+    assert scores.logprobs.shape == (4,)
     assert scores.outputs == engines.serve(slided, work={"prompts": [[1, 2], [3]], "tokens": 3}).tokens
     assert done == [2]
     with pytest.raises(SlideSparseError, match=r"run .*source:\n.*ValidationError.*\n.*max_model_len"):

@@ -164,7 +164,7 @@ def perplexity(llm: Any, work: Json) -> Json:
     """The log-probabilities of ``ids`` as ``slidesparse eval perplexity`` has them."""
     from slidesparse.evaluate.worker import request_logprobs
 
-    return {"logprobs": request_logprobs(llm, work["ids"]).tolist()}
+    return {"logprobs": request_logprobs(llm, work["ids"])}
 
 
 def _kill_soon(work: Json) -> None:
