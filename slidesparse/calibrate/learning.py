@@ -21,21 +21,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
+from torch.optim.lr_scheduler import LambdaLR
 
 from slidesparse.calibrate.changes import ChangedReader
-from slidesparse.calibrate.finetune import ATTENTION, fixed_order
+from slidesparse.calibrate.finetune import ATTENTION, fixed_order, learning_rate_factor
 from slidesparse.calibrate.inputs import HiddenStates, gather_statistics
-from slidesparse.calibrate.model import Block, Model, fast_products
+from slidesparse.calibrate.model import Block, fast_products
 from slidesparse.calibrate.pipeline import BlockRun, block_counter, run_blocks
 from slidesparse.calibrate.resume import ROTATION, WorkFolder
 from slidesparse.calibrate.roles import Roles, roles_of, rotate_columns, rotate_rows
-from slidesparse.calibrate.rotation import Rotation, rotated_reader, value_pair
+from slidesparse.calibrate.rotation import Q, rotated_reader, value_pair
 from slidesparse.calibrate.sparsegpt import damping_for, factor
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.names import WEIGHT
@@ -43,67 +43,48 @@ from slidesparse.checkpoint.storage import Reader
 from slidesparse.errors import CalibrationError
 
 ROTATING = "rotating"  # the phase in progress reports
-Q, LOSSES = "q", "losses"  # names of the stored matrix, and of the losses without and with the rotation
-STEPS, WARM_UP = 100, 5
+LOSSES = "losses"  # the name of the stored losses without and with the rotation
+STEPS = 100
 RATE = 0.012  # peak learning rate: radians a step in each plane of Q, for a hidden size of 512
 BETAS = (0.9, 0.95)
-MIN_RATE = 0.05  # final learning rate, relative to the peak
 GRADIENT_TOKENS = 16384  # tokens whose gradients are computed; at least one batch
 GRADIENT_PIECE = 4096  # tokens of a backward pass
 LOGITS_PER_CHUNK = 2**28  # logits computed at a time
 SAMPLED_OUTPUTS = 4096  # evenly spaced outputs of a layer, or inputs of `down`, that costs are estimated from
 
 
-@dataclass(frozen=True)
-class LearnedRotation:
-    """A rotation, and the estimated loss of pruning without and with it, in nats per token."""
-
-    rotation: Rotation
-    before: float
-    after: float
-
-
-def _shapes(model: Model, roles: list[Roles]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the matrices of a rotation: Q, and R by the number of the block."""
-    pairs = {number: value_pair(block_roles) for number, block_roles in enumerate(roles)}
-    r = {str(number): (pair.kv_heads, pair.width, pair.width) for number, pair in pairs.items() if pair}
-    return {Q: (model.hidden, model.hidden), **r}
-
-
-def find_rotation(task: Task, reader: Reader, work: WorkFolder, progress: Progress) -> LearnedRotation:
+def find_rotation(task: Task, reader: Reader, work: WorkFolder, progress: Progress) -> dict[str, Tensor]:
     """Return the rotation saved in ``work``, or learn one by `learn_rotation` and save it there."""
-    saved = work.read_tensors(ROTATION)
-    if saved is None:
-        learned = learn_rotation(task, reader, progress)
-        losses = torch.tensor([learned.before, learned.after], dtype=torch.float64)
-        matrices = {str(number): r.contiguous() for number, r in learned.rotation.r.items()}
-        work.write_tensors(ROTATION, {Q: learned.rotation.q, LOSSES: losses, **matrices})
-        return learned
-    q, (before, after) = saved.pop(Q), saved.pop(LOSSES).tolist()
-    return LearnedRotation(Rotation(q, {int(number): r for number, r in saved.items()}), before, after)
+    rotation = work.read_tensors(ROTATION)
+    if rotation is None:
+        rotation = learn_rotation(task, reader, progress)
+        work.write_tensors(ROTATION, rotation)
+    return rotation
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def learn_rotation(task: Task, reader: Reader, progress: Progress) -> LearnedRotation:
-    """Learn the rotation for the layers and patterns of ``task``.
+def learn_rotation(task: Task, reader: Reader, progress: Progress) -> dict[str, Tensor]:
+    """Learn the rotation for the layers and patterns of ``task``; a Hadamard matrix where nothing is pruned.
 
-    The result is deterministic on the same machine.
+    LOSSES [2] are the estimated losses of pruning without and with it, in nats per token.  The result is deterministic
+    on the same machine.
     """
     model = task.model
     roles = roles_of(model, reader)
-    shapes = _shapes(model, roles)
-    start = {
-        None if name == Q else int(name): hadamard(shape[-1]).to(task.device).expand(shape)
-        for name, shape in shapes.items()
-    }
-    identities = {key: torch.eye(x.shape[-1], device=x.device).expand_as(x) for key, x in start.items()}
-    costs = _layer_costs(task, rotated_reader(reader, model, roles), roles, progress)
-    with fast_products(task.device):  # costs are estimates, and sums of millions of terms
-        before = _total_cost(costs, identities)
-        learned, after = _minimize_cost(costs, start, _report_third(2, progress))
-    r = {number: x.cpu() for number, x in learned.items() if number is not None}
-    return LearnedRotation(Rotation(learned[None].cpu(), r), before, after)
+    pairs = {str(number): value_pair(of_block) for number, of_block in enumerate(roles)}
+    r = {number: (pair.kv_heads, pair.width, pair.width) for number, pair in pairs.items() if pair}
+    shapes: dict[str, tuple[int, ...]] = {Q: (model.hidden, model.hidden), **r}
+    rotation = {name: hadamard(x[-1]).to(task.device).expand(x) for name, x in shapes.items()}
+    before = after = 0.0
+    if any(pattern.density < 1 for pattern in task.layers.values()):
+        costs = _layer_costs(task, rotated_reader(reader, model, roles), roles, progress)
+        with fast_products(task.device):  # costs are estimates, and sums of millions of terms
+            identities = {name: torch.eye(x.shape[-1]).to(x.device).expand_as(x) for name, x in rotation.items()}
+            before = _total_cost(costs, identities)
+            after = _minimize_cost(costs, rotation, _report_third(2, progress))
+    losses = torch.tensor([before, after], dtype=torch.float64)
+    return {**{name: x.cpu() for name, x in rotation.items()}, LOSSES: losses}
 
 
 def hadamard(size: int) -> Tensor:
@@ -350,56 +331,40 @@ def _block_costs(
 # Optimization
 
 
-Matrices = dict[int | None, Tensor]  # Q by None, R by the number of its block
-
-
-def _total_cost(costs: list[list[Cost]], matrices: Matrices) -> float:
-    """Return half the sum of all costs at float32 matrices, and add to the gradients of those that require them."""
-    total, none = torch.zeros((), dtype=torch.float64, device=matrices[None].device), torch.empty(0)
+def _total_cost(costs: list[list[Cost]], rotation: Mapping[str, Tensor]) -> float:
+    """Return half the sum of all costs at a float32 rotation, and add to the gradients of what requires them."""
+    total, none = torch.zeros((), dtype=torch.float64, device=rotation[Q].device), torch.empty(0)
     for number, of_block in enumerate(costs):
         for cost in of_block:
             with torch.enable_grad():
-                value = cost(matrices[None], matrices.get(number, none))
+                value = cost(rotation[Q], rotation.get(str(number), none))
                 if value.requires_grad:
                     value.backward()  # layer by layer, so that each layer's memory is freed
             total += 0.5 * value.detach()  # without waiting for the GPU
     return float(total)
 
 
-def _minimize_cost(costs: list[list[Cost]], start: Matrices, progress: Progress) -> tuple[Matrices, float]:
-    """Minimize the cost in STEPS steps from ``start``, in float64; return the best matrices and their cost."""
-    rate = RATE * math.sqrt(512 / len(start[None]))
-    adams = {key: _Adam(x, rate if key is None else 2 * rate) for key, x in start.items()}
-    best, lowest = start, math.inf
-    for step in range(STEPS + 1):
-        floats = {key: adam.x.float().requires_grad_(step < STEPS) for key, adam in adams.items()}
-        total = _total_cost(costs, floats)
-        if total < lowest:
-            best, lowest = {key: adam.x for key, adam in adams.items()}, total
-        if step == STEPS:
-            break
-        falling = MIN_RATE + (1 - MIN_RATE) * 0.5 * (1 + math.cos(math.pi * step / STEPS))
-        for key, adam in adams.items():
-            if (gradient := floats[key].grad) is not None:
-                adam.step(gradient, min(1.0, (step + 1) / WARM_UP) * falling)
+def _minimize_cost(costs: list[list[Cost]], rotation: dict[str, Tensor], progress: Progress) -> float:
+    """Minimize the cost of ``rotation`` in STEPS steps, in place, and return it.
+
+    Adam takes steps in the skew-symmetric matrices whose exponentials turn it.
+    """
+    turns = {name: torch.zeros_like(x, dtype=torch.float32) for name, x in rotation.items()}
+    rate = RATE * math.sqrt(512 / len(rotation[Q]))
+    groups = [{"params": [turn], "lr": rate if name == Q else 2 * rate} for name, turn in turns.items()]
+    optimizer = torch.optim.Adam(groups, betas=BETAS, eps=1e-30)
+    schedule = LambdaLR(optimizer, lambda step: learning_rate_factor((step + 0.5) / STEPS))
+    for step in range(STEPS):
+        floats = {name: x.float().requires_grad_() for name, x in rotation.items()}
+        _total_cost(costs, floats)
+        for name, x in floats.items():
+            if x.grad is not None:
+                skew = x.detach().mT @ x.grad
+                turns[name].grad = skew - skew.mT
+        optimizer.step()
+        schedule.step()
+        for name, turn in turns.items():
+            rotation[name] = rotation[name] @ torch.matrix_exp(turn.double())
+            turn.zero_()
         progress(ROTATING, step + 1, STEPS)
-    return best, lowest
-
-
-class _Adam:
-    """Adam on orthogonal matrices [..., n, n]: moments of the skew-symmetric gradient, steps by its exponential."""
-
-    def __init__(self, x: Tensor, rate: float) -> None:
-        self.x, self._rate, self._count = x, rate, 0
-        self._first = self._second = torch.zeros(())
-
-    def step(self, gradient: Tensor, part: float) -> None:
-        """Take a step against ``gradient`` (float32), at a ``part`` of the learning rate."""
-        skew = self.x.float().mT @ gradient
-        skew = skew - skew.mT
-        self._count += 1
-        self._first = self._first.to(skew).lerp(skew, 1 - BETAS[0])
-        self._second = self._second.to(skew).lerp(skew.square(), 1 - BETAS[1])
-        sizes = [1 - beta**self._count for beta in BETAS]
-        moved = (self._first / sizes[0]) / ((self._second / sizes[1]).sqrt() + 1e-30)
-        self.x = self.x @ torch.matrix_exp(-self._rate * part * moved.double())
+    return _total_cost(costs, {name: x.float() for name, x in rotation.items()})

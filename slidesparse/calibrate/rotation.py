@@ -40,14 +40,10 @@ from slidesparse.checkpoint.skeleton import TIED, Skeleton
 from slidesparse.checkpoint.storage import MODULES, Checkpoint, Reader, is_embedding_model
 
 TOKENS = 16  # that both ends of the model are tried on
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """Orthogonal matrices in float64."""
-
-    q: Tensor  # [hidden, hidden]
-    r: Mapping[int, Tensor]  # block -> [kv_heads, width, width], where a block's values are rotated
+Q = "q"
+# Orthogonal matrices in float64: Q [hidden, hidden], and by the number of a block whose values are rotated, R
+# [kv_heads, width, width]
+Rotation = Mapping[str, Tensor]
 
 
 def value_pair(roles: Roles) -> Pair | None:
@@ -164,7 +160,7 @@ def rotated_reader(
     Changed tensors are computed in float64 on the model's device and returned as float32, whatever their dtype.
     """
     skeleton, device = model.skeleton, model.device
-    q = rotation.q.to(device) if rotation else None
+    q = rotation[Q].to(device) if rotation else None
     ends = _EndsRoles.find(model, reader)
     assert ends
     norm = reader.whole(skeleton.stored[ends.norm]).to(device)
@@ -180,7 +176,7 @@ def rotated_reader(
         weights = {
             name: reader.whole(stored[name]).to(device) for name in (n + WEIGHT for n in residual.norms)
         }
-        r = rotation.r[number].to(device) if rotation and number in rotation.r else None
+        r = rotation[str(number)].to(device) if rotation and str(number) in rotation else None
         pair = value_pair(block_roles) if r is not None else None
         names = dict.fromkeys(stored, torch.empty(0)) | weights
         of_block = rotations(residual, names, q, pair, r)

@@ -29,7 +29,7 @@ from torch import Tensor
 from slidesparse.blocks import obeys
 from slidesparse.calibrate.distill import Distilled, distill, require_memory
 from slidesparse.calibrate.distill import disk_bytes as distillation_bytes
-from slidesparse.calibrate.learning import find_rotation
+from slidesparse.calibrate.learning import LOSSES, find_rotation
 from slidesparse.calibrate.permutation import ordered_reader
 from slidesparse.calibrate.pipeline import calibrate
 from slidesparse.calibrate.resume import DISTILLED, WorkFolder, open_work, require_resumable
@@ -339,12 +339,13 @@ def _transformed(
     rotated, rotation = False, ""
     if rotate:
         learned = find_rotation(task, reader, work, progress)
-        change = f"estimated pruning loss {learned.after / learned.before - 1:+.0%}" if learned.before else ""
-        if learned.after > learned.before and task.calibration.rotate == "auto":
+        before, after = learned[LOSSES].tolist()
+        change = f"estimated pruning loss {after / before - 1:+.0%}" if before else ""
+        if after > before and task.calibration.rotate == "auto":
             rotation = f"not rotated, as that would prune worse: {change}"
         else:
             rotated, rotation = True, f"{ROTATED}; {change}" if change else ROTATED
-            reader = rotated_reader(reader, task.model, roles_of(task.model, reader), learned.rotation)
+            reader = rotated_reader(reader, task.model, roles_of(task.model, reader), learned)
     if not task.smooths:
         return _Transformed(reader, rotated, rotation, "")
     smoothing = find_smoothing(task, reader, work, progress)

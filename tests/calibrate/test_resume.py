@@ -214,9 +214,8 @@ def test_rotation_that_was_not_used_is_not_used_on_request(
 ) -> None:
     """`--rotate auto` found that it prunes worse: blocks finished without it cannot go on with it."""
     learn = learning.learn_rotation
-    monkeypatch.setattr(
-        learning, "learn_rotation", lambda *a: learning.LearnedRotation(learn(*a).rotation, 1.0, 2.0)
-    )
+    losses = {learning.LOSSES: torch.tensor([1.0, 2.0])}
+    monkeypatch.setattr(learning, "learn_rotation", lambda *a: {**learn(*a), **losses})
     with dying(monkeypatch, 7), pytest.raises(Killed):
         run(model, tmp_path / "out", ids, rotate="auto", epochs=0)
     assert (work_folder(tmp_path / "out") / "layer-00000.safetensors").exists()

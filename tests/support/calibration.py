@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from slidesparse.calibrate.inputs import Hessian
 from slidesparse.calibrate.model import Model
 from slidesparse.calibrate.roles import Roles, random_rotation
-from slidesparse.calibrate.rotation import Rotation, untie_head, value_pair
+from slidesparse.calibrate.rotation import Q, Rotation, untie_head, value_pair
 from slidesparse.calibrate.task import Calibration, Task, prepare
 from slidesparse.checkpoint.skeleton import Skeleton
 from slidesparse.checkpoint.storage import Checkpoint, Reader
@@ -75,11 +75,11 @@ def some_rotation(model: Model, roles: list[Roles]) -> Rotation:
     """Return a rotation of the residual stream and of the values of all heads."""
     pairs = {number: value_pair(of_block) for number, of_block in enumerate(roles)}
     r = {
-        number: torch.stack([random_rotation(pair.width, CPU).roll(i, 0) for i in range(pair.kv_heads)])
+        str(number): torch.stack([random_rotation(pair.width, CPU).roll(i, 0) for i in range(pair.kv_heads)])
         for number, pair in pairs.items()
         if pair
     }
-    return Rotation(random_rotation(model.hidden, CPU), r)
+    return {Q: random_rotation(model.hidden, CPU), **r}
 
 
 @torch.inference_mode()
