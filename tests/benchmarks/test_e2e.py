@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_engine import Fake
 from models import QWEN, Decoder, write_config, write_w8a8
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -149,45 +148,6 @@ def test_four_bit_twin_of_a_w8a8_checkpoint(tmp_path: Path, fp8: bool) -> None:
     others = {name for name in old if name.rpartition(".")[0] not in layers or name.endswith("bias")}
     assert all(torch.equal(old[name], new[name]) for name in others)
     assert find_model(tmp_path).others.keys() == {"w4"}
-
-
-# --- engines
-
-
-def test_every_engine_starts_once_and_measures_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = Fake(tmp_path, monkeypatch)
-    result = fake.run()
-    assert result.exit_code == 0, result.output
-    starts = fake.messages(first=True)
-    assert len(starts) == 3
-    for words in starts:
-        # memory for 128 sequences of 24 tokens in blocks of 16, plus 10%; decode prefills 128 prompts of 16 at once
-        cache = int(1.1 * 128 * 32) * 2 * QWEN.layers * QWEN.kv_heads * QWEN.head_dim * 2
-        assert words[words.index("--kv-cache-memory-bytes") + 1] == str(cache)
-        assert words[words.index("--max-num-batched-tokens") + 1] == "2048"
-    limits = [message[0] for message in fake.messages(first=False)]
-    assert limits == [64] * 3 + [128] * 3 + [0] * 6 + [64] * 3 + [128] * 3 + [0] * 6
-    for row in fake.rows:
-        assert float(row["step_ms"]) == (250 if row["system"] == "sparse" else 500)
-        assert float(row["tokens_per_s"]) == pytest.approx(4 * float(row["tokens_per_joule"]), rel=1e-3)
-        assert row["context"] == ("16" if row["stage"] == "decode" else row["M"])
-    assert json.loads((fake.out / "e2e.json").read_text())["tiny int8 2:4 sparse"] == "2:4"
-    lines = (fake.out / "e2e.csv").read_text().splitlines(keepends=True)
-    (fake.out / "e2e.csv").write_text("".join(lines[:-2]) + lines[-2][:20])  # killed while writing a row
-    assert fake.run().exit_code == 0
-    assert [row["round"] for row in fake.rows] == ["1"] * 12 + ["2"] * 12
-    assert len(fake.messages(first=False)) == 2
-    refused = fake.run("--prefill-steps", "7")  # results of another workload
-    assert (refused.exit_code, "workload" in refused.output) == (2, True)
-
-
-def test_engine_that_does_not_start_fails_only_its_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    result = Fake(tmp_path, monkeypatch, broken="sparse").run()
-    report = json.loads(result.stdout)
-    assert (result.exit_code, report["cells"], report["planned"], len(report["failed"])) == (1, 8, 24, 16)
-    assert "out of memory" in report["failed"][0]
 
 
 @pytest.mark.vllm

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from configurations import Configuration
-from gpu_layers import PackedLayer, codes, dense_sums, exact, forget_plans, gpu, layer, normal
+from gpu_layers import PackedLayer, codes, exact, forget_plans, gpu, layer, normal
 from strategies import assert_same_bits
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.problem import TWO_FOUR, Layer, LibraryError, Problem, Tensors
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
-from slidesparse.quantize import FP8, INT8, quantize_rows
+from slidesparse.quantize import FP8, INT8
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_hopper")]
 
@@ -47,23 +47,6 @@ def scaled(
     return reference.dequant_bias(sums.to(torch.int32), scale_x, packed_layer.scale, bias, out, "cuda")
 
 
-@pytest.fixture(scope="module", params=PATTERNS)
-def int8_layer(request: pytest.FixtureRequest) -> PackedLayer:
-    return layer("hopper", request.param, INT8, N, K)
-
-
-@pytest.mark.parametrize("m", TOKENS)
-def test_int8_products_are_exact(int8_layer: Layer, m: int) -> None:
-    """Sums and their scaling are exact for both outputs, without a bias and with one of each type."""
-    q, scale_x = codes(m, K, seed=m), scales(m, m)
-    lifted, sums = int8_layer.lifted(q), exact(q, int8_layer.weight)
-    for out in OUTPUTS:
-        for bias in (None, normal(1, N, 1)[0].to(out), normal(1, N, 2, torch.float32)[0]):
-            output = int8_layer.product(lifted, scale_x, bias, out)
-            assert_same_bits(output, scaled(sums, int8_layer, scale_x, bias, out))
-    assert_same_bits(int8_layer.product(lifted, scale_x, bias, out), output)  # deterministic
-
-
 def test_int8_sums_above_2_24_are_rounded_once() -> None:
     """Sums between 2^24 and 2^25 are rounded once, to float32, as by the other backends."""
     m, n, k = 17, 64, 4096
@@ -79,26 +62,6 @@ def test_int8_sums_above_2_24_are_rounded_once() -> None:
     output = other.product(q, ones[:m], None, torch.float16)
     expected = reference.dequant_bias(sums.to(torch.int32), ones[:m], small, None, torch.float16, "cuda")
     assert_same_bits(output, expected)
-
-
-@pytest.mark.parametrize("m", [1, 17, 100, 2048])
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_fp8_error_is_at_most_twice_that_of_the_dense_kernel(pattern: str, m: int) -> None:
-    """With scales of 1, one rounding adds to the sum's own error: up to UNIT / (1 - UNIT) * |r| for a result r. For
-    FP16, scale_w is a power of two that makes sums small without rounding.
-    """
-    packed_layer = layer("hopper", pattern, FP8, N, K)
-    q = normal(m, K, seed=m, dtype=torch.float32).mul_(100).clamp_(-448, 448).to(FP8)
-    sums = exact(q, packed_layer.weight)
-    of_dense = (dense_sums(q, packed_layer.weight).double() - sums).abs().max()
-    shrink = torch.full((N, 1), 2.0**-10, device=gpu())
-    ones = torch.ones(m, 1, device=gpu())
-    for out in OUTPUTS:
-        output = replace(packed_layer, scale=shrink).product(packed_layer.lifted(q), ones, None, out)
-        output = output.double() * 2.0**10
-        tiny = 2.0**-25 * 2.0**10 if out == torch.float16 else 0.0  # half of FP16's subnormal step
-        beyond = (output - sums).abs() - output.abs() * (UNITS[out] / (1 - UNITS[out])) - tiny
-        assert beyond.max() <= 2 * of_dense
 
 
 def configurations(n: int, columns: int, m: int) -> list[str]:
@@ -382,13 +345,3 @@ def test_more_tiles_than_the_grid_limit(small: PackedLayer) -> None:
     out = torch.empty(m, 64, dtype=torch.bfloat16, device=gpu())
     plan.run(Tensors(q, small.packed, out, small.scale, scale_x))
     assert torch.equal(out, small.product(q, scale_x, None, torch.bfloat16))
-
-
-def test_quantized_codes_equal_reference(small: PackedLayer) -> None:
-    """Codes and scales are those of the reference although the kernels overlap."""
-    x = normal(100, 64, 3)
-    q, scale_x = small.quantized(x)
-    expected = quantize_rows(x.cpu(), INT8)
-    assert_same_bits(q[:, :64].cpu(), expected[0])
-    assert not q[:, 64:].any()
-    assert_same_bits(scale_x.cpu(), expected[1])

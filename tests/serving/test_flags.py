@@ -10,18 +10,30 @@ from typing import Any
 
 import pytest
 import torch
-from machines import with_gpu
 from models import quantization_config
 
 from slidesparse import flags, gemm
 from slidesparse.checkpoint.metadata import KEY, LayerEntry, Metadata, MetadataError
 from slidesparse.flags import FlagError, Flags
+from slidesparse.gemm.backend import Backend
 from slidesparse.pattern import SlidePattern
 from slidesparse.resolve import STAMP, Resolution, ResolveError, claim, resolve, stamp, unread_storage
 
 ROOT = Path(__file__).parents[2]
 SIX_EIGHT = SlidePattern.parse("6:8")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def with_gpu(monkeypatch: pytest.MonkeyPatch, **missing: str) -> None:
+    """Simulate a machine whose GPU backends can run, except those for which ``missing`` gives a reason."""
+
+    def unusable(self: Backend, device: torch.device, capability: object = None) -> str | None:
+        return missing.get(self.name) if device.type == "cuda" else "it needs an NVIDIA GPU"
+
+    for name in gemm.REGISTRY:
+        backend = type(gemm.get(name))
+        if backend.device_type == "cuda":
+            monkeypatch.setattr(backend, "unusable", unusable)
 
 
 def test_flags_accept_both_pattern_spellings_and_boolean_words() -> None:
