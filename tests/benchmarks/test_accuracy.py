@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from models import QWEN, converted, write_float
 
 from benchmarks.accuracy import cells as runner
-from benchmarks.accuracy.cells import Cell, CellError, Texts, compare, find_baseline, read_cells, run, zeros
+from benchmarks.accuracy.cells import Cell, CellError, Texts, compare, find_baseline, read_cells, run
 from benchmarks.accuracy.humaneval import pass_at_1, passes
 from benchmarks.accuracy.texts import WINDOW, Engine, windows
 from slidesparse.calibrate.samples import python_reference
@@ -98,45 +97,6 @@ def test_finished_cells_are_not_measured_again(
     assert rows[0]["perplexity"] == f"{np.exp(2.5):.3f}"
     (found,) = compare(cells[4], cells[2], tmp_path).values()
     assert found == pytest.approx((10.0,) * 3)  # every window loses as much
-
-
-def test_no_conversion_runs_beside_a_distillation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = "smollm2 --sparsity 6:8 --calib own --seed"
-    lines = [f"{words} {n}" + " --distill own --minutes 5" * (n % 5 > 2) for n in range(1, 16)]
-    order = [Cell.parse(line) for line in lines]
-    running: dict[str | None, list[Cell]] = {"0": [], "1": []}
-    found = set[bool]()
-
-    def measure(cell: Cell, texts: Texts, engine: Engine, folder: Path, converted: Any) -> dict[str, Any]:
-        running[engine.gpu].append(cell)
-        time.sleep(0.05)
-        beside = [*running[engine.gpu]]
-        found.add(len(beside) > 1 and any(each.distilled for each in beside))
-        running[engine.gpu].remove(cell)
-        converted()
-        return {"line": cell.line, "zeros": 25.0, "nll": {}}
-
-    monkeypatch.setattr(runner, "measure", measure)
-    assert run(order, Texts(tmp_path, None, None), ("0", "1"), 3, tmp_path / "table.csv", print) == []
-    assert found == {False}
-    assert runner.load(tmp_path).keys() == {*order}
-
-
-def test_a_seed_changes_the_order_of_own_text(tmp_path: Path) -> None:
-    ids = np.arange(40).reshape(20, 2)
-    np.save(tmp_path / "smollm2.own.npy", ids)
-    (tmp_path / "out").mkdir()
-    *words, own = Cell.parse("smollm2 --seed 1 --calib own").arguments(tmp_path, tmp_path / "out")
-    assert words == ["--calib"]
-    found = np.load(own)
-    assert not np.array_equal(found, ids)
-    assert np.array_equal(found[found[:, 0].argsort()], ids)
-
-
-def test_share_of_zeros_is_that_of_the_patterns(tmp_path: Path) -> None:
-    assert zeros(converted(write_float(QWEN, tmp_path / "source"), tmp_path / "out", "6:8")) == pytest.approx(
-        0.25
-    )
 
 
 def test_windows_do_not_overlap_and_have_one_length() -> None:
