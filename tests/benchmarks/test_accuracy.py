@@ -1,20 +1,15 @@
-"""The accuracy benchmark: cells and their baselines, resumption, windows, and the sandbox of HumanEval."""
+"""The accuracy benchmark: cells and their baselines, windows, and the sandbox of HumanEval."""
 
 from __future__ import annotations
 
-import csv
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from benchmarks.accuracy import cells as runner
-from benchmarks.accuracy.cells import Cell, CellError, Texts, compare, find_baseline, read_cells, run
+from benchmarks.accuracy.cells import Cell, CellError, find_baseline, read_cells
 from benchmarks.accuracy.humaneval import pass_at_1, passes
-from benchmarks.accuracy.texts import WINDOW, Engine, windows
+from benchmarks.accuracy.texts import WINDOW, windows
 from slidesparse.calibrate.samples import python_reference
 
 # with their columns but the model's, and the line of the baseline
@@ -50,53 +45,6 @@ def test_cells_name_their_columns_and_baselines(cells: list[Cell]) -> None:
     assert len(cells) == 6
     with pytest.raises(CellError, match="llama"):
         Cell.parse("llama --sparsity 6:8")
-
-
-def test_finished_cells_are_not_measured_again(
-    cells: list[Cell], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two cells at a time on each of two GPUs; a failure leaves the others, and is tried again."""
-    calls, failing = list[tuple[str, str | None]](), ["magnitude"]
-    started = threading.Barrier(4)  # each of the four threads takes a cell before another takes its second
-
-    def measure(cell: Cell, texts: Texts, engine: Engine, folder: Path, converted: Any) -> dict[str, Any]:
-        calls.append((cell.columns["method"], engine.gpu))
-        if failing and len(calls) <= 4:
-            started.wait(60)
-        converted()
-        if cell.columns["method"] in failing:
-            raise RuntimeError("out of memory")
-        loss = np.log(1.1) * (2 if cell.columns["pattern"] != "dense" else bool(cell.options))
-        return {
-            "line": cell.line,
-            "zeros": 25.0,
-            "nll": {"own": [3.0 + loss, 2.0 + loss]},
-            "humaneval": [True, False],
-        }
-
-    monkeypatch.setattr(runner, "measure", measure)
-
-    def again() -> list[str]:
-        calls.clear()
-        return run(
-            cells, Texts(tmp_path, None, None), ("0", "1"), 2, tmp_path / "table.csv", lambda line: None
-        )
-
-    (failure,) = again()
-    assert "out of memory" in failure
-    assert (len(calls), {gpu for _, gpu in calls}) == (6, {"0", "1"})
-    failing.clear()
-    assert again() == []
-    assert [method for method, _ in calls] == ["magnitude"]
-    assert (again(), calls) == ([], [])
-    with (tmp_path / "table.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    own = [row["delta_pct"] for row in rows if row["text"] == "own"]
-    assert own == ["", *["10.00"] * 5]  # of INT8 over BF16, and of the pruned ones over INT8
-    assert {row["humaneval"] for row in rows if row["text"] == "humaneval"} == {"50.0"}
-    assert rows[0]["perplexity"] == f"{np.exp(2.5):.3f}"
-    (found,) = compare(cells[4], cells[2], tmp_path).values()
-    assert found == pytest.approx((10.0,) * 3)  # every window loses as much
 
 
 def test_windows_do_not_overlap_and_have_one_length() -> None:

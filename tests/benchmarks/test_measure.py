@@ -1,30 +1,20 @@
-"""The measuring commands handle times, energies and interruptions; no GPU is needed."""
+"""The measuring commands handle times and energies; no GPU is needed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_library import FakeLibrary, Ticks, session
 
 from benchmarks import measure
 from benchmarks.energy import EnergyCounter
-from benchmarks.measure import Figures, Job, Window, fill, take_turns
-from benchmarks.records import LINEAR, Records
-from slidesparse.gemm import tuned
+from benchmarks.measure import Figures, Window, take_turns
 
 
-@pytest.fixture(autouse=True)
-def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(tuned.CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(measure, "WARM_UP_SECONDS", 0.0)
-
-
-def test_providers_take_turns_in_alternating_order() -> None:
+def test_providers_take_turns_in_alternating_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU at its power limit, later measurements are slower: no provider may always be first."""
+    monkeypatch.setattr(measure, "WARM_UP_SECONDS", 0.0)
     turns: list[Any] = []
     gauge: Any = SimpleNamespace(
         prepare=lambda launch, copies: SimpleNamespace(number=copies, graphed=True),
@@ -55,32 +45,3 @@ def test_power_is_that_between_ticks_of_the_counter(monkeypatch: pytest.MonkeyPa
     for now[0] in (0.05, 0.1, 0.15, 0.2, 0.3, 0.35):
         assert counter.poll()
     assert counter.watts == pytest.approx((50 + 60) / 0.2)
-
-
-def test_interrupted_tables_are_completed_by_whole_cells(tmp_path: Path) -> None:
-    """Providers of a cell are compared, so one that lacks a provider is measured again, and the last rows count."""
-    measured: list[int] = []
-
-    def jobs(*providers: str) -> Iterable[Job]:
-        for m in (16, 32):
-            keys = [dict(zip(LINEAR.key, ("a", "qkv", "int8", "2:4", m, p), strict=True)) for p in providers]
-
-            def values(m: int = m) -> list[dict[str, object]]:
-                measured.append(m)
-                return [{"p50_us": float(len(measured))}, *({} for _ in providers[1:])]
-
-            yield Job("", keys, values)
-
-    def run(*providers: str, limit: float | None = None) -> bool:
-        return fill(session(FakeLibrary(), limit, Ticks()), Records(tmp_path, LINEAR), jobs(*providers))
-
-    assert not run("stock", limit=1.5)
-    assert measured == [16]
-    assert run("stock")
-    assert run("stock")
-    assert measured == [16, 32]
-    assert run("stock", "hopper")
-    assert run("stock", "hopper")  # the refused one is not tried again
-    assert measured == [16, 32, 16, 32]
-    rows = Records(tmp_path, LINEAR).rows[2:]
-    assert [float(row["p50_us"]) for row in rows if row["provider"] == "stock"] == [3.0, 4.0]

@@ -162,19 +162,6 @@ def test_next_limit(before: list[tuple[float, float]], is_sparsest: bool, expect
     assert next_limit(before, 1.0, is_sparsest) == (None if expected is None else pytest.approx(expected))
 
 
-@pytest.mark.parametrize("power", [0.7, 1.0, 2.0, 3.0])
-@pytest.mark.parametrize("factor", [0.3, 1.0, 5.0])
-def test_limits_converge(power: float, factor: float) -> None:
-    """Within three choices, where layers' losses do not add up; the last one is the best that stays within."""
-    found: list[tuple[float, float]] = []
-    limit: float | None = 0.5
-    while limit is not None:
-        found.append((limit, factor * limit**power))
-        limit = next_limit(found, 1.0, False)
-    assert len(found) <= 3
-    assert choose.CLOSE <= found[-1][1] <= 1.0
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [

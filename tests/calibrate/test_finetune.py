@@ -141,21 +141,6 @@ def test_layer_of_zeros_stays_zero(source: Path) -> None:
     assert tuned.error_after < tuned.error_before
 
 
-@pytest.mark.parametrize("max_tokens", [1, 40, 64, 10**6])
-def test_each_sample_is_in_one_split(max_tokens: int) -> None:
-    """One of eight samples is held out, over all batches. A piece has at least one sample and at most max_tokens."""
-    shapes = [torch.Size((samples, 16, 4)) for samples in (3, 9, 1, 20)]
-    trained, judged = finetuning._pieces(shapes, max_tokens)
-    offsets = [0, 3, 12, 13]
-    numbers = [
-        [offsets[batch] + i for batch, part in pieces for i in range(part.start, part.stop)]
-        for pieces in (trained, judged)
-    ]
-    assert numbers[1] == [7, 15, 23, 31]
-    assert sorted(numbers[0] + numbers[1]) == list(range(33))
-    assert all((part.stop - part.start) * 16 <= max(max_tokens, 16) for _, part in trained)
-
-
 def test_blocks_are_trained_on_the_outputs_of_trained_blocks(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

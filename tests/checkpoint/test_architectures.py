@@ -13,7 +13,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, HEAD, MROPE, QWEN_VISION, multimodal
 from checkpoints import assert_same_tensors, block_of, config_of, convert, refused, tensors_of, write
-from moe import LAYERS, PRUNED
+from moe import LAYERS, PRUNED, ROUTERS
 from moe import MODELS as MIXTURES
 from strategies import assert_same_bits
 from tiny import build, fill, tiny
@@ -118,16 +118,17 @@ def test_ignored_experts_are_ignored_by_the_names_of_vllm(tmp_path: Path, name: 
         for prefix in ("", "language_model."):  # as vLLM renames the model around the experts of Qwen3-VL-MoE
             assert vllm_ignores(tmp_path / "out", f"{prefix}{module}.0.gate_proj") == (i == 1)
     assert not vllm_ignores(tmp_path / "out", "model.layers.1.mlp.shared_expert.gate_proj")
-    assert {"lm_head", *model.routers()} <= set(config_of(tmp_path / "out")["quantization_config"]["ignore"])
+    routers = {name.removesuffix(".weight") for name in before if name.endswith(ROUTERS)}
+    assert {"lm_head", *routers} <= set(block_of(tmp_path / "out")["ignore"])
 
 
 @pytest.mark.vllm
 def test_experts_stored_in_one_tensor_are_written_one_by_one(tmp_path: Path) -> None:
     """Ignored ones, and those in codes, which no tool writes so, stay as they are or are refused."""
     model = MIXTURES["qwen3"]
-    tensors = model.joined()
+    config, tensors = model.read()[0], model.joined()
     convert(model.write(tmp_path / "single"), tmp_path / "expected", layer=PRUNED)
-    source = write(tmp_path / "source", model.settings(), tensors)
+    source = write(tmp_path / "source", config, tensors)
     convert(source, tmp_path / "out", layer=PRUNED)
     assert_same_tensors(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "expected"))
     assert block_of(tmp_path / "out") == block_of(tmp_path / "expected")
@@ -136,7 +137,7 @@ def test_experts_stored_in_one_tensor_are_written_one_by_one(tmp_path: Path) -> 
     assert len(tensors_of(tmp_path / "ignored")) == len(tensors) + 8  # scales
     assert vllm_ignores(tmp_path / "ignored", "model.layers.0.mlp.experts.0.gate_proj")
     assert not vllm_ignores(tmp_path / "ignored", "model.layers.0.self_attn.o_proj")
-    write(source, model.settings(), {**tensors, EXPERT_DOWN: tensors[EXPERT_DOWN].to(torch.float8_e4m3fn)})
+    write(source, config, {**tensors, EXPERT_DOWN: tensors[EXPERT_DOWN].to(torch.float8_e4m3fn)})
     refused(source, f"{EXPERT_DOWN} holds several routed experts in F8_E4M3", out="x")
 
 

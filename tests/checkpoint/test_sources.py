@@ -255,8 +255,9 @@ def renamed(folder: Path) -> Path:
 
 def experts(folder: Path, name: str, block: tuple[int, int] | None, static: bool) -> Path:
     model = MODELS[name]
+    config, tensors = model.read()
     layers = [*model.linears(), *model.experts()]
-    return fp8(folder, block, static, tensors=model.tensors(), config=model.settings(), layers=layers)
+    return fp8(folder, block, static, tensors=tensors, config=config, layers=layers)
 
 
 def mixtral(folder: Path) -> Path:

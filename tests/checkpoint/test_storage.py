@@ -94,15 +94,6 @@ def test_reader_reads_files_of_safetensors(
                 )
 
 
-@given(st.integers(0, 40), st.integers(0, 3000))
-def test_chunks_cover_each_row_once_and_stay_small(rows: int, columns: int) -> None:
-    chunks = list(TensorSpec("t", "F32", (rows, columns)).chunks())
-    assert [row for chunk in chunks for row in range(chunk.start, chunk.stop)] == list(range(rows))
-    limit = storage.CHUNK_ELEMENTS
-    assert all((chunk.stop - chunk.start) * columns <= max(limit, columns) for chunk in chunks)
-    assert len(list(TensorSpec("t", "F32", (2**40, 0)).chunks())) == 1  # not many empty ones
-
-
 # Links
 
 

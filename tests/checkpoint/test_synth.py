@@ -157,16 +157,6 @@ def test_invalid_configs_and_options_are_refused(tmp_path: Path, options: list[A
     assert snapshot(tmp_path) == before
 
 
-def test_command_prints_result_and_next_command(tmp_path: Path) -> None:
-    out, config = tmp_path / "out", config_file(tmp_path)
-    options = ("--sparsity", "2_8", "--quant", "fp8", "--layers", 1, "--layout", "slided")
-    result = Done("synth", config.parent, out, *options)
-    assert "Qwen2ForCausalLM, 1 layers in fp8 W8A8, pruned to 6:8" in result.out, result.err
-    assert result.out.splitlines()[-1].endswith(f"vllm serve {out} --tokenizer {out}/tokenizer")
-    result = Done("synth", config, tmp_path / "float", "--quant", "bf16")
-    assert f"slidesparse convert {tmp_path / 'float'} PRUNED --sparsity 6:8" in result.out
-
-
 # Public models, and transformers
 
 # Parameter counts of the model cards; like safetensors, they count tied embeddings once

@@ -108,22 +108,6 @@ def test_convert_does_not_warn_of_pruning_weights_that_are_sparse(tmp_path: Path
         write(source, config_of(source), tensors)
 
 
-def test_calibrated_conversion_is_summarized(source: Path, tmp_path: Path, calib: tuple[object, ...]) -> None:
-    layers = ("--layer", "down_proj=8:10", "--layer", "1.*o_proj=dense")
-    result = Done(*convert_command(source, tmp_path / "out", *calib, *layers))
-    assert result.code == 0, result.err
-    assert result.err == "note: ids.npy gives 6 samples of at most 24 tokens, 128 were requested\n"
-    for fact in (
-        "13 linear layers, INT8 W8A8",
-        "2 of them at 8:10",
-        "sparsegpt, calibrated with ids.npy, 6 samples, 144 tokens",
-        "quantized but not pruned (--layer): model.layers.1.self_attn.o_proj",
-    ):
-        assert fact in result.out
-    labels = [line.split()[0] for line in result.out.splitlines()]
-    assert labels[-7:] == [*["error"] * 5, "size", "serve"]
-
-
 def test_every_option_reaches_the_conversion(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

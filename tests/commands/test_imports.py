@@ -1,4 +1,4 @@
-"""Imports follow the layers, and some modules can be imported without torch."""
+"""Imports have no cycles, and some modules can be imported without torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -14,25 +15,8 @@ ROOT = Path(__file__).parents[2]
 CORE = ROOT / "slidesparse"
 PLUGIN = ROOT / "vllm_patch"
 
-# The modules and packages of slidesparse/, from the bottom up.  A unit may import units of lower lines and of its own
-# line, without cycles.
-MATHEMATICS = {"pattern", "slide", "blocks", "bitmask", "prune", "quantize", "theory"}
-LAYERS = [
-    {"__init__", "errors", "files", "versions"},
-    MATHEMATICS,
-    {"build", "checkpoint", "kernels", "profiling"},
-    {"reference"},
-    {"gemm"},
-    {"flags", "ops", "resolve", "serving"},
-    {"calibrate", "convert", "evaluate"},
-    {"synth"},
-    {"tune"},
-    {"doctor"},
-    {"cli"},
-    {"demo", "packaged"},
-]
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-FOR_PLUGIN = {name for names in LAYERS[:6] for name in names}  # all that the plugin may import
+# What runs before models are served; the modules that serve them, and the plugin, import none of it.
+OFFLINE = {"calibrate", "convert", "evaluate", "synth", "tune", "doctor", "cli", "demo", "packaged"}
 # vLLM swallows an ImportError of the plugin's entry-point module, so that needs nothing installed.
 STDLIB_ONLY = ["slidesparse", "slidesparse.vllm_patch", "slidesparse.errors", "slidesparse.versions"]
 STDLIB_ONLY += [
@@ -57,49 +41,23 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def unit_of(name: str) -> str:
-    """Return the unit in LAYERS of an imported slidesparse name: ``slidesparse.gemm.cuda.bucket`` -> ``gemm``."""
-    first = name.split(".")[1] if "." in name else ""
-    return first if ((CORE / first).is_dir() and first) or (CORE / f"{first}.py").is_file() else "__init__"
+def units_of(names: set[str]) -> set[str]:
+    """Return the modules and packages of slidesparse that hold these names: slidesparse.gemm.cuda -> gemm."""
+    firsts = {name.split(".")[1] for name in names if name.startswith("slidesparse.")}
+    return {first for first in firsts if (CORE / first).is_dir() or (CORE / f"{first}.py").is_file()}
 
 
 FILES = {path: path.relative_to(CORE).parts[0].removesuffix(".py") for path in sorted(CORE.rglob("*.py"))}
 IMPORTS = {path: imported(path) for path in FILES}
-DEPENDS = {  # unit -> unit -> the files that import it
-    unit: {
-        other: sorted(
-            str(path.relative_to(ROOT))
-            for path, names in IMPORTS.items()
-            if FILES[path] == unit
-            and other in {unit_of(n) for n in names if n.split(".")[0] == "slidesparse"}
-        )
-        for other in LEVEL
-        if other != unit
-    }
-    for unit in set(FILES.values())
-}
 
 
-@pytest.mark.parametrize("unit", sorted(DEPENDS))
-def test_imports_follow_the_layers(unit: str) -> None:
-    assert unit in LEVEL, f"{unit} is in no layer: put it into LAYERS"
-    upward = {other: files for other, files in DEPENDS[unit].items() if files and LEVEL[other] > LEVEL[unit]}
-    assert upward == {}, f"{unit} imports units of higher layers"
-
-
-def test_imports_have_no_cycles() -> None:
-    resolved: set[str] = set()
-    while remaining := set(DEPENDS) - resolved:
-        ready = {unit for unit in remaining if {o for o, files in DEPENDS[unit].items() if files} <= resolved}
-        cycle = {unit: {o: f for o, f in DEPENDS[unit].items() if f and o in remaining} for unit in remaining}
-        assert ready, f"these import each other: {cycle}"
-        resolved |= ready
-
-
-@pytest.mark.parametrize("unit", sorted(MATHEMATICS))
-def test_mathematics_imports_only_torch_and_numpy(unit: str) -> None:
-    tops = {name.split(".")[0] for name in IMPORTS[CORE / f"{unit}.py"]}
-    assert tops <= {*sys.stdlib_module_names, "slidesparse", "torch", "numpy"}
+def test_imports_have_no_cycles_and_serving_needs_nothing_of_conversion() -> None:
+    depends: dict[str, set[str]] = {unit: set() for unit in FILES.values()}
+    for path, unit in FILES.items():
+        depends[unit] |= units_of(IMPORTS[path]) - {unit}
+    TopologicalSorter(depends).prepare()  # raises CycleError, which names the modules
+    wrong = {unit: depends[unit] & OFFLINE for unit in depends.keys() - OFFLINE}
+    assert not any(wrong.values()), wrong
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -111,9 +69,7 @@ def test_package_imports_neither_vllm_nor_the_plugin(path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(PLUGIN.glob("*.py")), ids=lambda path: path.name)
 def test_plugin_imports_only_serving_modules(path: Path) -> None:
-    modules = {name for name in imported(path) if name.split(".")[0] == "slidesparse"}
-    modules -= {name for name in modules if name.startswith("slidesparse.vllm_patch")}
-    assert {unit_of(name) for name in modules} <= FOR_PLUGIN
+    assert units_of(imported(path)) & OFFLINE == set()
 
 
 @pytest.mark.parametrize("installed", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from fake_library import CPU, GPU, FakeClock, FakeLibrary, Ticks, session
 from typer.testing import CliRunner
 
 from slidesparse import gemm
-from slidesparse.blocks import dense_blocks
 from slidesparse.cli.main import app
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.stream import convert
@@ -23,9 +21,8 @@ from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.format import CODED_COLUMNS
 from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
 from slidesparse.pattern import PatternError, SlidePattern
-from slidesparse.slide import nonzero, obeys
 from slidesparse.tune import machine, measure, shapes
-from slidesparse.tune.inputs import Inputs, with_sparse_blocks
+from slidesparse.tune.inputs import Inputs
 from slidesparse.tune.search import SearchResult, outputs_agree, search
 from slidesparse.tune.session import gemm_jobs, tune
 from slidesparse.tune.shapes import Layer, ShapeError
@@ -218,40 +215,3 @@ def test_packed_columns_are_aligned_for_the_library() -> None:
     assert shapes.packed_columns(2000, "6:8", 128, coded=Hopper.coded) == (2048, "coded")
     assert shapes.packed_columns(2000, "8:10", 128, coded=CODED_COLUMNS) == (2176, "coded")
     assert shapes.packed_columns(2000, "14:16", 128, coded=Hopper.coded) == (2048, "dense")
-
-
-# --- operands and timing
-
-
-@pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16", "fp16"])
-def test_random_sparse_weights_are_2_4(dtype: str) -> None:
-    inputs = Inputs(CPU, 0)
-    sparse, dense = (inputs.weight(dtype, 48, 100, sparse=is_sparse) for is_sparse in (True, False))
-    groups = nonzero(sparse).view(-1, 4).sum(1)
-    assert obeys(sparse, SlidePattern(4))
-    assert (groups == 2).float().mean() > 0.999  # FP8 and FP16 may round to zero
-    assert len(nonzero(sparse).view(-1, 4).unique(dim=0)) >= 6  # every place
-    assert nonzero(dense).float().mean() > 0.98
-    if dtype == "int8":
-        assert (int(dense.min()), int(dense.max())) == (-127, 127)
-
-
-@pytest.mark.parametrize(("share", "most"), [(Fraction(1, 2), 7), (Fraction(1, 3), 5)])
-def test_mixed_weights_have_their_share_of_blocks_with_random_masks(share: Fraction, most: int) -> None:
-    """No strip of ten blocks is far from its share, so that all CTAs have as much to do."""
-    weight = with_sparse_blocks(torch.ones(640, 1280, dtype=torch.int8), float(share))
-    sparse = ~dense_blocks(weight)
-    assert int(sparse.sum()) == round(100 * share)
-    assert most - 4 <= int(sparse.sum(1).min()) <= int(sparse.sum(1).max()) <= most
-    assert weight.count_nonzero() == weight.numel() - int(sparse.sum()) * 64 * 128 // 2
-    groups = weight.view(-1, 4)
-    masks, counts = groups[groups.sum(1) == 2].unique(dim=0, return_counts=True)
-    assert len(masks) == 6
-    assert int(counts.min()) > 0.9 * int(counts.sum()) / 6
-
-
-def test_int8_codes_are_normal() -> None:
-    """Uniform codes would make a GPU at its power limit run at another clock than a model's."""
-    codes = Inputs(CPU, 0).weight("int8", 256, 1024, sparse=False).double()
-    assert float(codes.std()) == pytest.approx(35, rel=0.02)
-    assert float((codes.abs() < 24).double().mean()) == pytest.approx(0.5, abs=0.02)  # 0.674 sigma

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -37,20 +36,3 @@ def test_fused_models_match_compiled_ones(gpu_engines: GpuEngines, quant: str) -
         f"stock's compiled are its eager ones in {of_stock:.2%}"
     )
     require_only_rounding(stock, stock_compiled, eager, fused)
-
-
-@needs(engines)
-@pytest.mark.parametrize("quant", ["int8", "fp8"])
-def test_all_layers_but_o_proj_are_fused(gpu_engines: GpuEngines, quant: str) -> None:
-    """vLLM splits a model at its attention layers; in each piece, only the operator of o_proj is unfused."""
-    *_, compiled, fused = gpu_engines.answers(engines(quant))
-    assert fused.summary.endswith("; norms and activations fused")
-    assert "SlideSparse fusion" not in compiled.log
-    graphs = re.findall("SlideSparse fusion in a graph: (.*)", fused.log)
-    print(graphs)
-    counts = [{name: int(count) for count, name in re.findall(r"(\d+) (\w+)", graph)} for graph in graphs]
-    fused_names = {f"{producer}_linear" for producer in ("rms_norm", "add_rms_norm", "silu_mul")}
-    assert {name for graph in counts for name in graph} == {"linear", *fused_names}
-    for graph in counts:
-        assert graph.get("linear", 0) == graph.get("silu_mul_linear", 0)
-        assert sum(graph.values()) > graph.get("linear", 0)

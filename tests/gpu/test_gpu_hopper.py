@@ -117,69 +117,6 @@ def test_product_waits_for_codes_of_the_kernel_before(m: int, pattern: str) -> N
     assert int(mismatches) == 0
 
 
-@pytest.fixture(scope="module")
-def reused_operands() -> tuple[Layer, Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
-    """Return a layer, memory for codes and scales, and several codes, scales and their outputs."""
-    packed_layer, m = layer("hopper", "2:4", INT8, 256, 16384), 256
-    sources = [codes(m, 16384, seed) for seed in range(3)]
-    sizes = [scales(m, seed) for seed in range(3)]
-    torch.cuda.synchronize()
-    expected = [packed_layer.product(q, s, None, torch.bfloat16) for q, s in zip(sources, sizes, strict=True)]
-    torch.cuda.synchronize()
-    return packed_layer, torch.empty_like(sources[0]), torch.empty_like(sizes[0]), sources, sizes, expected
-
-
-def test_product_waits_for_kernels_of_torch(reused_operands: tuple) -> None:  # type: ignore[type-arg]
-    """One elementwise kernel writes the codes, long enough to be overtaken, and another writes the scales."""
-    packed_layer, q, scale_x, sources, sizes, expected = reused_operands
-    mismatches = torch.zeros((), dtype=torch.int64, device=gpu())
-    for i in range(200):
-        j = i % 3
-        if i % 2:
-            torch.mul(sizes[j], 1, out=scale_x)
-            torch.bitwise_or(sources[j], 0, out=q)
-        else:
-            torch.bitwise_or(sources[j], 0, out=q)
-            torch.mul(sizes[j], 1, out=scale_x)
-        mismatches += (packed_layer.product(q, scale_x, None, torch.bfloat16) != expected[j]).sum()
-    assert int(mismatches) == 0
-
-
-def test_product_in_a_graph_waits_for_copies_and_joins(reused_operands: tuple) -> None:  # type: ignore[type-arg]
-    """The product follows a copy, a memory set, or another stream, or is the first node of the graph."""
-    packed_layer, q, scale_x, sources, sizes, expected = reused_operands
-    stream, side_stream, graph = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    first_codes, zeros = sources[0].clone(), torch.zeros_like(q)
-    torch.cuda.synchronize()
-
-    def product(codes_: Tensor, scale: Tensor) -> Tensor:
-        return packed_layer.product(codes_, scale, None, torch.bfloat16)
-
-    with torch.cuda.stream(stream):
-        product(first_codes, sizes[0])
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        first_output = product(first_codes, sizes[0])
-        scale_x.copy_(sizes[1])
-        q.copy_(sources[1])
-        copied = product(q, scale_x)
-        zeros.zero_()
-        nothing = product(zeros, scale_x)
-        side_stream.wait_stream(stream)
-        with torch.cuda.stream(side_stream):
-            torch.bitwise_or(sources[2], 0, out=q)
-            torch.mul(sizes[2], 1, out=scale_x)
-        stream.wait_stream(side_stream)
-        joined = product(q, scale_x)
-    for _ in range(50):
-        graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(first_output, expected[0])
-    assert torch.equal(copied, expected[1])
-    assert not bool(nothing.any())
-    assert torch.equal(joined, expected[2])
-
-
 class Streamed:
     """A stream-K product of a layer [n, k] and ``m`` tokens; several run side by side if it has few tiles."""
 

@@ -12,17 +12,7 @@ from typing import cast
 import pytest
 import torch
 from configurations import Configuration
-from gpu_layers import (
-    PackedLayer,
-    coded_order,
-    codes,
-    forget_plans,
-    gpu,
-    hopper_quantize,
-    layer,
-    normal,
-    run_hopper,
-)
+from gpu_layers import PackedLayer, codes, forget_plans, gpu, hopper_quantize, layer, normal, run_hopper
 from strategies import assert_same_bits
 from token_rows import HOPPER_GEOMETRIES, HOPPER_LARGE, assert_same_codes, rows
 from torch import Tensor
@@ -67,19 +57,6 @@ def test_quantized_codes_equal_reference(source: torch.dtype, dtype: torch.dtype
     for pattern, k, phase in (*HOPPER_GEOMETRIES, *HOPPER_LARGE):
         for m in (1, 12, 150 if k < 1000 else 17):
             check_codes(rows(m, k, source), SlidePattern.parse(pattern).layout(k, phase), dtype, 16 * (m % 2))
-
-
-@pytest.mark.parametrize("dtype", [INT8, FP8])
-@pytest.mark.parametrize("length", BACKEND.coded)
-@pytest.mark.parametrize(("k", "phase"), [(1, 7), (37, 3), (2048, 0), (3584, 4), (18944, 0)])
-def test_codes_for_coded_weights_are_in_their_order(
-    k: int, phase: int, length: int, dtype: torch.dtype
-) -> None:
-    made = Layer.of(0, k, SlidePattern(length), phase, dtype, BACKEND.alignment, BACKEND.coded)
-    for m in (1, 12, 150 if k < 1000 else 17):
-        q, scale = reference.quant_slide(rows(m, k, torch.bfloat16), SlidePattern(4).layout(k), dtype, "cuda")
-        actual = hopper_quantize(rows(m, k, torch.bfloat16).to(gpu()), made)
-        assert_same_codes(actual, (coded_order(q[:, :k], made), scale))
 
 
 @pytest.mark.parametrize("dtype", [INT8, FP8])

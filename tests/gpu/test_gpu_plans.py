@@ -188,33 +188,6 @@ def test_cuda_graph_equals_eager(square_layer: PackedLayer) -> None:
             assert torch.equal(outputs[m], square_layer.linear(fresh[m], bias)), f"{m} tokens, replay {seed}"
 
 
-def test_capture_without_a_plan_is_refused(cached: PackedLayer) -> None:
-    """The refusal leaves the capture, the cache and the layer usable."""
-    m = 777
-    q, scale_x = cached.quantized(normal(m, SIDE, 0))
-    small = tuple(tensor[:16] for tensor in (q, scale_x))
-    x = torch.zeros(8, device=gpu())
-
-    def refuse() -> int:
-        cached.product(*small, None, torch.bfloat16)
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
-            x.add_(1)
-            with pytest.raises(
-                LibraryError, match="while a CUDA graph is being captured; run the same shape once"
-            ):
-                cached.product(q, scale_x, None, torch.bfloat16)
-        graph.replay()
-        torch.cuda.synchronize()
-        made_before = cusparselt._thread.plan.cache_info().currsize
-        cached.product(q, scale_x, None, torch.bfloat16)
-        return cusparselt._thread.plan.cache_info().currsize - made_before
-
-    assert on_a_new_thread(refuse) == 1
-    assert x.tolist() == [1.0] * 8
-
-
 def test_cusparselt_refuses_other_sizes_and_algorithms() -> None:
     for n, k in ((40, 64), (64, 40)):
         with pytest.raises(LibraryError, match=f"multiples of 32, found {n} x {k}"):

@@ -143,35 +143,6 @@ def test_int8_dense_blocks_outputs_equal_stock(gpu_engines: GpuEngines, engine: 
     assert ("not pruned (by the same backend)" in sparse.summary) == bool(engine.skip)
 
 
-def bitnet(pattern: str) -> list[Engine]:
-    sparse = Engine("int8", pattern, "float16", bitnet=True)
-    exact, graphs = replace(sparse, system="exact"), replace(sparse, mode="graphs")
-    return [*compiled_beside_stock(sparse), exact, replace(graphs, system="stock"), graphs]
-
-
-@needs(bitnet)
-@pytest.mark.parametrize("pattern", ["2_inf", "6:8"])
-def test_bitnet_outputs_equal_stock(gpu_engines: GpuEngines, pattern: str) -> None:
-    """Stock is vLLM's own kernels on the same ternary codes in the plugin's model; the reference backend isolates
-    rounding.
-
-    Weights are random, but logits are far from uniform, and the next token depends on the context.
-    """
-    stock, stock_compiled, sparse, compiled, exact, stock_graphs, graphs = gpu_engines.answers(
-        bitnet(pattern)
-    )
-    assert len(teacher_forced(stock)) >= 10_000
-    for answer in (exact, sparse):
-        assert not differences(teacher_forced(answer), teacher_forced(stock))
-        assert not differences(greedy(answer), greedy(stock))
-    assert not differences(greedy(graphs), greedy(stock_graphs))
-    print(f"BitNet {pattern}:")
-    require_only_rounding(stock, stock_compiled, sparse, compiled)
-    texts = {tuple(best.token for best in text) for text in greedy(stock)}
-    assert len(texts) > len(greedy(stock)) // 2  # outputs depend on the prompts
-    assert len({best.token for best in teacher_forced(stock)}) > 100  # outputs are diverse
-
-
 def int8_in_bfloat16(pattern: str) -> list[Engine]:
     systems = ("stock", "exact", "sparse", "rounded")
     engines = [Engine("int8", pattern, "bfloat16", system=name) for name in systems]

@@ -31,16 +31,6 @@ def test_each_strip_has_its_share_of_blocks(strips: int, blocks: int, share: Fra
     assert int(is_sparse.sum(1).max() - is_sparse.sum(1).min()) <= 1
 
 
-@pytest.mark.parametrize("shards", [1, 2, 4, 8])
-@pytest.mark.parametrize("share", [Fraction(1, 3), Fraction(1, 2), Fraction(2, 3)])
-@pytest.mark.parametrize("blocks", [16, 24, 40])
-def test_tensor_parallel_shards_have_their_share_of_blocks(shards: int, share: Fraction, blocks: int) -> None:
-    is_sparse = choose_blocks(16, blocks, share)
-    for dim in (0, 1):
-        for shard in is_sparse.chunk(shards, dim):
-            assert abs(int(shard.sum()) - float(share) * shard.numel()) <= 2
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, FP8])
 @pytest.mark.parametrize("shape", [(128, 512), (100, 300), (64, 200), (7, 5)])
 def test_pruned_weights_obey_mixed_pattern(dtype: torch.dtype, shape: tuple[int, int]) -> None:

@@ -13,7 +13,7 @@ import torch
 from models import quantization_config
 
 from slidesparse import flags, gemm
-from slidesparse.checkpoint.metadata import KEY, LayerEntry, Metadata, MetadataError
+from slidesparse.checkpoint.metadata import KEY, LayerEntry, Metadata
 from slidesparse.flags import FlagError, Flags
 from slidesparse.gemm.backend import Backend
 from slidesparse.pattern import SlidePattern
@@ -168,25 +168,6 @@ def test_resolve_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve(_config(), Flags(), on_cuda=False).fuse is False
 
 
-@pytest.mark.parametrize(
-    ("path", "on_cuda", "backend"),
-    [
-        (None, True, "hopper"),
-        ("sparse", True, "hopper"),
-        ("dense", True, "cublaslt"),
-        ("sparse", False, "reference"),
-        ("dense", False, "reference"),
-    ],
-)
-def test_resolve_backend(
-    monkeypatch: pytest.MonkeyPatch, path: str | None, on_cuda: bool, backend: str
-) -> None:
-    with_gpu(monkeypatch)
-    resolution = resolve(_config(), Flags(path), on_cuda)
-    assert resolution.backend == backend
-    assert resolution.reason
-
-
 def test_sparsity_dense_needs_a_backend_for_dense_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpu(monkeypatch)
     config = {"quant_method": "compressed-tensors"}
@@ -302,21 +283,7 @@ def test_errors_suggest_unsetting_only_flags_that_are_set(monkeypatch: pytest.Mo
     assert "; or unset USE_CUSPARSELT" in refuse()
 
 
-def test_newer_metadata_version_is_refused() -> None:
-    config = _config()
-    config[KEY]["version"] = 2  # type: ignore[index]
-    with pytest.raises(MetadataError, match="version: found 2, this slidesparse reads 1; upgrade"):
-        resolve(config, Flags(), False)
-
-
 # The choice of a path's backend by the flag and the machine
-
-
-def test_backend_flag_parsing() -> None:
-    for value in ("hopper", " Hopper ", "cusparselt", "reference"):
-        assert Flags.from_environment({"SLIDESPARSE_BACKEND": value}).backend == value.strip().lower()
-    for value in ("", "auto", "AUTO"):
-        assert Flags.from_environment({"SLIDESPARSE_BACKEND": value}).backend is None
 
 
 def test_choose_takes_the_preferred_usable_backend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,15 +296,6 @@ def test_choose_takes_the_preferred_usable_backend(monkeypatch: pytest.MonkeyPat
     name, reason = gemm.choose(gemm.SPARSE, CUDA, (9, 0))
     assert name == "cusparselt"
     assert "hopper cannot run: nvcc was not found" in reason
-
-
-def test_choose_fails_if_no_gpu_backend_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, choose() does not fall back to the reference backend silently."""
-    with_gpu(monkeypatch, hopper="no nvcc", cusparselt="no library")
-    with pytest.raises(
-        gemm.BackendError, match="hopper cannot run: no nvcc; cusparselt cannot run: no library"
-    ):
-        gemm.choose(gemm.SPARSE, CUDA, (9, 0))
 
 
 def test_backend_flag_overrides_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,23 +89,6 @@ def test_cache_keys_change_hashes_of_nested_and_draft_models(tmp_path: Path) -> 
             fusion.add_cache_key(key)
         hashes.append([each_config.compute_hash() for each_config in configs])
     assert [len(set(values)) for values in zip(*hashes, strict=True)] == [3, 3, 3]
-
-
-def test_pass_survives_copying_and_changes_the_config_hash() -> None:
-    from slidesparse.vllm_patch.fusion import PASS_KEY, FusionPass
-    from vllm.config import CompilationConfig
-
-    fusion_pass = FusionPass()
-    uuids = [fusion_pass.uuid()]
-    fusion_pass.keys = ("a key",)
-    uuids.append(fusion_pass.uuid())
-    fusion_pass.fuses = True
-    assert len({*uuids, fusion_pass.uuid()}) == 3
-    for copied in (copy.deepcopy(fusion_pass), pickle.loads(pickle.dumps(fusion_pass))):
-        assert copied.uuid() == fusion_pass.uuid()
-    without_pass, with_pass = CompilationConfig(), CompilationConfig()
-    with_pass.inductor_compile_config[PASS_KEY] = fusion_pass
-    assert without_pass.compute_hash() != with_pass.compute_hash()
 
 
 def served(engines: Engines, model: Path | str, fuse: str, **settings: Any) -> Answer:

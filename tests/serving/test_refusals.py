@@ -314,17 +314,6 @@ def test_model_that_nobody_asked_us_for_is_never_refused(
     refused(engines, str(model), {"SLIDESPARSE": "require"}, "holds NaN")
 
 
-def test_stamp_in_the_checkpoint_is_ignored(
-    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    """The plugin itself writes the stamp into the config, in memory."""
-    expected = engines.serve(checkpoints["dense"])
-    stamp = {"path": "dense", "backend": "hopper", "pattern": "4:6", "profile": True}
-    planted = edited(checkpoints["dense"], tmp_path / "planted", {}, {"slidesparse_serving": stamp})
-    answer = engines.serve(planted)
-    assert (answer.summary, answer.tokens) == (expected.summary, expected.tokens)
-
-
 def test_draft_model_is_resolved_in_the_front_end(engines: Engines, checkpoints: dict[str, Path]) -> None:
     draft = {"model": str(checkpoints["dense"]), "num_speculative_tokens": 2, "method": "draft_model"}
     answer = engines.serve(  # without generation: not every CPU build has the kernels that drafts need

@@ -181,7 +181,7 @@ def test_fp8_error_is_at_most_twice_that_of_stock(engines: Engines, store: Path)
     twice the dense kernel's error, at the worst position and on average, plus one rounding of the log-probability.
     """
     dense, slided = (checkpoint(store, LLAMA, "6:8", layout, "fp8") for layout in ("dense", "slided"))
-    exact = _flat(sparse(engines, dense, task="logprobs", exact_fp8=True).logprobs)
+    exact = _flat(sparse(engines, dense, task="logprobs", yardstick="float64").logprobs)
     assert len(exact) > 100
     rounding = max(map(abs, exact)) * 2**-23
 

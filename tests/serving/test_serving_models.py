@@ -5,7 +5,6 @@ needed.
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,19 +56,6 @@ def test_resolution_is_kept_after_flags_are_unset(monkeypatch: pytest.MonkeyPatc
     assert (parsed.resolution.pattern, parsed.resolution.asked) == ("4:6", True)
 
 
-def test_graph_cache_key_depends_on_flags_and_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slidesparse.vllm_patch.config import SlideSparseConfig
-
-    keys = [SlideSparseConfig.from_config(config()).key for _ in range(2)]
-    assert keys[0] == keys[1]
-    other = config()
-    other[KEY] = Metadata(SIX_EIGHT, "dense", {**PARTS, "other": LayerEntry(SlidePattern(10), 64)}).to_json()
-    keys.append(SlideSparseConfig.from_config(other).key)
-    monkeypatch.setenv("SLIDESPARSE_FUSE", "1")
-    keys.append(SlideSparseConfig.from_config(config()).key)
-    assert len(set(keys)) == 3
-
-
 @pytest.mark.parametrize("mapping", [{}, {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}])
 def test_metadata_of_fused_draft_layers_are_found(mapping: dict[str, list[str]]) -> None:
     from slidesparse.vllm_patch.config import SlideSparseConfig
@@ -90,20 +76,6 @@ def test_metadata_of_layers_that_are_stored_fused_are_found() -> None:
     parsed = SlideSparseConfig.from_config(block)
     parsed.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}
     assert parsed._entry(name) == entry
-
-
-def test_slided_config_gets_head_counts() -> None:
-    """As in vLLM's own config, they are needed for scales of the KV cache per head."""
-    from slidesparse.vllm_patch.config import SlideSparseConfig
-
-    language = SimpleNamespace(num_attention_heads=8, num_key_value_heads=2)
-    for hf_config in (language, SimpleNamespace(text_config=language)):
-        block = config("slided", QUANT_METHOD)
-        SlideSparseConfig.override_quantization_method(block, None, hf_config)
-        assert (block["total_num_heads"], block["total_num_kv_heads"]) == (8, 2)
-    block = config("slided", QUANT_METHOD)
-    SlideSparseConfig.override_quantization_method(block, None, SimpleNamespace(num_attention_heads=8))
-    assert (block["total_num_heads"], block["total_num_kv_heads"]) == (8, 8)
 
 
 def test_summary_does_not_wait_for_unloaded_layers() -> None:

@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-import threading
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -167,46 +164,6 @@ def perplexity(llm: Any, work: Json) -> Json:
     return {"logprobs": request_logprobs(llm, work["ids"])}
 
 
-def _kill_soon(work: Json) -> None:
-    """Kill a descendant of this process whose title contains ``victim``, after ``seconds``."""
-    import psutil
-
-    titles = {process: " ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)}
-    victims = [process for process, title in titles.items() if work["victim"] in title]
-    if not victims:
-        raise RuntimeError(f"no process is called {work['victim']}: {sorted(titles.values())}")
-    threading.Timer(work["seconds"], victims[-1].kill).start()
-
-
-def killed(llm: Any, work: Json) -> Json:
-    """The name of the error that ends requests when a process is killed."""
-    _kill_soon(work)
-    try:
-        while True:
-            _greedy(llm, PROMPTS, 200)
-    except Exception as error:
-        return {"raised": type(error).__name__}
-
-
-def killed_server(llm: Any, work: Json) -> Json:
-    """The name of the error that ends a request of the engine of ``vllm serve`` when a process is killed."""
-    from vllm import SamplingParams
-
-    parameters = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True, detokenize=False)
-
-    async def ask() -> None:
-        for number in itertools.count():
-            async for _ in llm.generate({"prompt_token_ids": PROMPTS[0]}, parameters, str(number)):
-                pass
-
-    _kill_soon(work)
-    try:
-        asyncio.run(ask())
-    except Exception as error:
-        return {"raised": type(error).__name__}
-    return {}
-
-
 TASKS: dict[str, Callable[[Any, Json], Json]] = {
     "perplexity": perplexity,
     "generate": generate,
@@ -221,6 +178,4 @@ TASKS: dict[str, Callable[[Any, Json], Json]] = {
     "adapters": adapters,
     "profile": profile,
     "sleep": sleep,
-    "killed": killed,
-    "killed_server": killed_server,
 }

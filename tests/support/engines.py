@@ -74,7 +74,6 @@ class Request:
     work: dict[str, Any] = field(default_factory=dict)  # arguments of the task
     pretend_cuda: bool = False  # resolve as on a machine with a GPU
     pieces: bool = False  # compile as on a machine with a GPU: by vLLM's own backend, cut at attentions
-    exact_fp8: bool = False  # accumulate FP8 in float64, as the yardstick for rounding errors
     # serve with the reference backend and sums in "float64", or such sums rounded to "bfloat16"
     yardstick: str = ""
     registered: str = ""  # a module whose ENTRY is added to the registry of backends
@@ -184,8 +183,6 @@ def _run(request: Request) -> Answer:
     os.environ.update(request.env)
     if request.registered:
         gemm.REGISTRY.update(importlib.import_module(request.registered).ENTRY)
-    if request.exact_fp8:
-        _accumulate_fp8_in_float64()
     if request.pretend_cuda or request.yardstick:
         _resolve_as(on_cuda=request.pretend_cuda)
     if request.yardstick:
@@ -205,7 +202,7 @@ def _run(request: Request) -> Answer:
         import fuzz_serving
 
         return Answer(data=fuzz_serving.run(**request.work))
-    factory = {"strip_env": _engine_without_flags, "killed_server": _server}.get(request.task, _engine)
+    factory = _engine_without_flags if request.task == "strip_env" else _engine
     data = engine_tasks.TASKS[request.task](factory(request), request.work)
     return Answer(data.pop("error", ""), "", data.pop("tokens", []), data.pop("logprobs", []), data=data)
 
@@ -232,14 +229,6 @@ def _engine(request: Request) -> Any:
     from vllm import LLM
 
     return LLM(request.model, **llm_options(request))
-
-
-def _server(request: Request) -> Any:
-    """The engine that ``vllm serve`` has."""
-    from vllm import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(model=request.model, **llm_options(request)))
 
 
 def _engine_without_flags(request: Request) -> Any:
@@ -299,15 +288,6 @@ def _fork_workers() -> None:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = method
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
-
-
-def _accumulate_fp8_in_float64() -> None:
-    from slidesparse import reference
-
-    original = reference.matmul
-    reference.matmul = lambda q, w: (
-        (q.double() @ w.double().t()) if q.dtype.is_floating_point else original(q, w)
-    )
 
 
 def _accumulate_in_float64(rounded_to: str) -> None:

@@ -1,4 +1,4 @@
-"""Damage tiny converted checkpoints at random, from a seed, and run the commands on them: ``fuzz.py --help``.
+"""Damage tiny converted checkpoints at random, from a seed, and run the commands on them.
 
 A command must give a correct result or a one-line error of SlideSparse.  Anything else (another exception, a time or
 memory limit exceeded, a wrong result) is a `Defect`, which is printed with the number of its case.
@@ -6,7 +6,6 @@ memory limit exceeded, a wrong result) is a `Defect`, which is printed with the 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import os
@@ -15,14 +14,12 @@ import resource
 import shutil
 import signal
 import struct
-import sys
 import tempfile
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -58,6 +55,7 @@ KINDS = [
 SECONDS = 60.0  # limit for a command on a busy machine; it usually takes some hundredths of a second
 MEMORY = 1 << 30  # limit of the bytes that a command allocates
 MAX_LINE_LENGTH = 1500
+MORE = int(os.environ.get("FUZZ_TIMES", "1"))  # times as many cases as `make test` runs
 
 QUANTIZATION = "quantization_config"
 DEEP = "deep"  # stands for a value nested too deeply for json.dumps
@@ -502,22 +500,3 @@ def run(
             shutil.rmtree(target)
             shutil.rmtree(out, ignore_errors=True)
     return counts
-
-
-def main(run: Callable[..., Counter[str]]) -> bool:
-    """Run cases as the command line says, and return whether there was a defect."""
-    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--count", type=int, default=1000)
-    options = parser.parse_args()
-    started = time.monotonic()
-    show = partial(print, "DEFECT", sep="\n  ", flush=True)
-    counts = run(options.first, options.count, show)
-    for name, number in sorted(counts.items()):
-        print(f"{number:7} {name}")
-    print(f"{options.count} cases in {time.monotonic() - started:.0f} s")
-    return bool(counts["defect"])
-
-
-if __name__ == "__main__":
-    sys.exit(main(run))

@@ -1,4 +1,4 @@
-"""Load damaged checkpoints into vLLM with the plugin, each in a forked process: ``fuzz_serving.py --count 200``.
+"""Load damaged checkpoints into vLLM with the plugin, each in a forked process.
 
 No engine is started: the model is made and loaded as a worker does, and each of its linear layers multiplies some
 activations.  The products must be those of the weights that `convert` reads from the same files.
@@ -6,11 +6,9 @@ activations.  The products must be those of the weights that `convert` reads fro
 
 from __future__ import annotations
 
-import argparse
 import os
 import select
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -34,7 +32,6 @@ from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.errors import SlideSparseError
 from slidesparse.slide import unslide
 
-SHOW = bool(os.environ.get("SHOW"))
 OURS = ("slidesparse/", "vllm_patch/")
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
@@ -173,8 +170,6 @@ def serve(folder: Path, damage: str, outcomes: dict[str, str]) -> str:
     os.waitpid(pid, 0)
     if not text or text[:1] == b"!":
         raise fuzz.Defect(text[1:].decode() or "the process ended without output, or did not end")
-    if SHOW and text.startswith(b"vLLM"):
-        print(damage[:200], text.decode(), sep="\n  ")
     return text.decode().partition(": ")[0]
 
 
@@ -189,21 +184,3 @@ def run(first: int, count: int) -> dict[str, Any]:
         first, count, lambda case, damage, defect: defects.append(f"{case}: {damage}: {defect}"), serve
     )
     return {"defects": defects, "counts": dict(sorted(counts.items()))}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--count", type=int, default=200)
-    options = parser.parse_args()
-    started = time.monotonic()
-    report = run(options.first, options.count)
-    print(*report["defects"], sep="\n\n")
-    for outcome, number in report["counts"].items():
-        print(f"{number:7} {outcome}")
-    print(f"{options.count} cases in {time.monotonic() - started:.0f} s")
-    sys.exit(bool(report["defects"]))
-
-
-if __name__ == "__main__":
-    main()

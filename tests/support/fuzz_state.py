@@ -1,4 +1,4 @@
-"""Damage what one run leaves for the next: work folders, measured losses, tuned tables.  ``fuzz_state.py --help``.
+"""Damage what one run leaves for the next: work folders, measured losses, tuned tables.
 
 A resumed conversion must give the bytes of an undamaged run or a one-line error, as `fuzz` has it; a conversion beside
 damaged losses must give them; a table must be read, refused in a line or replaced.
@@ -10,7 +10,6 @@ import json
 import os
 import random
 import shutil
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -153,7 +152,3 @@ def run(first: int, count: int, report: Callable[[int, str, str], None]) -> Coun
                 report(number, what, str(defect))
             shutil.rmtree(state.out.parent)
     return counts
-
-
-if __name__ == "__main__":
-    sys.exit(fuzz.main(run))
