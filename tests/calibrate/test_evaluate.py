@@ -13,7 +13,7 @@ from checkpoints import write_tokenizer
 from commands import Done
 
 from slidesparse.errors import SlideSparseError
-from slidesparse.evaluate import engine, perplexity
+from slidesparse.evaluate import perplexity
 from slidesparse.evaluate.engine import Scored
 from slidesparse.evaluate.perplexity import bootstrap, window_of, windows
 
@@ -115,23 +115,6 @@ def test_token_ids_beyond_the_vocabulary_are_refused(
             f"--data holds token ids from {min(token, 0)} to {max(token, 25)}, but the vocabulary of {folder} has "
             "26 tokens, 0 to 25; use the tokenizer that belongs to these weights"
         ) in process.err
-
-
-def test_errors_in_a_log_are_few_and_short() -> None:
-    """vLLM's message about an unknown weight lists every parameter of the model on one line."""
-    unknown = (
-        "(Worker pid=7) ValueError: There is no module or parameter named 'x'; available: "
-        + "a.weight, " * 500
-    )
-    text = engine.find_errors("\n".join(["INFO starting", unknown, *["RuntimeError: the engine died"] * 9]))
-    first, *others = text.splitlines()
-    assert first.startswith("(Worker pid=7) ValueError: There is no module or parameter named 'x'")
-    assert first.endswith(" ...")
-    assert len(first) < 600
-    assert others == ["RuntimeError: the engine died"] * 4
-    assert engine.find_errors("INFO starting\nsegmentation fault") == "INFO starting\nsegmentation fault"
-    reason = "pydantic_core.ValidationError: 1 validation error for ModelConfig\n  Value error, max_model_len (9) is"
-    assert engine.find_errors(f"INFO starting\n{reason}\n    For further information visit a page") == reason
 
 
 # The command

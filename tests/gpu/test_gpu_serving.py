@@ -27,12 +27,10 @@ from gpu_engines import (
     GpuEngines,
     compiled_beside_stock,
     differences,
-    differing_positions,
     greedy,
     mean_error,
     needs,
     require_only_rounding,
-    same_share,
     teacher_forced,
 )
 from lora import write_adapter, write_kernel_configs
@@ -144,9 +142,9 @@ def test_int8_dense_blocks_outputs_equal_stock(gpu_engines: GpuEngines, engine: 
 
 
 def int8_in_bfloat16(pattern: str) -> list[Engine]:
-    systems = ("stock", "exact", "sparse", "rounded")
-    engines = [Engine("int8", pattern, "bfloat16", system=name) for name in systems]
-    return [*engines, Engine("int8", pattern, "bfloat16", system="stock", mode="compiled")]
+    return [
+        Engine("int8", pattern, "bfloat16", system=name) for name in ("stock", "exact", "sparse", "rounded")
+    ]
 
 
 @needs(int8_in_bfloat16)
@@ -154,27 +152,10 @@ def int8_in_bfloat16(pattern: str) -> list[Engine]:
 def test_int8_bfloat16_outputs_equal_stock_but_for_cusparselt_rounding(
     gpu_engines: GpuEngines, pattern: str
 ) -> None:
-    """Rounding of cuSPARSELt's sums before scaling causes every token that differs from stock's.
-
-    Their number depends on the model, and one trained for 20 seconds is often undecided. The bound is the number for
-    stock vLLM compiled against eager, where Inductor rounds differently, plus four standard deviations.
-    """
-    stock, exact, sparse, rounded, compiled = map(
-        teacher_forced, gpu_engines.answers(int8_in_bfloat16(pattern))
-    )
+    """Rounding of cuSPARSELt's sums before scaling causes every token that differs from stock's."""
+    stock, exact, sparse, rounded = map(teacher_forced, gpu_engines.answers(int8_in_bfloat16(pattern)))
     assert not differences(exact, stock)
-    if gpu_engines.backend != "cusparselt":
-        assert not differences(sparse, stock)
-        return
-    assert not differences(sparse, rounded)
-    differing, of_stock = differing_positions(stock, sparse), len(differing_positions(stock, compiled))
-    margins = sorted(best.margin for best in differing)[-5:]
-    print(
-        f"INT8 {pattern}: {same_share(sparse, stock):.2%} of {len(stock)} top-1 tokens are stock's, "
-        f"stock's own compiled {same_share(compiled, stock):.2%}; largest margins {margins}"
-    )
-    assert len(stock) >= 10_000
-    assert len(differing) <= of_stock + 4 * of_stock**0.5
+    assert not differences(sparse, rounded if gpu_engines.backend == "cusparselt" else stock)
 
 
 def fp8_in_bfloat16(pattern: str) -> list[Engine]:
@@ -201,10 +182,7 @@ def test_fp8_error_is_at_most_twice_that_of_stock(gpu_engines: GpuEngines, patte
     assert all(not differences(sparse, answer) for answer in slided)
     same_arithmetic = rounded if gpu_engines.backend == "cusparselt" else exact
     stock_error, sparse_error = mean_error(stock, exact), mean_error(sparse, same_arithmetic)
-    print(
-        f"FP8 {pattern}: mean error {sparse_error:.2e}, stock's {stock_error:.2e}; "
-        f"{same_share(sparse, stock):.2%} of {len(stock)} top-1 tokens equal stock's"
-    )
+    print(f"FP8 {pattern}: mean error {sparse_error:.2e}, stock's {stock_error:.2e}")
     spread = torch.tensor([position.logprob for position in exact]).std().item()
     assert stock_error < 0.1 * spread  # else the bound would be meaningless
     assert sparse_error <= 2 * stock_error

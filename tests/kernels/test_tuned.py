@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import threading
@@ -191,23 +190,6 @@ def test_a_gpu_without_a_table_uses_another_of_its_compute_capability() -> None:
     assert tuned.select_algorithm(replace(other, version="0.9"), PROBLEM)[0] is None
     tuned.save(other, [(near, Tuned("own", 1.0))])
     assert tuned.select_algorithm(other, PROBLEM) == ("own", "that of a near tuned shape")
-
-
-def test_untuned_shape_is_logged_once_with_the_command(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "slidesparse"):
-        for _ in range(2):
-            tuned.note_untuned("cusparselt", "int8", 4608, 5376, "its own heuristic")
-        tuned.note_untuned("hopper", "int8", 4608, 5376, "its own heuristic", "coded")
-        for m in (1, 2):
-            shape = tuned.Shape.of_problem(replace(PROBLEM, m=m))
-            tuned.note_refused("cusparselt", shape, "7", "too large")
-    first, second, third = (record.getMessage() for record in caplog.records)
-    assert first.endswith(
-        "slidesparse tune --library cusparselt --dtype int8 --pattern 2:4 --shapes 4608x5376"
-    )
-    assert second.endswith("slidesparse tune --library hopper --dtype int8 --pattern 6:8 --shapes 4608x5376")
-    assert "refuses the algorithm 7" in third
-    assert third.endswith("too large")
 
 
 def test_documented_shapes_are_tuned() -> None:

@@ -286,11 +286,6 @@ def differences(actual: Sequence[object], expected: Sequence[object]) -> str:
     return f"{len(places)} of {len(actual)} differ, first number {first}: {actual[first]}, expected {expected[first]}"
 
 
-def same_share(left: list[Best], right: list[Best]) -> float:
-    """The share of positions with the same best token."""
-    return sum(a.token == b.token for a, b in zip(left, right, strict=True)) / len(left)
-
-
 def largest_change(left: list[Best], right: list[Best]) -> float:
     """The largest difference of a log-probability between two runs on the same text."""
     pairs = list(zip(left, right, strict=True))
