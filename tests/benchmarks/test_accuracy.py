@@ -1,4 +1,4 @@
-"""The accuracy benchmark: cells and their baselines, windows, and the sandbox of HumanEval."""
+"""The accuracy benchmark: cells and their baselines, and the sandbox of HumanEval."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import pytest
 
 from benchmarks.accuracy.cells import Cell, CellError, find_baseline, read_cells
 from benchmarks.accuracy.humaneval import pass_at_1, passes
-from benchmarks.accuracy.texts import WINDOW, windows
-from slidesparse.calibrate.samples import python_reference
 
 # with their columns but the model's, and the line of the baseline
 CELLS: dict[str, tuple[tuple[str, ...], int | None]] = {
@@ -45,15 +43,6 @@ def test_cells_name_their_columns_and_baselines(cells: list[Cell]) -> None:
     assert len(cells) == 6
     with pytest.raises(CellError, match="llama"):
         Cell.parse("llama --sparsity 6:8")
-
-
-def test_windows_do_not_overlap_and_have_one_length() -> None:
-    def words(text: str) -> dict[str, list[int]]:
-        return {"input_ids": [int(word) for word in text.split()]}
-
-    text = " ".join(map(str, range(3 * WINDOW - 1)))
-    assert [(ids[0], ids[-1]) for ids in windows(words, text, 5)] == [(0, 1023), (1024, 2047)]
-    assert len(windows(words, text, 1)) == 1 < 300_000 < sum(map(len, python_reference()))
 
 
 @pytest.mark.parametrize(

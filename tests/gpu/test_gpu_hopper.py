@@ -272,13 +272,3 @@ def test_launch_refusals_raise_library_error(small: PackedLayer) -> None:
         plan.run(Tensors(shifted, small.packed, out, small.scale, scale_x))
     plan.run(Tensors(q, small.packed, out, small.scale, scale_x))
     assert torch.equal(out, small.product(q, scale_x, None, torch.bfloat16))
-
-
-def test_more_tiles_than_the_grid_limit(small: PackedLayer) -> None:
-    """The test runs a configuration that tuning would not choose."""
-    m = 8 * 65536
-    plan = BACKEND.plan(Problem("int8", "bf16", 64, 64, m, "both"), gpu(), "split:1x8/1x1/1")
-    q, scale_x = codes(m, 64, 1), torch.ones(m, 1, device=gpu())
-    out = torch.empty(m, 64, dtype=torch.bfloat16, device=gpu())
-    plan.run(Tensors(q, small.packed, out, small.scale, scale_x))
-    assert torch.equal(out, small.product(q, scale_x, None, torch.bfloat16))

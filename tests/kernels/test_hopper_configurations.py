@@ -1,4 +1,4 @@
-"""Configurations of the Hopper kernels: text format, candidates, and predicted times.
+"""Configurations of the Hopper kernels: text format and candidates.
 
 The tests compile csrc/hopper/configuration.cu for the CPU, and define how configurations fit on the GPU.
 """
@@ -33,7 +33,7 @@ EXPORT int parses(const char* text, char* again) {
   std::strcpy(again, ToText(found).c_str());
   return 1;
 }
-EXPORT int candidates(int n, int columns, int m, double dense, int most, int sms,
+EXPORT int candidates(int n, int columns, int m, int most, int sms,
                       void (*fits)(const char*, int, int*), char* texts, double* us) {
   const auto fit = [=](const Configuration& one) {
     int found[2];
@@ -41,7 +41,7 @@ EXPORT int candidates(int n, int columns, int m, double dense, int most, int sms
     return Fit{found[0], found[1]};
   };
   int count = 0;
-  for (const Candidate& one : FindCandidates(n, columns, m, dense, 5120 + 3072 * dense, most, sms, fit)) {
+  for (const Candidate& one : FindCandidates(n, columns, m, 0.0, 5120, most, sms, fit)) {
     std::strcpy(texts + 32 * count, ToText(one.configuration).c_str());
     us[count++] = one.us;
   }
@@ -70,13 +70,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def candidates(
-    native: Any,
-    n: int,
-    k: int,
-    m: int,
-    fit: Fit = fits_as_named,
-    limit: int = MAX_CONFIGURATIONS,
-    dense: float = 0.0,
+    native: Any, n: int, k: int, m: int, fit: Fit = fits_as_named, limit: int = MAX_CONFIGURATIONS
 ) -> list[tuple[str, float]]:
     def fits(text: bytes, resident: int, result: Any) -> None:
         result[0], result[1] = fit(text.decode(), resident)
@@ -85,7 +79,7 @@ def candidates(
         ctypes.create_string_buffer(MAX_CONFIGURATIONS * BYTES),
         (ctypes.c_double * MAX_CONFIGURATIONS)(),
     )
-    count = native.candidates(n, k, m, ctypes.c_double(dense), limit, SMS, FITS(fits), texts, us)
+    count = native.candidates(n, k, m, limit, SMS, FITS(fits), texts, us)
     return [(texts.raw[BYTES * i :].partition(b"\0")[0].decode(), us[i]) for i in range(count)]
 
 
@@ -102,13 +96,6 @@ def test_every_shape_has_candidates(native: Any, n: int, k: int, m: int) -> None
     for text, _ in ranked:
         assert native.parses(text.encode(), buffer) == 1
         assert buffer.value.decode() == text
-
-
-def test_predicted_time_grows_with_dense_blocks(native: Any) -> None:
-    """The time grows with the bytes of weights for few tokens, and with tensor-core work for many."""
-    for m, max_ratio in ((16, 8192 / 5120), (8192, 2.0)):
-        fastest = [candidates(native, 37888, 3584, m, dense=share)[0][1] for share in (0.0, 0.5, 1.0)]
-        assert fastest[0] < fastest[1] < fastest[2] < max_ratio * fastest[0]
 
 
 def test_candidates_fit_on_the_gpu(native: Any) -> None:

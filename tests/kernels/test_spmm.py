@@ -38,15 +38,6 @@ def test_compress_decompress_round_trip(data: st.DataObject) -> None:
     assert bool((by_group[:, 1:] > by_group[:, :-1]).all())  # ascending, without duplicates
 
 
-def test_prune_keeps_the_largest() -> None:
-    weight = torch.tensor([[4.0, -3, 2, 1, 0, 5, -6, 0.5]])
-    assert prune(weight, 2, 4).tolist() == [[4, -3, 0, 0, 0, 5, -6, 0]]
-    rows = torch.zeros(33, 4)
-    rows[0], rows[1], rows[32] = torch.tensor([9.0, 1, 0, 0]), torch.tensor([0, 9.0, 9, 0]), torch.ones(4)
-    # the first strip keeps in-features 0 and 1 or 2: sums are 9, 10, 9, 0
-    assert prune(rows, 1, 4, STRIP).nonzero()[:2].tolist() == [[0, 1], [1, 1]]
-
-
 @pytest.fixture(scope="module")
 def compiled() -> Any:
     """Return the library compiled by nvcc, whose host code runs without a GPU."""

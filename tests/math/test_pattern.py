@@ -86,13 +86,6 @@ def test_layout_sizes(n: int, columns: int, data: st.DataObject) -> None:
         assert layout.blocks == layout.slided == 0
 
 
-@given(st.integers(1, 300))
-def test_layout_of_2_inf_doubles_the_row(columns: int) -> None:
-    layout = SlidePattern.parse("2_inf").layout(columns)
-    assert layout.blocks == 1
-    assert layout.slided == 2 * (columns + columns % 2)
-
-
 @pytest.mark.parametrize(("columns", "phase"), [(-1, 0), (8, -1), (8, 8)])
 def test_layout_refuses_invalid_sizes(columns: int, phase: int) -> None:
     with pytest.raises(ValueError, match=f"{columns} in-features at phase {phase}"):

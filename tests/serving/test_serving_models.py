@@ -56,26 +56,22 @@ def test_resolution_is_kept_after_flags_are_unset(monkeypatch: pytest.MonkeyPatc
     assert (parsed.resolution.pattern, parsed.resolution.asked) == ("4:6", True)
 
 
-@pytest.mark.parametrize("mapping", [{}, {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}])
-def test_metadata_of_fused_draft_layers_are_found(mapping: dict[str, list[str]]) -> None:
+def test_metadata_of_fused_layers_are_found() -> None:
+    """By the names of their parts, in a draft too, which has no mapping; or stored fused, as in GLM-4."""
     from slidesparse.vllm_patch.config import SlideSparseConfig
 
-    parsed = SlideSparseConfig.from_config(config())
-    parsed.packed_modules_mapping = mapping
-    assert parsed._entry("model.layers.0.self_attn.qkv_proj") == PARTS["model.layers.0.self_attn.q_proj"]
-    assert parsed._entry("model.layers.0.mlp.gate_up_proj") is None
-
-
-def test_metadata_of_layers_that_are_stored_fused_are_found() -> None:
-    """As in GLM-4, whose mapping in vLLM names parts that its checkpoints do not have."""
-    from slidesparse.vllm_patch.config import SlideSparseConfig
-
-    name, entry = "model.layers.0.mlp.gate_up_proj", LayerEntry(SIX_EIGHT, QWEN.hidden)
-    block = config()
-    block[KEY] = Metadata(SIX_EIGHT, "dense", {name: entry}).to_json()
-    parsed = SlideSparseConfig.from_config(block)
-    parsed.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}
-    assert parsed._entry(name) == entry
+    name, block = "model.layers.0.mlp.gate_up_proj", config()
+    entry = LayerEntry(SIX_EIGHT, QWEN.hidden)
+    block[KEY] = Metadata(SIX_EIGHT, "dense", {**PARTS, name: entry}).to_json()
+    for mapping in (
+        {},
+        {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]},
+    ):
+        parsed = SlideSparseConfig.from_config(block)
+        parsed.packed_modules_mapping = mapping
+        assert parsed._entry("model.layers.0.self_attn.qkv_proj") == PARTS["model.layers.0.self_attn.q_proj"]
+        assert parsed._entry(name) == entry
+        assert parsed._entry("model.layers.1.mlp.gate_up_proj") is None
 
 
 def test_summary_does_not_wait_for_unloaded_layers() -> None:
