@@ -1,4 +1,4 @@
-"""The Hopper kernels on a GPU, after any kernel and in every configuration: INT8 bitwise, FP8 within a bound."""
+"""The Hopper kernels on a GPU: large sums, configurations, streams, graphs and refusals; layers are in test_gpu_hopper_linear."""
 
 from __future__ import annotations
 
