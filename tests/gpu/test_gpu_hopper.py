@@ -1,4 +1,4 @@
-"""The Hopper kernels on a GPU: large sums, configurations, streams, graphs and refusals; layers are in test_gpu_hopper_linear."""
+"""The Hopper kernels on a GPU: large sums, configurations, streams, graphs, refusals; test_gpu_hopper_linear has layers."""
 
 from __future__ import annotations
 

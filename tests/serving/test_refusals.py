@@ -326,16 +326,6 @@ def test_draft_model_is_resolved_in_the_front_end(engines: Engines, checkpoints:
     assert [served["path"] for served in summaries(answer.log)] == ["dense", "dense"]
 
 
-def test_kv_scales_per_head_do_not_break_slided_checkpoints(
-    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    """vLLM adds the entries that KV scales per head need only if the method is named compressed-tensors."""
-    scheme = {"num_bits": 8, "type": "float", "strategy": "attn_head", "dynamic": False, "symmetric": True}
-    model = edited(checkpoints["slided"], tmp_path / "out", {}, {"kv_cache_scheme": scheme})
-    answer = engines.ask(Request(model))
-    assert "AssertionError" not in answer.error, answer.log[-3000:]
-
-
 def test_unsupported_schemes_are_left_to_vllm_and_counted(
     engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ needed.
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,6 +73,20 @@ def test_metadata_of_fused_layers_are_found() -> None:
         assert parsed._entry("model.layers.0.self_attn.qkv_proj") == PARTS["model.layers.0.self_attn.q_proj"]
         assert parsed._entry(name) == entry
         assert parsed._entry("model.layers.1.mlp.gate_up_proj") is None
+
+
+def test_slided_config_gets_head_counts() -> None:
+    """As in vLLM's own config, they are needed for scales of the KV cache per head."""
+    from slidesparse.vllm_patch.config import SlideSparseConfig
+
+    language = SimpleNamespace(num_attention_heads=8, num_key_value_heads=2)
+    for hf_config in (language, SimpleNamespace(text_config=language)):
+        block = config("slided", QUANT_METHOD)
+        SlideSparseConfig.override_quantization_method(block, None, hf_config)
+        assert (block["total_num_heads"], block["total_num_kv_heads"]) == (8, 2)
+    block = config("slided", QUANT_METHOD)
+    SlideSparseConfig.override_quantization_method(block, None, SimpleNamespace(num_attention_heads=8))
+    assert (block["total_num_heads"], block["total_num_kv_heads"]) == (8, 8)
 
 
 def test_summary_does_not_wait_for_unloaded_layers() -> None:
