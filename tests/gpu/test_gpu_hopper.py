@@ -1,4 +1,4 @@
-"""The Hopper kernels on a GPU: large sums, configurations, streams, graphs, refusals; test_gpu_hopper_linear has layers."""
+"""The Hopper kernels on a GPU: large sums, configurations, streams, graphs and refusals."""
 
 from __future__ import annotations
 
