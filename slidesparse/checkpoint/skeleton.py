@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -176,13 +177,17 @@ class Skeleton:
         """Return the parameters that the checkpoint lacks: of blocks and, if the model predicts tokens, of its decoder.
 
         Others may be left out, as poolers, and the head of a model that embeds texts.  vLLM leaves parameters that a
-        quantized checkpoint lacks uninitialized.  Where transformers computes parameters of a block from other
+        quantized checkpoint lacks uninitialized.  Where transformers computes parameters of a module from other
         tensors, it alone knows what they need.
         """
         model, stored = self.model, {target for target, _ in self._targets.values()}
-        converted = {target for target, is_converted in self._targets.values() if is_converted}
-        prefixes = [self.prefix(number) for number in range(len(self.blocks))]
-        computed = tuple(path for path in prefixes if any(name.startswith(path) for name in converted))
+        computed = tuple(
+            {
+                target.rsplit(".", 1 if EXPERT.match(name.removesuffix(WEIGHT)) else 2)[0] + "."
+                for name, (target, is_converted) in self._targets.items()
+                if is_converted
+            }
+        )
         modules = [*self.blocks]
         if self.generates:
             head = None if is_embedding_model(self.checkpoint.folder) else model.get_output_embeddings()
@@ -216,6 +221,7 @@ class Skeleton:
                 f"{missing[0]} is missing ({len(missing)} such); the checkpoint is incomplete, or the config another "
                 "model's: fetch it again"
             )
+        self._require_experts()
         state, layers = self.model.state_dict(), {*self.layers}
         for parameter, name in self.stored.items():
             (_, dtype, stored), layer = self.checkpoint.tensors[name].spec, name.removesuffix(WEIGHT)
@@ -250,6 +256,30 @@ class Skeleton:
             raise CheckpointError(
                 f"tensor {other} belongs to none of the {len(self.blocks)} blocks of config.json; fetch it again"
             )
+
+    def _require_experts(self) -> None:
+        """Raise CheckpointError unless all experts of config.json are stored, each in its shape.
+
+        vLLM cuts larger ones to what it needs, and leaves missing ones uninitialized.
+        """
+        counts: Counter[tuple[str, int]] = Counter()
+        parameters = dict(self.model.named_parameters())  # blocks that predict further tokens have none
+        for name, (target, is_converted) in self._targets.items():
+            if not is_converted or target not in parameters or not EXPERT.match(name.removesuffix(WEIGHT)):
+                continue
+            parts, (experts, *size) = self._sources[name][1], parameters[target].shape
+            shape = self.checkpoint.tensors[name].spec.shape
+            if len(shape) != 2 or sorted((parts * shape[0], shape[1])) != sorted(size):
+                raise CheckpointError(
+                    f"tensor {name} has shape {list(shape)}, but by config.json {[size[0] // parts, size[1]]}; fetch "
+                    "the config again"
+                )
+            counts[target, experts * parts] += 1
+        for (target, count), found in counts.items():
+            if found != count:
+                raise CheckpointError(
+                    f"{target} has {found} matrices of experts, but config.json describes {count}; fetch it again"
+                )
 
     def _has_experts(self) -> bool:
         """Return whether the model has routed experts; some such models have further blocks, to predict further."""
@@ -300,19 +330,24 @@ class Skeleton:
 def _linears(block: nn.Module) -> list[str]:
     """Return the names of a block's linear layers, but for routers and gates, which vLLM does not quantize.
 
-    A router has an output for each expert, whose weights are joined in three dimensions; a gate has one output.
+    A router has an output for each expert, whose weights are joined in three dimensions in a module beside it, and is
+    its parent's only linear layer or beside the experts itself; other layers may have as many outputs.  A gate has one.
     """
-    experts = {
-        len(parameter)
-        for module in block.modules()
-        for parameter in module.parameters(recurse=False)
-        if parameter.dim() == 3 and not isinstance(module, nn.Conv1d)
-    }
-    return [
-        name
-        for name, module in block.named_modules()
-        if isinstance(module, nn.Linear) and module.out_features > 1 and module.out_features not in experts
-    ]
+    linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+    parents = {name: name.rpartition(".")[0] for name in linears}
+    single = [parent for parent, count in Counter(parents.values()).items() if count == 1]
+    others = {name for name, module in linears.items() if module.out_features == 1}
+    for path, module in block.named_modules():
+        beside = path.rpartition(".")[0]
+        joined = [p for p in module.parameters(recurse=False) if p.dim() == 3]
+        for experts in joined if not isinstance(module, nn.Conv1d) else ():
+            others |= {
+                name
+                for name, parent in parents.items()
+                if linears[name].out_features == len(experts)
+                and (parent == beside or (parent in single and parent.startswith(beside)))
+            }
+    return [name for name in linears if name not in others]
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -358,12 +359,15 @@ class Planner:
     def _ignored(self, kept: Mapping[str, str]) -> list[str]:
         """Return the entries of the ignore list for layers that are left unquantized by this conversion."""
         names: list[str] = []
+        ignores = self.source.quantization.ignores
         for name, reason in kept.items():
-            if not self.source.replaces_ignore and self.source.quantization.ignores(name):
+            served = self.served.names.get(name, ())
+            if not self.source.replaces_ignore and (ignores(name) or not self.source.requantizes):
+                names += filterfalse(ignores, served) if ignores(name) else ()
                 continue
             experts = naming.joined_experts(name) if reason == JOINED else None
             names += [naming.inside(experts)] if experts else naming.serving_names(name)
-            names += self.served.names.get(name, ())
+            names += served
         return list(dict.fromkeys(names))
 
     def _config(self, block: dict[str, Any], metadata: Metadata) -> dict[str, Any]:

@@ -261,8 +261,7 @@ class Quantized(Source):
             for name, scheme in self.quantization.groups.items()
             if scheme
         }
-        unquantized = [*(ignored if self.requantizes else ()), *self.heads]
-        return rewritten_block(self._block, self.quantization, written, unquantized)
+        return rewritten_block(self._block, self.quantization, written, [*ignored, *self.heads])
 
     def require_calibration(self) -> None:
         if not is_bitnet(self.checkpoint.config):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import convert
+from checkpoints import block_of, convert
 from edits import edited
 from engines import STOCK, Engines, Request
 from models import QWEN, shrink_codes, write_w8a8
@@ -143,6 +143,10 @@ def test_mlps_alone_are_quantized_whatever_the_others_are_called(
     refusal = "the checkpoint holds torch.float32 weights, its config.json says torch.int8"
     with pytest.raises(NotServedError, match=refusal):
         skeletons.layers(tmp_path / "unasked", stored(Checkpoint.open(tmp_path / "unasked")))
+    # as another tool quantizes the MLPs
+    edited(tmp_path / "unasked", tmp_path / "tool", {}, {"slidesparse": None})
+    convert(tmp_path / "tool", tmp_path / "mended", skeletons=skeletons)
+    assert {*block_of(tmp_path / "mended")["ignore"]} == {*block_of(tmp_path / "out")["ignore"]}
 
 
 def test_fused_groups_are_known(skeletons: Skeletons, tmp_path: Path) -> None:

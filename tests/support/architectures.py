@@ -88,6 +88,8 @@ DECODERS: dict[str, dict[str, Any]] = {
 MIXTURES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 32},
     "qwen3_moe": MOE,
+    # of as many experts as keys and shared experts have features, like Qwen3-Next-80B
+    "qwen2_moe alike": {**MOE, "num_experts": 32, "shared_expert_intermediate_size": 32},
     "mixtral": {"num_local_experts": 4},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "phimoe": {"num_local_experts": 4},
