@@ -15,8 +15,12 @@ import pytest
 from engines import Engines
 from hypothesis import HealthCheck, settings
 
-from slidesparse.doctor import is_flag
+from slidesparse.flags import DISABLE, MODE, REQUESTS
 from slidesparse.serving import Skeletons
+
+# What the user has set for servers and terminals must not reach the tests
+for _name in (MODE, DISABLE, *REQUESTS, "FORCE_COLOR", "COLUMNS"):
+    os.environ.pop(_name, None)
 
 # Processes that tests start import this checkout and the helpers beside it, not an installed package.
 ROOT = Path(__file__).resolve().parents[1]
@@ -70,9 +74,7 @@ def skeletons() -> Iterator[Skeletons]:
 
 @pytest.fixture
 def warm(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Let commands ask the process that has imported vLLM already, where it is installed, without flags."""
-    for name in filter(is_flag, list(os.environ)):
-        monkeypatch.delenv(name)
+    """Let commands ask the process that has imported vLLM already, where it is installed."""
     if missing_vllm() is None:
         process = request.getfixturevalue("skeletons")
         monkeypatch.setattr(Skeletons, "__enter__", lambda _: process)

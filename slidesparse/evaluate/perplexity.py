@@ -66,7 +66,7 @@ def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) ->
         raise SlideSparseError(f"--samples {samples} is too few; leave it out to take all")
     if seqlen < 2:
         raise SlideSparseError(f"--seqlen {seqlen} is too short: the first token of a window is not scored")
-    if Path(data).suffix == ".npy":
+    if Path(data).suffix.lower() == ".npy":
         found = read_samples(Path(data), seqlen)
     else:
         encode = tokenizer_of(folder)
