@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from slidesparse.checkpoint.tokens import FORMS
 from slidesparse.cli.console import Layout, byte_progress, out, show, warn
 from slidesparse.errors import SlideSparseError
 from slidesparse.pattern import Pattern, parse_pattern
@@ -35,6 +34,11 @@ TERNARY = (
     "all non-zero weights of BitNet have the same magnitude, so without calibration the leftmost ones of each block "
     "were pruned; for a better choice, pass text similar to what the model will serve: --calib FILE.jsonl"
 )
+FORMS = (
+    'FILE.jsonl or FILE.parquet (a "text", or chat "messages", a line), FILE.txt, FILE.npy (token ids) or the ORG/NAME '
+    "of a dataset on the Hub"
+)
+
 # Options under a heading of --help
 _budget_option = partial(
     typer.Option,
