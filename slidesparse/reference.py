@@ -110,7 +110,7 @@ def dequant_bias(
 
     acc [M, N] INT32 or float32; scale_x [M, 1], scale_w [N] or [N, 1] float32; bias [N] or None.
     The last product and the bias are one fused multiply-add in "cuda" arithmetic, as in the epilogue of vLLM's
-    CUTLASS kernels, and two roundings in "cpu" arithmetic, as in its oneDNN kernel.
+    CUTLASS kernels, and two roundings in "cpu" arithmetic, as in its oneDNN kernel for AVX2; that for AVX-512 fuses.
     """
     out = acc.float() * scale_w.reshape(1, -1)
     scale_x = scale_x.reshape(-1, 1)
