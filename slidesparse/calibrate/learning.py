@@ -80,7 +80,9 @@ def learn_rotation(task: Task, reader: Reader, progress: Progress) -> dict[str, 
     if any(pattern.density < 1 for pattern in task.layers.values()):
         costs = _layer_costs(task, rotated_reader(reader, model, roles), roles, progress)
         with fast_products(task.device):  # costs are estimates, and sums of millions of terms
-            identities = {name: torch.eye(x.shape[-1]).to(x.device).expand_as(x) for name, x in rotation.items()}
+            identities = {
+                name: torch.eye(x.shape[-1]).to(x.device).expand_as(x) for name, x in rotation.items()
+            }
             before = _total_cost(costs, identities)
             after = _minimize_cost(costs, rotation, _report_third(2, progress))
     losses = torch.tensor([before, after], dtype=torch.float64)
