@@ -156,7 +156,7 @@ def test_layer_patterns_apply_to_all_experts_of_a_layer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lacking", "changed", "words"),
     [
-        ("", {"num_experts": 8}, "has 4 matrices of experts, but config.json describes 8"),
+        ("", {"num_local_experts": 8}, "has 4 matrices of experts, but config.json describes 8"),
         ("", {"moe_intermediate_size": 32}, "has shape [128, 64], but by config.json [128, 32]"),
         ("layers.1.mlp.experts.3.up_proj", {}, "gate_up_proj has 7 matrices of experts"),
         ("layers.1.mlp.gate", {}, "layers.1.mlp.gate.weight is missing (1 such)"),
@@ -167,6 +167,6 @@ def test_mixture_that_config_json_contradicts_is_refused(
     tmp_path: Path, lacking: str, changed: dict[str, int], words: str
 ) -> None:
     """vLLM would cut experts to what it needs, and leave what is missing uninitialized."""
-    tensors = MIXTURES["qwen3"].tensors()
+    config, tensors = MIXTURES["qwen3"].read()
     tensors.pop(f"model.{lacking}.weight", None)
-    refused(write(tmp_path / "source", {**MIXTURES["qwen3"].settings(), **changed}, tensors), words)
+    refused(write(tmp_path / "source", {**config, **changed}, tensors), words)
