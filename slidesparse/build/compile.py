@@ -140,8 +140,9 @@ def cache_folder() -> Path:
     """
     if explicit := find.path_of("SLIDESPARSE_CACHE"):
         return explicit
+    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))  # counts only if absolute
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slidesparse"
+        return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "slidesparse"
     except RuntimeError:  # neither $HOME nor an entry of the user
         raise ToolchainError(
             "this user has no home folder for a cache", "set SLIDESPARSE_CACHE to a folder"

@@ -222,6 +222,8 @@ def test_cache_folder_follows_environment(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.delenv("SLIDESPARSE_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert compile.cache_folder() == tmp_path / ".cache" / "slidesparse"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # to the current folder, whatever that is
+    assert compile.cache_folder() == tmp_path / ".cache" / "slidesparse"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert compile.cache_folder() == tmp_path / "xdg" / "slidesparse"
     monkeypatch.setenv("SLIDESPARSE_CACHE", str(tmp_path / "mine"))
