@@ -28,7 +28,7 @@ from slidesparse.convert.budget import Budget
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 
 BUDGET: dict[str, Any] = {"budget": Budget(max_loss=0.1, tokens=(16,)), "epochs": 0}
-EVERYTHING: dict[str, Any] = {"rotate": "on", "minutes": 12 / 60, **BUDGET}
+EVERYTHING: dict[str, Any] = {"rotate": "on", "minutes": 36 / 60, **BUDGET}
 
 
 @contextmanager
