@@ -28,7 +28,7 @@ from slidesparse.convert.budget import Budget
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 
 BUDGET: dict[str, Any] = {"budget": Budget(max_loss=0.1, tokens=(16,)), "epochs": 0}
-EVERYTHING: dict[str, Any] = {"rotate": "on", "minutes": 12 / 60, **BUDGET}
+EVERYTHING: dict[str, Any] = {"rotate": "on", "minutes": 36 / 60, **BUDGET}
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def test_resumed_budget_decides_as_before(
     assert written == {name: whole.plan.patterns[name].ratio for name in written}
     (cache,) = (Path(os.environ["SLIDESPARSE_CACHE"]) / "losses").glob("*.json")
     entries = files.read_json(cache)
-    other = [[group, dict(zip(by, reversed(by.values()), strict=True))] for group, by in entries]
+    other = [[name, dict(zip(by, reversed(by.values()), strict=True)), *rest] for name, by, *rest in entries]
     for point in random.Random(1).sample(range(2, len(saves) + 1), 5):
         cache.unlink()
         with dying(monkeypatch, point), pytest.raises(Killed):
