@@ -333,7 +333,7 @@ def conclude(config: SlideSparseConfig) -> None:
     absent = metadata and metadata.layers and not pruned  # as in a pipeline stage or a draft model
     numbers, line = summary.lines(resolution, ABSENT if absent else "")
     needed = metadata or (resolution.asked and not summary.sparse)
-    if needed and not (metadata and metadata.layers):
+    if needed and not (metadata and (metadata.layers or metadata.experts)):
         scope = "of this checkpoint" if compat.stages() == 1 else "in this stage of the pipeline"
         raise PatternError(
             f"{line}. No layer {scope} satisfies the pattern, so there is nothing "

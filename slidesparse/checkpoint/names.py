@@ -50,12 +50,12 @@ def experts(tensors: Iterable[str]) -> dict[str, list[str]]:
 
 
 def inside(module: str) -> str:
-    """Return an ignore-list entry that matches all layers of a module, whatever vLLM calls the model around it.
+    """Return an ignore-list entry that matches all experts of ``module``, whatever vLLM calls the modules around them.
 
     vLLM renames the layers of a checkpoint's ignore list along with its tensors, but not regexes.
     """
-    from_blocks = re.sub(r"\A(.*\.)?(?=layers\.\d)", "", module)
-    return f"re:.*{re.escape(from_blocks)}\\."
+    from_blocks = re.escape(re.sub(r"\A(.*\.)?(?=layers\.\d)", "", module))
+    return "re:.*" + re.sub(r"(?<=\d)\\\.\w+\\\.experts\Z", r"\\..*\\bexperts", from_blocks) + r"\."
 
 
 def joined_experts(tensor: str) -> str | None:

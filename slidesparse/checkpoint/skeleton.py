@@ -69,6 +69,8 @@ class Skeleton:
         self.checkpoint = checkpoint
         with _quiet():
             self.config = _read_config(checkpoint)
+            # Blocks may run one at a time
+            self.config.get_text_config().output_router_logits = False
             self.model: Any = _build(checkpoint, self.config)
             self._targets, self._sources = _rename(self.model, checkpoint.tensors)
         self.text_config = self.config.get_text_config()

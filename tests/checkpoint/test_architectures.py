@@ -114,9 +114,9 @@ def test_ignored_experts_are_ignored_by_the_names_of_vllm(tmp_path: Path, name: 
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
     assert all(torch.equal(after[f"{layer}.weight"], before[f"{layer}.weight"]) for layer in ignored)
     for i in range(LAYERS):
-        module = f"model.layers.{i}.{model.module}.experts"
-        for prefix in ("", "language_model."):  # as vLLM renames the model around the experts of Qwen3-VL-MoE
-            assert vllm_ignores(tmp_path / "out", f"{prefix}{module}.0.gate_proj") == (i == 1)
+        # As vLLM renames the model around the experts of Qwen3-VL-MoE, and the module around those of Phi-MoE
+        for module in (f"model.layers.{i}.{model.module}", f"language_model.layers.{i}.mlp"):
+            assert vllm_ignores(tmp_path / "out", f"{module}.experts.0.gate_proj") == (i == 1)
     assert not vllm_ignores(tmp_path / "out", "model.layers.1.mlp.shared_expert.gate_proj")
     routers = {name.removesuffix(".weight") for name in before if name.endswith(ROUTERS)}
     assert {"lm_head", *routers} <= set(block_of(tmp_path / "out")["ignore"])

@@ -13,6 +13,11 @@ from torch import Tensor
 from torch.nn import functional
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
+try:
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import select_experts
+except ImportError:  # up to 0.27
+    from vllm.model_executor.layers.fused_moe.cpu_fused_moe import select_experts
+
 ENTRY: dict[str, Any] = {}  # of our registry of backends: none
 
 
@@ -36,7 +41,7 @@ def _apply(self: Any, hidden_states: Tensor, w1: Tensor, w2: Tensor, **routing: 
     if "output" in routing:
         weights, chosen = routing["topk_weights"], routing["topk_ids"]
     else:
-        weights, chosen = cpu_moe.select_experts(
+        weights, chosen = select_experts(
             hidden_states,
             routing["router_logits"],
             self.moe_config.experts_per_token,
@@ -64,5 +69,7 @@ for kernel in (cpu_moe.CPUExpertsInt8, cpu_moe.CPUExpertsFp8):
     kernel._supports_current_device = staticmethod(lambda: True)
     kernel._supports_quant_scheme = staticmethod(lambda *_: True)
     kernel.process_weights_after_loading = lambda *_: None
+    kernel.supports_expert_map = lambda _: True
     kernel.apply = _apply
-cpu_moe.prepare_fp8_moe_layer_for_cpu = lambda w13, w2: (w13, w2)
+for of_type in ("fp8", "int8"):
+    setattr(cpu_moe, f"prepare_{of_type}_moe_layer_for_cpu", lambda w13, w2: (w13, w2))

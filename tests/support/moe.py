@@ -20,6 +20,7 @@ LAYERS, EXPERTS = 2, 4
 SIZES = {"hidden_size": 128, "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 512}
 SIZES |= {"max_position_embeddings": 512, "num_experts_per_tok": 2, "pad_token_id": None}
 QWEN = {"num_experts": EXPERTS, "moe_intermediate_size": 64, "intermediate_size": 160, "norm_topk_prob": True}
+QWEN |= {"output_router_logits": True}  # as models are left by training
 ROUTERS = (".gate.weight", "_gate.weight")
 
 
