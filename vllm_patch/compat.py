@@ -72,29 +72,31 @@ def holds_whole_model() -> bool:
     return stages() == 1 and config.speculative_config is None
 
 
-def experts_route() -> bool:
-    """Return whether methods for experts have to choose them: on CPUs up to vLLM 0.29."""
+def experts_router() -> Any:
+    """Return vLLM's function that chooses experts where methods have to, on CPUs up to 0.29, otherwise None."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
-        return False
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsInt8
+        return None
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
-    return bool(CPUExpertsInt8.is_monolithic())
-
-
-def choose_experts(layer: Any, x: Any, router_logits: Any) -> tuple[Any, Any]:
-    """Return the weights and the numbers of the experts of each token, both [T, top_k], where `experts_route`."""
+    if not cpu_moe.CPUExpertsInt8.is_monolithic():
+        return None
     try:
-        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import select_experts
-    except ImportError:  # up to 0.27
+        return cpu_moe.select_experts
+    except AttributeError:  # up to 0.27
         from vllm.model_executor.layers.fused_moe.cpu_fused_moe import select_experts
 
+        return select_experts
+
+
+def choose_experts(router: Any, layer: Any, x: Any, router_logits: Any) -> tuple[Any, Any]:
+    """Return the weights and the numbers of the experts of each token, both [T, top_k], by an `experts_router`."""
     names = (
         *("use_grouped_topk", "renormalize", "topk_group", "num_expert_group", "custom_routing_function"),
         *("scoring_func", "routed_scaling_factor", "e_score_correction_bias", "top_k"),
     )
-    chosen: tuple[Any, Any] = select_experts(
+    chosen: tuple[Any, Any] = router(
         hidden_states=x, router_logits=router_logits, **{name: getattr(layer, name) for name in names}
     )
     return chosen

@@ -89,7 +89,7 @@ class _Experts:
         self.patterns = [config.patterns_of_experts()] * 2  # that each of the two weights may have
         self.backend = gemm.get(config.resolution.backend)
         self.layers: tuple[Layer, Layer] | None = None  # what our operators run, once the weights are loaded
-        self.kernel_missing, self._routes = "", compat.experts_route()
+        self.kernel_missing, self._router = "", compat.experts_router()
         try:
             super().__init__(weights, inputs, moe)
         except NotImplementedError as error:  # raised last: vLLM has no kernel, which may not be needed
@@ -196,7 +196,7 @@ class _Experts:
     @property
     def is_monolithic(self) -> bool:
         """Whether the method routes by itself."""
-        return self._routes if self.layers else super().is_monolithic
+        return self._router is not None if self.layers else super().is_monolithic
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         """Return the scales for vLLM's kernel, if it runs."""
@@ -231,7 +231,7 @@ class _Experts:
         """Choose the experts, and `apply` them."""
         if self.layers is None:
             return super().apply_monolithic(layer, x, router_logits, input_ids)
-        return self.apply(layer, x, *compat.choose_experts(layer, x, router_logits), None, None)
+        return self.apply(layer, x, *compat.choose_experts(self._router, layer, x, router_logits), None, None)
 
 
 # The weights' loader looks for "CompressedTensors" in the name of the method
