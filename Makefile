@@ -18,7 +18,7 @@ EXTRAS := $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),cuda,cpu)
 SSE := ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 TORCHINDUCTOR_VEC_ISA_OK=0
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 NUMERICS := tests/math tests/golden tests/calibrate tests/kernels/test_operators.py \
-	$(patsubst %,--ignore=tests/calibrate/test_%.py,resume fuzz_state samples)
+	$(patsubst %,--ignore=tests/calibrate/test_%.py,resume simulated_gpu fuzz_state samples)
 # OpenMP threads spin while they wait: with two workers on two cores, two threads each take several times as long.
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 BY_FILE := --dist loadfile --no-loadscope-reorder
