@@ -33,7 +33,7 @@ def summaries(log: str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Scored:
-    """What an engine computed, and the plugin's words on the served layers, "" if it did not serve."""
+    """An answer of an engine, and the plugin's words on the served layers, "" if it did not serve."""
 
     logprobs: np.ndarray  # float32 [tokens] of all tokens but the first of each sample
     outputs: list[list[int]]  # the ids that continue each prompt
