@@ -20,6 +20,8 @@ from slidesparse.pattern import MixedPattern, SlidePattern
 from slidesparse.slide import violations
 
 RATIOS = ("2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16")  # sparsest first
+# Suffixes for weights that are not read: those of compressed-tensors in 4 bits, of GPTQ and AWQ, of torchao
+_UNREAD = (".weight_packed", ".qweight", "._weight_qdata")
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class CheckpointReport:
     layout: str | None  # also a format of compressed-tensors, as in `sparsity_of`
     layers: tuple[LayerReport, ...]
     experts: Mapping[str, int]  # dtype -> number of routed experts' matrices
+    unread: int  # number of matrices in another tool's format, such as 4-bit ones
 
     @property
     def violations(self) -> int:
@@ -68,7 +71,8 @@ def inspect(folder: str | Path) -> CheckpointReport:
     claimed = metadata.pattern.ratio if metadata else None
     stored = sparsity_of(checkpoint.quantization_config() or {})
     layout = metadata.layout if metadata else stored[0] if stored else None
-    return CheckpointReport(str(folder), claimed, layout, layers, expert_dtypes(checkpoint))
+    unread = sum(name.endswith(_UNREAD) for name in checkpoint.tensors)
+    return CheckpointReport(str(folder), claimed, layout, layers, expert_dtypes(checkpoint), unread)
 
 
 def expert_dtypes(checkpoint: Checkpoint) -> dict[str, int]:

@@ -114,6 +114,8 @@ def _show_layers(report: CheckpointReport) -> None:
             out.print(escape(layer.first_violation), style="red")
     for dtype, count in report.experts.items():
         out.print(f"{count} weights of routed experts in {dtype}")
+    if report.unread:
+        out.print(f"weights in another tool's format, which are not read: {report.unread}")
     total = sum(layer.bytes for layer in report.layers)
     out.print(f"{len(report.layers)} layers, {total / 1e6:.1f} MB, {report.violations} violations")
 

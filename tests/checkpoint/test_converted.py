@@ -132,6 +132,15 @@ def test_inspect_finds_the_pattern_of_weights_without_metadata(tmp_path: Path, r
     assert (layers[DOWN].satisfies, layers[DOWN].dtype, layers[DOWN].expansion) == (None, "BF16", None)
 
 
+@pytest.mark.parametrize("suffix", ["weight_packed", "_weight_qdata"])
+def test_inspect_counts_weights_in_formats_of_other_tools(tmp_path: Path, suffix: str) -> None:
+    """llmcompressor 0.14 with W4A16 stores eight codes of four bits in an INT32; torchao 0.18 names all codes so."""
+    source = llama(tmp_path / "source")
+    damage(source, weight=None, **{suffix: torch.zeros(64, 8, dtype=torch.int32)})
+    report = inspect(source)
+    assert (report.unread, len(report.layers)) == (1, 13)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_violations_are_counted_over_all_chunks(tmp_path: Path, layout: str) -> None:
     out = make(tmp_path / "out", layout)
