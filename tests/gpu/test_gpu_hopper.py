@@ -1,4 +1,4 @@
-"""The Hopper kernels on a GPU: large sums, configurations, streams, graphs and refusals."""
+"""The Hopper kernels on a GPU, after any kernel and in every configuration: INT8 bitwise, FP8 within a bound."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from configurations import Configuration
-from gpu_layers import PackedLayer, codes, exact, forget_plans, gpu, layer, normal
+from gpu_layers import PackedLayer, codes, dense_sums, exact, forget_plans, gpu, layer, normal
 from strategies import assert_same_bits
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.problem import TWO_FOUR, Layer, LibraryError, Problem, Tensors
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
-from slidesparse.quantize import FP8, INT8
+from slidesparse.quantize import FP8, INT8, quantize_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_hopper")]
 
@@ -47,6 +47,23 @@ def scaled(
     return reference.dequant_bias(sums.to(torch.int32), scale_x, packed_layer.scale, bias, out, "cuda")
 
 
+@pytest.fixture(scope="module", params=PATTERNS)
+def int8_layer(request: pytest.FixtureRequest) -> PackedLayer:
+    return layer("hopper", request.param, INT8, N, K)
+
+
+@pytest.mark.parametrize("m", TOKENS)
+def test_int8_products_are_exact(int8_layer: Layer, m: int) -> None:
+    """Sums and their scaling are exact for both outputs, without a bias and with one of each type."""
+    q, scale_x = codes(m, K, seed=m), scales(m, m)
+    lifted, sums = int8_layer.lifted(q), exact(q, int8_layer.weight)
+    for out in OUTPUTS:
+        for bias in (None, normal(1, N, 1)[0].to(out), normal(1, N, 2, torch.float32)[0]):
+            output = int8_layer.product(lifted, scale_x, bias, out)
+            assert_same_bits(output, scaled(sums, int8_layer, scale_x, bias, out))
+    assert_same_bits(int8_layer.product(lifted, scale_x, bias, out), output)  # deterministic
+
+
 def test_int8_sums_above_2_24_are_rounded_once() -> None:
     """Sums between 2^24 and 2^25 are rounded once, to float32, as by the other backends."""
     m, n, k = 17, 64, 4096
@@ -62,6 +79,26 @@ def test_int8_sums_above_2_24_are_rounded_once() -> None:
     output = other.product(q, ones[:m], None, torch.float16)
     expected = reference.dequant_bias(sums.to(torch.int32), ones[:m], small, None, torch.float16, "cuda")
     assert_same_bits(output, expected)
+
+
+@pytest.mark.parametrize("m", [1, 17, 100, 2048])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_fp8_error_is_at_most_twice_that_of_the_dense_kernel(pattern: str, m: int) -> None:
+    """With scales of 1, one rounding adds to the sum's own error: up to UNIT / (1 - UNIT) * |r| for a result r. For
+    FP16, scale_w is a power of two that makes sums small without rounding.
+    """
+    packed_layer = layer("hopper", pattern, FP8, N, K)
+    q = normal(m, K, seed=m, dtype=torch.float32).mul_(100).clamp_(-448, 448).to(FP8)
+    sums = exact(q, packed_layer.weight)
+    of_dense = (dense_sums(q, packed_layer.weight).double() - sums).abs().max()
+    shrink = torch.full((N, 1), 2.0**-10, device=gpu())
+    ones = torch.ones(m, 1, device=gpu())
+    for out in OUTPUTS:
+        output = replace(packed_layer, scale=shrink).product(packed_layer.lifted(q), ones, None, out)
+        output = output.double() * 2.0**10
+        tiny = 2.0**-25 * 2.0**10 if out == torch.float16 else 0.0  # half of FP16's subnormal step
+        beyond = (output - sums).abs() - output.abs() * (UNITS[out] / (1 - UNITS[out])) - tiny
+        assert beyond.max() <= 2 * of_dense
 
 
 def configurations(n: int, columns: int, m: int) -> list[str]:
@@ -115,6 +152,69 @@ def test_product_waits_for_codes_of_the_kernel_before(m: int, pattern: str) -> N
         q, scale_x = packed_layer.quantized(inputs[i % 4])  # the same by Triton's kernel
         mismatches += (packed_layer.product(q, scale_x, None, torch.bfloat16) != expected[i % 4]).sum()
     assert int(mismatches) == 0
+
+
+@pytest.fixture(scope="module")
+def reused_operands() -> tuple[Layer, Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+    """Return a layer, memory for codes and scales, and several codes, scales and their outputs."""
+    packed_layer, m = layer("hopper", "2:4", INT8, 256, 16384), 256
+    sources = [codes(m, 16384, seed) for seed in range(3)]
+    sizes = [scales(m, seed) for seed in range(3)]
+    torch.cuda.synchronize()
+    expected = [packed_layer.product(q, s, None, torch.bfloat16) for q, s in zip(sources, sizes, strict=True)]
+    torch.cuda.synchronize()
+    return packed_layer, torch.empty_like(sources[0]), torch.empty_like(sizes[0]), sources, sizes, expected
+
+
+def test_product_waits_for_kernels_of_torch(reused_operands: tuple) -> None:  # type: ignore[type-arg]
+    """One elementwise kernel writes the codes, long enough to be overtaken, and another writes the scales."""
+    packed_layer, q, scale_x, sources, sizes, expected = reused_operands
+    mismatches = torch.zeros((), dtype=torch.int64, device=gpu())
+    for i in range(200):
+        j = i % 3
+        if i % 2:
+            torch.mul(sizes[j], 1, out=scale_x)
+            torch.bitwise_or(sources[j], 0, out=q)
+        else:
+            torch.bitwise_or(sources[j], 0, out=q)
+            torch.mul(sizes[j], 1, out=scale_x)
+        mismatches += (packed_layer.product(q, scale_x, None, torch.bfloat16) != expected[j]).sum()
+    assert int(mismatches) == 0
+
+
+def test_product_in_a_graph_waits_for_copies_and_joins(reused_operands: tuple) -> None:  # type: ignore[type-arg]
+    """The product follows a copy, a memory set, or another stream, or is the first node of the graph."""
+    packed_layer, q, scale_x, sources, sizes, expected = reused_operands
+    stream, side_stream, graph = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    first_codes, zeros = sources[0].clone(), torch.zeros_like(q)
+    torch.cuda.synchronize()
+
+    def product(codes_: Tensor, scale: Tensor) -> Tensor:
+        return packed_layer.product(codes_, scale, None, torch.bfloat16)
+
+    with torch.cuda.stream(stream):
+        product(first_codes, sizes[0])
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        first_output = product(first_codes, sizes[0])
+        scale_x.copy_(sizes[1])
+        q.copy_(sources[1])
+        copied = product(q, scale_x)
+        zeros.zero_()
+        nothing = product(zeros, scale_x)
+        side_stream.wait_stream(stream)
+        with torch.cuda.stream(side_stream):
+            torch.bitwise_or(sources[2], 0, out=q)
+            torch.mul(sizes[2], 1, out=scale_x)
+        stream.wait_stream(side_stream)
+        joined = product(q, scale_x)
+    for _ in range(50):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(first_output, expected[0])
+    assert torch.equal(copied, expected[1])
+    assert not bool(nothing.any())
+    assert torch.equal(joined, expected[2])
 
 
 class Streamed:
@@ -272,3 +372,23 @@ def test_launch_refusals_raise_library_error(small: PackedLayer) -> None:
         plan.run(Tensors(shifted, small.packed, out, small.scale, scale_x))
     plan.run(Tensors(q, small.packed, out, small.scale, scale_x))
     assert torch.equal(out, small.product(q, scale_x, None, torch.bfloat16))
+
+
+def test_more_tiles_than_the_grid_limit(small: PackedLayer) -> None:
+    """The test runs a configuration that tuning would not choose."""
+    m = 8 * 65536
+    plan = BACKEND.plan(Problem("int8", "bf16", 64, 64, m, "both"), gpu(), "split:1x8/1x1/1")
+    q, scale_x = codes(m, 64, 1), torch.ones(m, 1, device=gpu())
+    out = torch.empty(m, 64, dtype=torch.bfloat16, device=gpu())
+    plan.run(Tensors(q, small.packed, out, small.scale, scale_x))
+    assert torch.equal(out, small.product(q, scale_x, None, torch.bfloat16))
+
+
+def test_quantized_codes_equal_reference(small: PackedLayer) -> None:
+    """Codes and scales are those of the reference although the kernels overlap."""
+    x = normal(100, 64, 3)
+    q, scale_x = small.quantized(x)
+    expected = quantize_rows(x.cpu(), INT8)
+    assert_same_bits(q[:, :64].cpu(), expected[0])
+    assert not q[:, 64:].any()
+    assert_same_bits(scale_x.cpu(), expected[1])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import statistics
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
@@ -12,7 +10,18 @@ from typing import cast
 import pytest
 import torch
 from configurations import Configuration
-from gpu_layers import PackedLayer, codes, forget_plans, gpu, hopper_quantize, layer, normal, run_hopper
+from gpu_layers import (
+    PackedLayer,
+    coded_order,
+    codes,
+    forget_plans,
+    gpu,
+    hopper_quantize,
+    layer,
+    normal,
+    run_hopper,
+)
+from host_time import host_us
 from strategies import assert_same_bits
 from token_rows import HOPPER_GEOMETRIES, HOPPER_LARGE, assert_same_codes, rows
 from torch import Tensor
@@ -57,6 +66,19 @@ def test_quantized_codes_equal_reference(source: torch.dtype, dtype: torch.dtype
     for pattern, k, phase in (*HOPPER_GEOMETRIES, *HOPPER_LARGE):
         for m in (1, 12, 150 if k < 1000 else 17):
             check_codes(rows(m, k, source), SlidePattern.parse(pattern).layout(k, phase), dtype, 16 * (m % 2))
+
+
+@pytest.mark.parametrize("dtype", [INT8, FP8])
+@pytest.mark.parametrize("length", BACKEND.coded)
+@pytest.mark.parametrize(("k", "phase"), [(1, 7), (37, 3), (2048, 0), (3584, 4), (18944, 0)])
+def test_codes_for_coded_weights_are_in_their_order(
+    k: int, phase: int, length: int, dtype: torch.dtype
+) -> None:
+    made = Layer.of(0, k, SlidePattern(length), phase, dtype, BACKEND.alignment, BACKEND.coded)
+    for m in (1, 12, 150 if k < 1000 else 17):
+        q, scale = reference.quant_slide(rows(m, k, torch.bfloat16), SlidePattern(4).layout(k), dtype, "cuda")
+        actual = hopper_quantize(rows(m, k, torch.bfloat16).to(gpu()), made)
+        assert_same_codes(actual, (coded_order(q[:, :k], made), scale))
 
 
 @pytest.mark.parametrize("dtype", [INT8, FP8])
@@ -229,6 +251,29 @@ def test_linear_in_every_configuration(pattern: str, m: int, n: int, k: int) -> 
         assert int(mismatches) == 0, config
 
 
+def test_graph_of_consecutive_layers_equals_eager() -> None:
+    """Graphs are captured as in serving, where layers share scratch memory, and replayed on other tokens."""
+    packed_layer = layer("hopper", "6:8", INT8, 1024, 1024)
+    for m in (1, 64, 300):
+        x = normal(m, 1024, 1)
+        static = x.clone()
+
+        def model(tokens: Tensor) -> Tensor:
+            for _ in range(4):
+                tokens = packed_layer.linear(tokens) * 2.0**-6
+            return tokens
+
+        model(static)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = model(static)
+        for seed in range(5):
+            static.copy_(normal(m, 1024, seed))
+            graph.replay()
+            assert_same_bits(out, model(normal(m, 1024, seed)))
+
+
 def test_linear_waits_for_scales_and_biases() -> None:
     """The kernel before the layer writes scale_w and the bias, and CTAs of the product overtake it."""
     packed_layer, m = layer("hopper", "2:4", INT8, 512, 8192), 256
@@ -269,9 +314,15 @@ def test_linear_on_concurrent_threads_and_streams() -> None:
 
 
 def test_linear_with_more_than_2_31_codes() -> None:
-    """Offsets of codes need 64 bits; tests/gpu/test_gpu_gemm.py has as many outputs."""
-    k = 2**16
-    x = normal(2**15 + 70, k, 1)
+    """Offsets of codes and outputs need 64 bits."""
+    m, k, n = 2**15 + 70, 2**16, 2**16 + 8
+    packed_layer = layer("hopper", "2:4", INT8, n, 256)
+    x = normal(m, 256, 0)
+    y = packed_layer.linear(x)
+    for part in (slice(0, 64), slice(m - 64, m)):
+        assert_same_bits(y[part], packed_layer.linear(x[part].clone()))
+    del y
+    x = normal(m, k, 1)
     q, scale = hopper_quantize(x, Layer.of(0, k, TWO_FOUR, 0, INT8, 128))
     assert_same_codes(
         (q[-16:], scale[-16:]), reference.quant_slide(x[-16:].cpu(), SlidePattern(4).layout(k), INT8)
@@ -303,18 +354,6 @@ def test_packed_layers_run_without_python(monkeypatch: pytest.MonkeyPatch) -> No
         unplanned.linear(normal(5, 1000, 1))
     monkeypatch.undo()
     assert_same_bits(unplanned.linear(normal(5, 1000, 1)), packed_layer.linear(normal(5, 1000, 1)))
-
-
-def host_us(call: Callable[[], object]) -> float:
-    """Median host time of a call, in microseconds, over 20 loops of 20 calls that do not fill the GPU's queue."""
-    samples = []
-    for _ in range(25):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(20):
-            call()
-        samples.append((time.perf_counter() - start) / 20 * 1e6)
-    return statistics.median(samples[5:])
 
 
 @pytest.mark.slow

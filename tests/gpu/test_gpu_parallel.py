@@ -16,6 +16,7 @@ from gpu_engines import (
     compiled_beside_stock,
     differences,
     greedy,
+    mean_error,
     needs,
     require_only_rounding,
     teacher_forced,
@@ -66,7 +67,41 @@ def test_int8_float16_outputs_equal_stock(gpu_engines: GpuEngines, engine: Engin
     assert not differences(teacher_forced(sparse), teacher_forced(stock))
 
 
+def fp8() -> list[Engine]:
+    engine = replace(TP, quant="fp8", dtype="bfloat16")
+    return [replace(engine, system=name) for name in ("stock", "exact", "sparse", "rounded")]
+
+
+@needs(fp8)
+def test_fp8_error_is_at_most_twice_that_of_stock(gpu_engines: GpuEngines) -> None:
+    """See the test of this name in test_gpu_serving.py."""
+    stock, exact, sparse, rounded = map(teacher_forced, gpu_engines.answers(fp8()))
+    same_arithmetic = rounded if gpu_engines.backend == "cusparselt" else exact
+    sparse_error, stock_error = mean_error(sparse, same_arithmetic), mean_error(stock, exact)
+    print(f"FP8 6:8 TP=2: mean error {sparse_error:.2e}, stock's {stock_error:.2e}")
+    assert sparse_error <= 2 * stock_error
+
+
 @needs(compiled_beside_stock)
 @pytest.mark.parametrize("engine", [pytest.param(TP, id="TP"), pytest.param(PP, id="PP")])
 def test_compiled_tokens_match_eager(gpu_engines: GpuEngines, engine: Engine) -> None:
     require_only_rounding(*gpu_engines.answers(compiled_beside_stock(engine)))
+
+
+def refused(pattern: str) -> list[Engine]:
+    return [replace(TP, pattern=pattern, layout="slided")]
+
+
+@needs(refused)
+@pytest.mark.parametrize("pattern", ["4:6", "8:10"])
+def test_unsplittable_slided_layouts_are_refused_before_loading(
+    gpu_engines: GpuEngines, pattern: str
+) -> None:
+    response = gpu_engines.start(refused(pattern)[0]).result()
+    message = response.error + response.log
+    assert response.error
+    assert "self_attn.o_proj: the slided layout of 256 in-features at " + pattern in message
+    assert "2 tensor-parallel shards of whole blocks; tensor-parallel sizes that work: 1." in message
+    assert "slidesparse convert SRC OUT --layout dense" in message
+    assert "Loading safetensors" not in message
+    assert "Model loading took" not in message

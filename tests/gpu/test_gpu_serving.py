@@ -27,10 +27,12 @@ from gpu_engines import (
     GpuEngines,
     compiled_beside_stock,
     differences,
+    differing_positions,
     greedy,
     mean_error,
     needs,
     require_only_rounding,
+    same_share,
     teacher_forced,
 )
 from lora import write_adapter, write_kernel_configs
@@ -93,6 +95,12 @@ TASKS: dict[str, Callable[[GpuEngines], dict[str, Any]]] = {
 }
 
 
+def test_trained_model_predicts_better_than_unigrams(gpu_engines: GpuEngines) -> None:
+    """With a worse model, rounding errors would decide most top-1 tokens."""
+    print(gpu_engines.outcome)
+    assert gpu_engines.outcome.bits < gpu_engines.outcome.unigram_bits / 2
+
+
 def int8_in_float16(pattern: str) -> list[Engine]:
     return [
         Engine("int8", pattern, "float16", system="stock"),
@@ -141,10 +149,39 @@ def test_int8_dense_blocks_outputs_equal_stock(gpu_engines: GpuEngines, engine: 
     assert ("not pruned (by the same backend)" in sparse.summary) == bool(engine.skip)
 
 
+def bitnet(pattern: str) -> list[Engine]:
+    sparse = Engine("int8", pattern, "float16", bitnet=True)
+    exact, graphs = replace(sparse, system="exact"), replace(sparse, mode="graphs")
+    return [*compiled_beside_stock(sparse), exact, replace(graphs, system="stock"), graphs]
+
+
+@needs(bitnet)
+@pytest.mark.parametrize("pattern", ["2_inf", "6:8"])
+def test_bitnet_outputs_equal_stock(gpu_engines: GpuEngines, pattern: str) -> None:
+    """Stock is vLLM's own kernels on the same ternary codes in the plugin's model; the reference backend isolates
+    rounding.
+
+    Weights are random, but logits are far from uniform, and the next token depends on the context.
+    """
+    stock, stock_compiled, sparse, compiled, exact, stock_graphs, graphs = gpu_engines.answers(
+        bitnet(pattern)
+    )
+    assert len(teacher_forced(stock)) >= 10_000
+    for answer in (exact, sparse):
+        assert not differences(teacher_forced(answer), teacher_forced(stock))
+        assert not differences(greedy(answer), greedy(stock))
+    assert not differences(greedy(graphs), greedy(stock_graphs))
+    print(f"BitNet {pattern}:")
+    require_only_rounding(stock, stock_compiled, sparse, compiled)
+    texts = {tuple(best.token for best in text) for text in greedy(stock)}
+    assert len(texts) > len(greedy(stock)) // 2  # outputs depend on the prompts
+    assert len({best.token for best in teacher_forced(stock)}) > 100  # outputs are diverse
+
+
 def int8_in_bfloat16(pattern: str) -> list[Engine]:
-    return [
-        Engine("int8", pattern, "bfloat16", system=name) for name in ("stock", "exact", "sparse", "rounded")
-    ]
+    systems = ("stock", "exact", "sparse", "rounded")
+    engines = [Engine("int8", pattern, "bfloat16", system=name) for name in systems]
+    return [*engines, Engine("int8", pattern, "bfloat16", system="stock", mode="compiled")]
 
 
 @needs(int8_in_bfloat16)
@@ -152,10 +189,27 @@ def int8_in_bfloat16(pattern: str) -> list[Engine]:
 def test_int8_bfloat16_outputs_equal_stock_but_for_cusparselt_rounding(
     gpu_engines: GpuEngines, pattern: str
 ) -> None:
-    """Rounding of cuSPARSELt's sums before scaling causes every token that differs from stock's."""
-    stock, exact, sparse, rounded = map(teacher_forced, gpu_engines.answers(int8_in_bfloat16(pattern)))
+    """Rounding of cuSPARSELt's sums before scaling causes every token that differs from stock's.
+
+    Their number depends on the model, and one trained for 20 seconds is often undecided. The bound is the number for
+    stock vLLM compiled against eager, where Inductor rounds differently, plus four standard deviations.
+    """
+    stock, exact, sparse, rounded, compiled = map(
+        teacher_forced, gpu_engines.answers(int8_in_bfloat16(pattern))
+    )
     assert not differences(exact, stock)
-    assert not differences(sparse, rounded if gpu_engines.backend == "cusparselt" else stock)
+    if gpu_engines.backend != "cusparselt":
+        assert not differences(sparse, stock)
+        return
+    assert not differences(sparse, rounded)
+    differing, of_stock = differing_positions(stock, sparse), len(differing_positions(stock, compiled))
+    margins = sorted(best.margin for best in differing)[-5:]
+    print(
+        f"INT8 {pattern}: {same_share(sparse, stock):.2%} of {len(stock)} top-1 tokens are stock's, "
+        f"stock's own compiled {same_share(compiled, stock):.2%}; largest margins {margins}"
+    )
+    assert len(stock) >= 10_000
+    assert len(differing) <= of_stock + 4 * of_stock**0.5
 
 
 def fp8_in_bfloat16(pattern: str) -> list[Engine]:
@@ -182,7 +236,10 @@ def test_fp8_error_is_at_most_twice_that_of_stock(gpu_engines: GpuEngines, patte
     assert all(not differences(sparse, answer) for answer in slided)
     same_arithmetic = rounded if gpu_engines.backend == "cusparselt" else exact
     stock_error, sparse_error = mean_error(stock, exact), mean_error(sparse, same_arithmetic)
-    print(f"FP8 {pattern}: mean error {sparse_error:.2e}, stock's {stock_error:.2e}")
+    print(
+        f"FP8 {pattern}: mean error {sparse_error:.2e}, stock's {stock_error:.2e}; "
+        f"{same_share(sparse, stock):.2%} of {len(stock)} top-1 tokens equal stock's"
+    )
     spread = torch.tensor([position.logprob for position in exact]).std().item()
     assert stock_error < 0.1 * spread  # else the bound would be meaningless
     assert sparse_error <= 2 * stock_error

@@ -31,6 +31,28 @@ FRAMES = {
     r"Gemm(SplitK|StreamK|Grouped)INS0_(4Int8|3Fp8)ELi[23]ELi(32|128)ELNS0_6BlocksE[23]E": 24,
 }
 
+BAD = """
+__global__ void Serialized(float* out, unsigned long long a, unsigned long long b) {
+  float sums[4] = {};
+  for (int i = 0; i < 4; ++i) {
+    asm volatile("wgmma.fence.sync.aligned;");
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, %4, %5, 1, 1, 1;"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "l"(a), "l"(b));
+    asm volatile("wgmma.commit_group.sync.aligned;");
+    sums[0] += 1.0f;  // not yet waited for
+  }
+  asm volatile("wgmma.wait_group.sync.aligned 0;");
+  for (int i = 0; i < 4; ++i) out[4 * threadIdx.x + i] = sums[i];
+}
+__global__ void InLocalMemory(float* out, int n) {
+  float values[64];
+  for (int i = 0; i < n; ++i) values[i] = out[i];
+  for (int i = 0; i < n; ++i) out[i] = values[n - i];
+}
+"""
+
 
 @pytest.fixture(scope="module")
 def nvcc() -> str:
@@ -75,3 +97,11 @@ def test_kernels_keep_their_registers(nvcc: str, built: list[str], unit: str, tm
     assert faults(said) == []
     has_kernels = unit.startswith(("experts", "pack", "instance", "quantize_instance", "spmm"))
     assert ("stack frame" in said) == has_kernels
+
+
+def test_faults_of_kernels_are_found(nvcc: str, tmp_path: Path) -> None:
+    (tmp_path / "units.txt").write_text("bad.cu\n")
+    (tmp_path / "bad.cu").write_text(BAD)
+    serialized, *frames = faults(compile_unit(nvcc, tmp_path / "units.txt", 0, tmp_path))[-2:]
+    assert "are serialized" in serialized
+    assert [line.split(",")[0] for line in frames] == ["_Z13InLocalMemoryPfi: a frame of 256 bytes"]

@@ -31,7 +31,7 @@ from slidesparse.versions import installed, numbers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.alone]
 
-ON_GPU = torch.cuda.is_available()
+ON_GPU, GPUS = torch.cuda.is_available(), torch.cuda.device_count()
 MODEL = replace(QWEN, hidden=256, head_dim=64)  # FlashAttention has kernels for these sizes
 REQUESTS = 10_000 if ON_GPU else 2_000
 SETTLED, THREADS = REQUESTS // 5, 16
@@ -202,6 +202,33 @@ def test_thousands_of_requests(tmp_path: Path) -> None:
         assert not re.search("Traceback|ERROR", log[log_start:]), log[log_start:][-4000:]
     finally:
         server.close()
+
+
+@pytest.mark.skipif(GPUS < 2, reason="two GPUs are needed")
+def test_soak_over_several_gpus(tmp_path: Path) -> None:
+    """Two data-parallel engines, each on half of up to four GPUs, answer 2,000 requests as stock vLLM on one does."""
+    model = converted(write_w8a8(MODEL, tmp_path / "source"), tmp_path / "pruned", "6:8")
+    ranks = ["--data-parallel-size", "2", "--tensor-parallel-size", "2" if GPUS >= 4 else "1"]
+    options = ["--dtype", "float16", "--enforce-eager"]
+    (tmp_path / "stock").mkdir()
+    servers = [
+        Server(model, tmp_path, {}, [*options, *ranks, "--disable-custom-all-reduce"]),
+        Server(model, tmp_path / "stock", {"DISABLE_SLIDESPARSE": "1"}, options),
+    ]
+    try:
+        sparse, stock = (server.wait() for server in servers)
+        log_start = len(sparse.log.read_text())
+        run(sparse, range(2000))
+        for number in range(50):
+            prompt = [(number * 17 + 3 * i) % 500 for i in range(8)]
+            answers = [server.complete(prompt, 8)["choices"][0]["token_ids"] for server in (sparse, stock)]
+            assert answers[0] == answers[1]
+        assert sparse.healthy()
+        serving_log = sparse.log.read_text()[log_start:]
+        assert not re.search("Traceback|ERROR", serving_log), serving_log[-4000:]
+    finally:
+        for server in servers:
+            server.close()
 
 
 def test_adapters_alternate_while_weights_are_reloaded(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import bitnets
 import numpy as np
 import pytest
 import torch
@@ -64,6 +65,7 @@ COMMON: dict[str, Any] = {
     "kv_cache_memory_bytes": GIB,
     "gpu_memory_utilization": 0.02,
 }
+STOCK_KERNELS = {"quantization": "compressed-tensors"}  # vLLM's, under a model that only the plugin has
 CODES = torch.int8, torch.float8_e4m3fn
 YARDSTICKS = {"exact": "float64", "rounded": "bfloat16"}
 
@@ -91,6 +93,7 @@ class Engine:
     skip: str = ""  # layers that are quantized and not pruned, one of the four kinds
     parallel: str = ""  # of PARALLEL
     fuse: bool = False  # norms and activations with quantization, where the model is compiled
+    bitnet: bool = False  # a BitNet with random weights and the trained model's shape, instead of that
 
     @property
     def layers(self) -> str:
@@ -152,7 +155,8 @@ class GpuEngines:
         # the servers import vLLM during the training
         self.pool = EnginePool(min(at_a_time, 3 * (os.cpu_count() or 1) // 4 or 1))
         command = [sys.executable, trained.__file__, str(self.source)]
-        subprocess.run(command, timeout=300, check=True)
+        run = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+        self.outcome = trained.Outcome(**json.loads(run.stdout.splitlines()[-1]))
         self.text = np.load(self.source / trained.HELD_OUT)
         self.backend = require_served()  # of the engines that are sparse
         self._answers: dict[Engine, Future[Answer]] = {}
@@ -186,7 +190,8 @@ class GpuEngines:
 
     def checkpoint(self, engine: Engine) -> Path:
         """The checkpoint that the engine serves, converted at its first use."""
-        name = f"trained-{engine.quant}-{engine.pattern.replace(':', '_')}-{engine.layout}{engine.skip}"
+        model = "bitnet" if engine.bitnet else "trained"
+        name = f"{model}-{engine.quant}-{engine.pattern.replace(':', '_')}-{engine.layout}{engine.skip}"
         out = self.folder / f"{name}{'-negated' if engine.negated else ''}"
         if not out.exists():
             pattern, unpruned = parse_pattern(engine.pattern), parse_pattern("dense")
@@ -195,12 +200,21 @@ class GpuEngines:
             options = ConvertOptions(
                 unpruned if mixed else pattern, engine.quant, engine.layout, layer_patterns=skipped
             )
-            convert(self.source, out, options)
+            convert(self._bitnet() if engine.bitnet else self.source, out, options)
             if mixed:
                 prune_codes(out, pattern)
             if engine.negated:
                 edit_codes(out, "o_proj", torch.neg)
         return out
+
+    def _bitnet(self) -> Path:
+        """Master weights of a BitNet with the vocabulary and shape of the trained model."""
+        folder = self.folder / "bitnet"
+        if not folder.exists():
+            shape = {"vocab_size": trained.VOCABULARY, **trained.SHAPE}
+            # Top-1 tokens depend on the context, and float16 instead of float32 changes 6% of them; at 3, 16%.
+            bitnets.write_master(folder, blocks=1.5, **shape)
+        return folder
 
     def windows(self, count: int, length: int) -> list[list[int]]:
         """Windows of held-out text."""
@@ -216,7 +230,7 @@ class GpuEngines:
         return Request(
             str(self.checkpoint(engine)),
             env={
-                **(STOCK if stock else {}),
+                **(STOCK if stock and not engine.bitnet else {}),
                 BACKEND: "" if engine.system in YARDSTICKS else os.environ.get(BACKEND, ""),
                 "SLIDESPARSE_FUSE": "1" if engine.fuse else "0",
                 **work.pop("env", {}),
@@ -226,6 +240,7 @@ class GpuEngines:
                 "dtype": engine.dtype,
                 **MODES[engine.mode],
                 **PARALLEL[engine.parallel],
+                **(STOCK_KERNELS if stock and engine.bitnet else {}),
                 **work.pop("options", {}),
             },
             task=engine.task,
@@ -284,6 +299,11 @@ def differences(actual: Sequence[object], expected: Sequence[object]) -> str:
         return ""
     first = places[0]
     return f"{len(places)} of {len(actual)} differ, first number {first}: {actual[first]}, expected {expected[first]}"
+
+
+def same_share(left: list[Best], right: list[Best]) -> float:
+    """The share of positions with the same best token."""
+    return sum(a.token == b.token for a, b in zip(left, right, strict=True)) / len(left)
 
 
 def largest_change(left: list[Best], right: list[Best]) -> float:

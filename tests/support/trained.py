@@ -3,14 +3,18 @@
 Comparison of top-1 tokens needs a trained model: logits of random weights differ by little more than rounding errors,
 so that their order proves nothing.
 
-``python trained.py OUT`` trains, and writes a BF16 checkpoint and ``held_out.npy``, text that the model has not seen.
+``python trained.py OUT`` trains, writes a BF16 checkpoint and ``held_out.npy``, text that the model has not seen, and
+prints the `Outcome` as JSON.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import sysconfig
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from zlib import crc32
 
@@ -41,6 +45,15 @@ HELD_OUT = "held_out.npy"
 NOT_TEXT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """The result of training, in bits per byte of held-out text."""
+
+    bits: float
+    unigram_bits: float  # of a model that knows only the frequency of each byte
+    seconds: float
+
+
 def corpus() -> tuple[np.ndarray, np.ndarray]:
     """Return training bytes [T] and held-out bytes of other files, the same on every run with the same packages."""
     folders = (Path(sysconfig.get_paths()["stdlib"]), Path(torch.__file__).parent)
@@ -56,10 +69,11 @@ def corpus() -> tuple[np.ndarray, np.ndarray]:
     return np.frombuffer(training, np.uint8), np.frombuffer(held_out, np.uint8)
 
 
-def train(out: Path) -> None:
+def train(out: Path) -> Outcome:
     """Train, and write the checkpoint and the held-out text into ``out``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    started = time.monotonic()
     torch.manual_seed(0)
     training, held_out = corpus()
     data = torch.from_numpy(training.copy()).to(DEVICE)
@@ -89,8 +103,10 @@ def train(out: Path) -> None:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
+    outcome = Outcome(_bits(model, held_out), _unigram_bits(held_out), time.monotonic() - started)
     model.to(torch.bfloat16).save_pretrained(out)
     np.save(out / HELD_OUT, held_out)
+    return outcome
 
 
 def _rate(step: int) -> float:
@@ -115,5 +131,18 @@ def windows_of(text: np.ndarray, count: int, length: int) -> np.ndarray:
     return np.stack([text[start : start + length] for start in starts])
 
 
+@torch.no_grad()
+def _bits(model: object, held_out: np.ndarray) -> float:
+    windows = torch.from_numpy(windows_of(held_out, 64, WINDOW)).long().to(DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        return _loss(_logits(model, windows), windows).item() / math.log(2)
+
+
+def _unigram_bits(text: np.ndarray) -> float:
+    shares = np.bincount(text, minlength=256) / len(text)
+    shares = shares[shares > 0]
+    return float(-(shares * np.log2(shares)).sum())
+
+
 if __name__ == "__main__":
-    train(Path(sys.argv[1]))
+    print(json.dumps(asdict(train(Path(sys.argv[1])))))
