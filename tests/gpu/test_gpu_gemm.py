@@ -11,6 +11,7 @@ from gpu_layers import (
     codes,
     dense_sums,
     exact,
+    gpu,
     layer,
     normal,
     require_hopper,
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from slidesparse import gemm, reference
 from slidesparse.gemm.cublaslt import MAX_UNSCALED_TOKENS
-from slidesparse.gemm.problem import DTYPES, TWO_FOUR
+from slidesparse.gemm.problem import DTYPES, TWO_FOUR, Problem, Tensors
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8, quantize_rows
@@ -169,3 +170,53 @@ def test_layer_with_more_than_2_31_outputs(backend: str) -> None:
         assert_same_bits(output[part], expected)
     del output
     torch.cuda.empty_cache()
+
+
+@pytest.fixture(scope="module", params=PATTERNS)
+def fp8_layer(request: pytest.FixtureRequest) -> PackedLayer:
+    return layer("cusparselt", request.param, FP8, N, K)
+
+
+@pytest.mark.parametrize(
+    ("name", "out"), [("cusparselt", "int32"), ("cusparselt", "bf16"), ("cublaslt", "int32")]
+)
+def test_every_algorithm_gives_equal_sums(name: str, out: str) -> None:
+    """At 2:4, half of the K products are zero, so all sums are exact in float32."""
+    library, m, n, k = LIBRARIES[name], 48, 992, 1536
+    assert k // 2 * 128 * 128 < EXACT_FLOAT32
+    packed_layer = layer(name, "2:4", INT8, n, k)
+    q = codes(m, k, seed=5)
+    expected = exact(q, packed_layer.weight).float().to(DTYPES[out])
+    problem = Problem("int8", out, n, k, m)
+    names = library.algorithms(problem, gpu())
+    refused: dict[str, str] = {}
+    actual = torch.empty(m, n, dtype=DTYPES[out], device=gpu())
+    for algorithm in (None, *names):
+        actual.fill_(-1)
+        try:
+            library.plan(problem, gpu(), algorithm).run(Tensors(q, packed_layer.packed, actual))
+        except RuntimeError as error:  # some are refused when planned, others when run
+            refused[str(algorithm)] = str(error)
+            continue
+        torch.cuda.synchronize()
+        assert torch.equal(actual, expected), algorithm
+    print(f"{name} {out}: {len(names)} algorithms, {len(refused)} refused")
+    assert len(refused) < len(names), refused
+    assert "None" not in refused, "the library refuses its own choice"
+
+
+@pytest.mark.parametrize("m", [1, 17, 100, 2048])
+def test_fp8_error_is_at_most_twice_that_of_the_dense_kernel(fp8_layer: PackedLayer, m: int) -> None:
+    """Tensor cores keep about 14 bits of an FP8 sum, sparse or dense; both are compared with float64.
+
+    Rounding adds up to UNIT / (1 - UNIT) * |r| to the error of a BF16 result r.
+    """
+    q = normal(m, K, seed=m, dtype=torch.float32).mul_(100).clamp_(-448, 448).to(FP8)
+    expected = exact(q, fp8_layer.weight)
+    of_dense = (dense_sums(q, fp8_layer.weight).double() - expected).abs()
+    of_ours = (accumulate(fp8_layer, q, torch.float32).double() - expected).abs()
+    assert of_ours.max() <= 2 * of_dense.max()
+    assert of_ours.mean() <= 2 * of_dense.mean()
+    rounded = accumulate(fp8_layer, q, torch.bfloat16).double()
+    beyond = (rounded - expected).abs() - rounded.abs() * (UNIT / (1 - UNIT))
+    assert beyond.max() <= 2 * of_dense.max()

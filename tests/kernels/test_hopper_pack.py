@@ -8,12 +8,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from gpu_layers import coded_order, require_hopper
-from strategies import FILLS, assert_same_bits, is_zero, obeying, raw
+from hypothesis import given, settings
+from strategies import FILLS, Case, assert_same_bits, cases, is_zero, obeying, raw
 from torch import Tensor
 
 from slidesparse.blocks import dense_blocks
@@ -23,7 +25,7 @@ from slidesparse.gemm import cuda
 from slidesparse.gemm.hopper import format as hopper_format
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.backend import Hopper, pack_by_kernel
-from slidesparse.gemm.problem import TWO_FOUR, Layer, LibraryError
+from slidesparse.gemm.problem import SLID_BY_CODERS, TWO_FOUR, Layer, LibraryError
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8
@@ -40,7 +42,7 @@ GEOMETRIES = [
     ("4:6", 70, 193, 2),
     ("8:10", 64, 333, 9),
 ]
-
+LARGE = [("6:8", 4608, 3584, 0), ("2:4", 1000, 18944, 0), ("4:6", 3584, 3585, 1)]
 
 # CUDA features that a C++ compiler lacks, and the launch.
 AROUND = """
@@ -213,6 +215,46 @@ def test_pack_kernel_keeps_dense_blocks(
     packed, broken = pack_by_kernel(codes.to(device), TWO_FOUR, dense=dense.to(device))
     assert broken == 0
     assert_same_bits(packed.cpu(), hopper_format.pack_mixed(codes, dense))
+
+
+@given(cases(dtypes=(INT8, FP8), lengths=(*SLID_BY_CODERS, *hopper_format.CODED_COLUMNS)))
+@settings(max_examples=60)
+def test_pack_kernel_equals_reference_on_random_weights(device: torch.device, case: Case) -> None:
+    check(case.weight, case.pattern, case.phase, device)
+
+
+@pytest.mark.gpu
+@DTYPES
+@pytest.mark.parametrize(("pattern", "n", "k", "phase"), LARGE)
+def test_pack_kernel_equals_reference_at_model_sizes(
+    pattern: str, n: int, k: int, phase: int, dtype: torch.dtype
+) -> None:
+    require_hopper()
+    parsed = SlidePattern.parse(pattern)
+    check(obeying(parsed, n, k, phase, dtype, "mixed", n + k), parsed, phase, torch.device("cuda", 0))
+
+
+@DTYPES
+def test_pack_kernel_handles_every_2_4_mask(device: torch.device, dtype: torch.dtype) -> None:
+    """Each mask occurs at every place of a block, and nothing is written around the output."""
+    masks = torch.tensor([mask for mask in product((0, 1), repeat=4) if sum(mask) <= 2], dtype=torch.int8)
+    order = torch.arange(64 * 64) * 7 % len(masks)  # 7 and 11 have no common divisor
+    values = torch.randint(1, 127, (64, 256), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
+    weight = (masks[order].reshape(64, 256) * values).view(dtype).to(device)
+    size = 2 * hopper_format.BLOCK_BYTES
+    packed = torch.full((size + 32,), 0x55, dtype=torch.uint8, device=device)
+    broken = torch.zeros(3, dtype=torch.int32, device=device)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    native.call(
+        "pack",
+        *(native.integers(Layer.of(64, 256, TWO_FOUR, 0, dtype, 128)), weight.data_ptr(), 256, False),
+        *(packed[16:].data_ptr(), broken[1:].data_ptr(), None),
+    )
+    assert_same_bits(packed[16:-16].cpu(), hopper_format.pack(weight.cpu()))
+    assert bool((packed[:16] == 0x55).all())
+    assert bool((packed[-16:] == 0x55).all())
+    assert broken.tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("length", hopper_format.CODED_COLUMNS)

@@ -142,6 +142,24 @@ def test_scaled_sums_equal_the_reference(source: torch.dtype, out: torch.dtype) 
             assert_same_bits(actual.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
 
 
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_offsets_beyond_2_31_elements() -> None:
+    m, n = 2**15 + 5, 2**16
+    acc = torch.randint(-(2**20), 2**20, (m, n), dtype=torch.int32, device="cuda")
+    scale_x, scale_w = torch.rand(m, 1, device="cuda"), torch.rand(n, 1, device="cuda")
+    y = scale(acc, scale_x, scale_w, None, torch.bfloat16)
+    for part in (slice(0, 64), slice(m - 64, m)):
+        expected = reference.dequant_bias(acc[part], scale_x[part], scale_w, None, torch.bfloat16)
+        assert_same_bits(y[part], expected)
+    del acc, y
+    x = torch.randn(m, n, dtype=torch.bfloat16, device="cuda")
+    q, row_scale = quantize(x, SlidePattern(8), INT8)
+    for part in (slice(0, 16), slice(m - 16, m)):
+        expected_codes = reference.quant_slide(x[part].cpu(), SlidePattern(8).layout(n), INT8)
+        assert_same_codes((q[part], row_scale[part]), expected_codes)
+
+
 @pytest.mark.parametrize("target", [80, 89, 90, 100, 120])
 def test_kernels_compile_for_every_gpu_generation(
     target: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -105,6 +105,15 @@ def test_rows_with_inf_dequantize_to_nan(dtype: torch.dtype, arithmetic: str) ->
     assert dequantized.isnan().all(-1).tolist() == [True, True, False, of_nan]
 
 
+def test_fp8_codes_of_ties_depend_on_the_arithmetic() -> None:
+    """Integers make x * 448 / absmax a tie, where x / scale and x * (1 / scale) round differently."""
+    x = torch.arange(256.0).repeat(255, 1).minimum(torch.arange(1.0, 256)[:, None])
+    codes = [raw(quantize_rows(x, FP8, arithmetic)[0]) for arithmetic in ARITHMETICS]
+    assert 0 < int((codes[0] != codes[1]).sum()) < x.numel() // 100
+    for actual, arithmetic in zip(codes, ARITHMETICS, strict=True):
+        assert_same_bits(actual, torch.from_numpy(quantize_by_numpy(x, FP8, arithmetic)[0].view(np.int8)))
+
+
 @pytest.mark.parametrize(
     ("dtype", "arithmetic"), [(torch.uint8, "cuda"), (torch.float8_e5m2, "cpu"), (INT8, "gpu")]
 )

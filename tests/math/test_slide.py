@@ -116,6 +116,18 @@ def test_lift_keeps_leading_dimensions() -> None:
     assert_same_bits(lift(x, SIX_EIGHT).reshape(6, -1), lift(x.reshape(6, 10), SIX_EIGHT))
 
 
+@pytest.mark.parametrize("name", NAMED)
+def test_small_shapes_have_the_width_of_the_layout(name: str) -> None:
+    pattern = SlidePattern.parse(name)
+    for rows, columns in ((0, 0), (0, 16), (3, 0), (1, 1), (1, 3), (2, 17)):
+        for phase in (0, 3):
+            w = obeying(pattern, rows, columns, phase, torch.bfloat16, "mixed", seed=2)
+            slided = slide(w, pattern, phase)
+            assert slided.shape == (rows, pattern.layout(columns, phase).slided)
+            assert lift(w, pattern, phase).shape == slided.shape
+            assert_same_bits(unslide(slided, pattern, columns, phase), w)
+
+
 def test_slide_of_weights_above_one_chunk() -> None:
     """Rows are processed in chunks, which affects neither the result nor the row of an error."""
     columns = 2048
@@ -130,6 +142,19 @@ def test_slide_of_weights_above_one_chunk() -> None:
     w[5, 16:24] = 1
     assert violations(w, SIX_EIGHT) == (3, 5, 2, 8)
     assert not obeys(w, SIX_EIGHT)
+
+
+@pytest.mark.parametrize("length", [126, 128, 130, 256, 258, 300, 600])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
+def test_slide_of_blocks_longer_than_a_byte_counts(length: int, dtype: torch.dtype) -> None:
+    pattern = SlidePattern(length)
+    w = torch.zeros(4, 2 * length).to(dtype) * (1 if dtype == torch.int8 else -1)  # -0.0 in the float dtype
+    for row, last in enumerate((1, 3, 40, 100)):
+        w[row, length - last : length] = w[row, -last:] = 1
+    slided = slide(w, pattern)
+    actual = torch.where(is_zero(slided), 0, raw(slided)).tolist()
+    assert actual == literal_slide(w, pattern, 0)
+    assert_same_bits(unslide(slided, pattern, 2 * length), w)
 
 
 def test_slide_and_lift_of_strided_input() -> None:
@@ -189,3 +214,11 @@ def test_unslide_refuses_wrong_width(name: str, off: int) -> None:
     width = pattern.layout(32).slided
     with pytest.raises(ValueError, match=f"{width} columns, found {width + off}"):
         unslide(torch.zeros(2, width + off), pattern, 32)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [([1.0, 1.0, 0.0, 1.0], False), ([1.0, -0.0, 0.0, 1.0], True), ([0, 0, 0, 0, 1, 1, 1, 0], False)],
+)
+def test_obeys_2_4_of_single_rows(row: list[float], expected: bool) -> None:
+    assert obeys(torch.tensor([row]), SlidePattern(4)) == expected

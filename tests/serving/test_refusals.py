@@ -380,3 +380,24 @@ def test_weights_decide_of_layers_that_the_metadata_do_not_list(
     answer = engines.serve(model)
     assert "7 layers sparse, 1 not pruned (by the same backend), 1 dense (1 lm_head)" in answer.summary
     assert answer.tokens == engines.serve(model, env=STOCK).tokens
+
+
+def test_stamp_in_the_checkpoint_is_ignored(
+    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """The plugin itself writes the stamp into the config, in memory."""
+    expected = engines.serve(checkpoints["dense"])
+    stamp = {"path": "dense", "backend": "hopper", "pattern": "4:6", "profile": True}
+    planted = edited(checkpoints["dense"], tmp_path / "planted", {}, {"slidesparse_serving": stamp})
+    answer = engines.serve(planted)
+    assert (answer.summary, answer.tokens) == (expected.summary, expected.tokens)
+
+
+def test_kv_scales_per_head_do_not_break_slided_checkpoints(
+    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """vLLM adds the entries that KV scales per head need only if the method is named compressed-tensors."""
+    scheme = {"num_bits": 8, "type": "float", "strategy": "attn_head", "dynamic": False, "symmetric": True}
+    model = edited(checkpoints["slided"], tmp_path / "out", {}, {"kv_cache_scheme": scheme})
+    answer = engines.ask(Request(model))
+    assert "AssertionError" not in answer.error, answer.log[-3000:]

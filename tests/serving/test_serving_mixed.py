@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from checkpoints import convert
 from engines import STOCK, Engines
-from models import QWEN, Decoder, write_w8a8
+from models import QWEN, Decoder, shrink_codes, write_w8a8
 from safetensors.torch import load_file, save_file
+from tool_sources import compressed
 
 from slidesparse.checkpoint.metadata import KEY, LayerEntry, Metadata
 from slidesparse.pattern import SlidePattern, parse_pattern
@@ -48,6 +49,46 @@ def test_mixed_patterns_tp2_tokens_equal_stock(engines: Engines, source: Path, t
     answer = engines.serve(tmp_path / "out", options={"tensor_parallel_size": 2})
     assert answer.tokens == expected.tokens
     assert "8 layers sparse (6 at 4:6, 2 at 8:10)" in answer.summary
+
+
+def test_quantization_groups_of_compressed_tensors(engines: Engines, tmp_path: Path) -> None:
+    """Groups are given by class, regex and name, and one has static activations."""
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
+
+    groups = {
+        "group_0": QuantizationScheme(
+            targets=["Linear"],
+            weights=QuantizationArgs(strategy="channel"),
+            input_activations=QuantizationArgs(strategy="tensor"),
+        ),
+        "group_1": preset_name_to_scheme("W8A8", [r"re:.*mlp\..*_proj"]),
+        "group_2": preset_name_to_scheme("W8A8", ["model.layers.1.self_attn.o_proj"]),
+    }
+    source = compressed(tmp_path / "source", groups, ["lm_head", "re:.*layers.0.*o_proj"], QWEN)
+    convert(source, tmp_path / "out")
+    model = shrink_codes(tmp_path / "out")
+    expected = engines.serve(model, env=STOCK)
+    answer = engines.serve(model)
+    assert answer.tokens == expected.tokens
+    assert "7 layers sparse, 2 dense (1 lm_head, 1 not quantized)" in answer.summary, answer.summary
+
+
+@pytest.mark.parametrize(
+    ("targets", "fragment"), [(["Linear"], "lm_head dequantized"), (["Linear", "lm_head"], "")]
+)
+def test_quantized_lm_head_tokens_equal_stock(
+    engines: Engines, tmp_path: Path, targets: list[str], fragment: str
+) -> None:
+    """vLLM serves a quantized head, but cannot load the other source's head unless it is rewritten."""
+    from compressed_tensors.quantization import preset_name_to_scheme
+
+    source = compressed(tmp_path / "source", {"group_0": preset_name_to_scheme("W8A8", targets)}, [], QWEN)
+    assert fragment in convert(source, tmp_path / "out").plan.rewritten
+    model = shrink_codes(tmp_path / "out")
+    expected = engines.serve(model, env=STOCK)
+    answer = engines.serve(model)
+    assert answer.tokens == expected.tokens
+    assert "8 layers sparse, 1 dense (1 lm_head)" in answer.summary
 
 
 WIDE = Decoder("Qwen2ForCausalLM", hidden=256, intermediate=512, head_dim=64)

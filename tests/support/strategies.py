@@ -99,9 +99,12 @@ def obeying(
 
 
 @st.composite
-def cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Case:
-    """Weights that obey a pattern: any N (0, 1, ...), any K (0, 1, whole blocks, tails), any phase."""
-    pattern = draw(patterns())
+def cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = DTYPES, lengths: tuple[int, ...] = ()) -> Case:
+    """Weights that obey a pattern: any N (0, 1, ...), any K (0, 1, whole blocks, tails), any phase.
+
+    ``lengths`` are those of the patterns, by default `patterns`.
+    """
+    pattern = draw(st.sampled_from(lengths).map(SlidePattern) if lengths else patterns())
     rows = draw(st.one_of(st.sampled_from([1, 0]), st.integers(1, 9)))
     length = pattern.length
     block_ends = [] if length is None else [length, 2 * length, 3 * length]

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from checkpoints import LLAMA, write
 from foreign import codes
-from models import float_tensors
+from models import Decoder, float_tensors
 from torch import Tensor, nn
 
 from slidesparse.quantize import FP8
@@ -19,7 +18,32 @@ from slidesparse.quantize import FP8
 INPUT_SCALE = 0.02
 
 
-def compressed(folder: Path, groups: Mapping[str, Any], ignore: Sequence[str], **more: Any) -> Path:
+def _modules(tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Make modules from the names of tensors; modules of matrices are linear layers, except embeddings."""
+    root = nn.Module()
+    for name, tensor in tensors.items():
+        *path, last = name.split(".")
+        module = root
+        for depth, part in enumerate(path, 1):
+            if part not in module._modules:
+                module_name = ".".join(path[:depth])
+                weight = tensors.get(f"{module_name}.weight")
+                is_linear = weight is not None and weight.dim() == 2 and "embed" not in part
+                bias = f"{module_name}.bias" in tensors
+                child = (
+                    nn.Linear(*weight.shape[::-1], bias=bias, dtype=weight.dtype)
+                    if is_linear
+                    else nn.Module()
+                )
+                module.add_module(part, child)
+            module = module._modules[part]
+        module._parameters[last] = nn.Parameter(tensor, requires_grad=False)
+    return root
+
+
+def compressed(
+    folder: Path, groups: Mapping[str, Any], ignore: Sequence[str], decoder: Decoder = LLAMA, **more: Any
+) -> Path:
     """Write a small model that compressed-tensors quantizes by the schemes of ``groups`` and compresses.
 
     Scales follow from the largest weights; static scales of activations are INPUT_SCALE.  ``more`` entries are added to
@@ -29,8 +53,7 @@ def compressed(folder: Path, groups: Mapping[str, Any], ignore: Sequence[str], *
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA.config())).bfloat16()
-    model.load_state_dict(float_tensors(LLAMA))
+    model = _modules(float_tensors(decoder))
     apply_quantization_config(model, QuantizationConfig(config_groups=dict(groups), ignore=list(ignore)))
     for module in model.modules():
         scheme = getattr(module, "quantization_scheme", None)
@@ -47,7 +70,9 @@ def compressed(folder: Path, groups: Mapping[str, Any], ignore: Sequence[str], *
             module.input_scale.data.fill_(INPUT_SCALE)
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
-    write(folder, LLAMA.config(), {name: tensor.contiguous() for name, tensor in model.state_dict().items()})
+    write(
+        folder, decoder.config(), {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    )
     compressor.update_config(folder)
     path = folder / "config.json"
     config = json.loads(path.read_text())
