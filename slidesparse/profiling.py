@@ -40,9 +40,9 @@ def table() -> str:
     calls, times = Counter[str](), Counter[str]()
     total = "device_time_total" if torch.cuda.is_available() else "cpu_time_total"
     for event in events:
-        if any(part in event.key for part in KERNELS):
-            calls[_name(event)] += event.count
-            times[_name(event)] += getattr(event, total)
+        if any(part in event.key for part in KERNELS) and (name := _name(event)):
+            calls[name] += event.count
+            times[name] += getattr(event, total)
     everything = sum(getattr(event, f"self_{total}") for event in events) or 1.0
     lines = [f"{'SlideSparse profile':<60}{'calls':>8}{'us of a call':>14}{'share':>8}"]
     for name, us in times.most_common():
@@ -51,11 +51,13 @@ def table() -> str:
 
 
 def _name(event: Any) -> str:
-    """Return a layer's operator, N x K and M, or the name of a kernel."""
+    """Return a layer's operator, N x K and M, or the name of a kernel; "" for a call that is only traced."""
     namespace, _, name = event.key.partition("::")
     shapes = [shape for shape in event.input_shapes if shape]
     n = next((shape[0] for shape in shapes[1:] if shape[1:] == [1]), None)  # scale_w
     if namespace != KERNELS[0] or n is None:
         return str(event.key)
-    m, width = shapes[0]
+    if len(event.input_shapes[0]) != 2:  # of symbols, which the profiler does not record
+        return ""
+    m, width = event.input_shapes[0]
     return f"{name} {n}x{width // 2 if name == 'silu_mul_linear' else width} M={m}"

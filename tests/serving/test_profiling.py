@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -46,6 +47,12 @@ def test_table_names_operators_sizes_and_tokens() -> None:
     }
     assert profiling.table() == ""
     assert profiling.KERNELS[0] == ops.NAMESPACE
+
+
+def test_calls_that_are_only_traced_have_no_name() -> None:
+    """torch 2.11 records no shape of an input with symbolic sizes."""
+    traced = SimpleNamespace(key="slidesparse::linear", input_shapes=[[], [2048], [32, 1]])
+    assert profiling._name(traced) == ""
 
 
 def test_worker_processes_print_their_profile_at_exit() -> None:
