@@ -32,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from slidesparse.calibrate.graphs import can_record, record, without_waiting
+from slidesparse.calibrate.graphs import aside, can_record, record, without_waiting
 from slidesparse.calibrate.inputs import HiddenStates, Stream
 from slidesparse.calibrate.model import fast_products
 from slidesparse.checkpoint.names import WEIGHT
@@ -182,12 +182,16 @@ class _Trainer:
         data = [self._read(piece) for piece in pieces]
         shapes = tuple(x.shape for x, _ in data)
         self._taken[shapes] += 1
-        if not self._records or self._taken[shapes] == 1:
+        if not self._records:
             self._train(optimizer, data)
+            return
+        if self._taken[shapes] == 1:
+            with aside():
+                self._train(optimizer, data)
             return
         if self._taken[shapes] == 2:
             try:
-                with without_waiting():
+                with aside(), without_waiting():
                     self._train(optimizer, data)
             except RuntimeError:  # of a block that sorts tokens by expert, for example
                 self._records = False

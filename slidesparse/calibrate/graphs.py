@@ -32,14 +32,24 @@ class _Recordings:
         self._stream: torch.cuda.Stream | None = None  # to one of which memory belongs
         self._first: torch.cuda.CUDAGraph | None = None  # the pool lives as long as one of its graphs
 
-    def record(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    @contextmanager
+    def aside(self) -> Iterator[torch.cuda.Stream]:
         stream = self._stream = self._stream or torch.cuda.Stream()
-        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        current = torch.cuda.current_stream()
         stream.wait_stream(current)
-        pool = self._first.pool() if self._first else None
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        try:
+            with torch.cuda.stream(stream):
+                yield stream
+        finally:
+            current.wait_stream(stream)
+
+    def record(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        graph, pool = torch.cuda.CUDAGraph(), self._first.pool() if self._first else None
+        with (
+            self.aside() as stream,
+            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+        ):
             out = work()
-        current.wait_stream(stream)
         self._first = self._first or graph
         return graph, out
 
@@ -61,6 +71,18 @@ def recordings() -> Iterator[None]:
 def can_record(device: torch.device) -> bool:
     """Return whether graphs are made: on a GPU within `recordings`."""
     return _recordings is not None and device.type == "cuda"
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """Run work on the stream of the graphs, after what the present one has been given and before what it will be.
+
+    What autograd keeps of a weight belongs to the stream of its first backward pass.  A graph of a later pass cannot
+    wait for another stream.
+    """
+    assert _recordings
+    with _recordings.aside():
+        yield
 
 
 def record(work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
