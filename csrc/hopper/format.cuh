@@ -6,7 +6,7 @@
 //                      kTableUnit, then the blocks, aligned to kTableUnit.  Bit 0 of an entry tells
 //                      whether the block is dense; the other bits are the block's offset from the
 //                      table, in units of kTableUnit.
-//     coded            [strips][k_blocks][kCodedBytes], of 6:8 and 8:10 weights
+//     coded            [strips][k_blocks][kCodedBytes], of 6:8 weights
 //
 // Because of its table a mixed weight is larger than one of 2:4 blocks alone, so the size tells
 // which of the two a weight is.
@@ -24,21 +24,14 @@ constexpr int kMetadataBytes = kStripRows * kBlockColumns / 8;
 constexpr int kPackedBytes = kValueBytes + kMetadataBytes;
 constexpr int kDenseBytes = kStripRows * kBlockColumns;
 constexpr int kTableUnit = 1024;
-// A coded block: six values of each eight columns and five bits for which six they are, or eight of
-// each ten columns and six bits; of ten, twelve groups, as a thread has whole groups of a row.
+constexpr int kCodedLength = 8;  // of the blocks of the pattern whose weights are coded
+// A coded block: six values of each eight columns, and five bits for which six they are.
 constexpr int kCodedValueBytes = kDenseBytes / 8 * 6;
 constexpr int kCodedBytes = kCodedValueBytes + kDenseBytes / 8 * 5 / 8;
 static_assert(kPackedBytes % kTableUnit == 0 && kDenseBytes % kTableUnit == 0);
 
 // What the blocks of a weight are.
-enum class Blocks { kSparse, kMixed, kCoded8, kCoded10 };
-
-constexpr bool IsCoded(Blocks blocks) {
-  return blocks == Blocks::kCoded8 || blocks == Blocks::kCoded10;
-}
-
-// The groups of a row of a coded block, by the pattern's length; 0: its weights are not coded.
-constexpr int CodedGroups(int length) { return length == 8 ? 16 : length == 10 ? 12 : 0; }
+enum class Blocks { kSparse, kMixed, kCoded };
 
 template <class Integer>
 constexpr Integer CeilDiv(Integer a, Integer b) {

@@ -18,7 +18,7 @@ struct GroupedShape : StreamKShape<kStrips, kTokens> {
   // Decoding takes more registers than in stream-K.
   static constexpr int ResidentCtas(Blocks blocks) {
     const int most = TileShape<kStrips, kTokens>::ResidentCtas(blocks);
-    return IsCoded(blocks) && kTokens == 32 ? most - (most > 1) : most;
+    return blocks == Blocks::kCoded && kTokens == 32 ? most - (most > 1) : most;
   }
 
   // Instead of a CTA's tiles: for each expert the end of its tiles, then all offsets.

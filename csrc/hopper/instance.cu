@@ -19,8 +19,8 @@ GemmKernel Instance(const Configuration& configuration) {
   // The kernels that are fastest or, by the second best of the tuning of an H200, 0.1% slower in
   // the mean.  Of those for coded weights fewer were compared.
   constexpr bool kHasStreamK = kTokens == 256 || kStrips == 3;
-  constexpr bool kHasSplitK =
-      kStrips <= 3 || (!IsCoded(kBlocks) && (kTokens == 8 || (kTokens == 64 && kStrips == 4)));
+  constexpr bool kHasSplitK = kStrips <= 3 || (kBlocks != Blocks::kCoded &&
+                                               (kTokens == 8 || (kTokens == 64 && kStrips == 4)));
   if (configuration.grouped) {
     if constexpr (kStrips <= 2 || (kStrips == 3 && kTokens <= 64)) {
       return {GemmGrouped<Type, kStrips, kTokens, kBlocks>, StreamK::kThreads, [](int stages, int) {
@@ -46,10 +46,9 @@ GemmKernel Instance(const Configuration& configuration) {
 
 template <int kStrips>
 GemmKernel Instance(const Configuration& configuration, Blocks blocks) {
-  return blocks == Blocks::kSparse   ? Instance<kStrips, Blocks::kSparse>(configuration)
-         : blocks == Blocks::kMixed  ? Instance<kStrips, Blocks::kMixed>(configuration)
-         : blocks == Blocks::kCoded8 ? Instance<kStrips, Blocks::kCoded8>(configuration)
-                                     : Instance<kStrips, Blocks::kCoded10>(configuration);
+  return blocks == Blocks::kSparse  ? Instance<kStrips, Blocks::kSparse>(configuration)
+         : blocks == Blocks::kMixed ? Instance<kStrips, Blocks::kMixed>(configuration)
+                                    : Instance<kStrips, Blocks::kCoded>(configuration);
 }
 
 }  // namespace

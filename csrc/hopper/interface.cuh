@@ -34,12 +34,11 @@ enum SlidesparsePrologue {
 struct SlidesparseLayer {
   std::int32_t n;        // 0 for a plan that only quantizes
   std::int32_t k;        // columns of x
-  std::int32_t length;   // columns of a block of the pattern: 4, 6, or 8 and 10, which are coded
+  std::int32_t length;   // columns of a block of the pattern: 4, 6, or 8, which is coded
   std::int32_t phase;    // zero columns before the first block; length 4 at phase 0 lifts nothing
   std::int32_t fp8;      // 1: codes are E4M3; 0: INT8
   std::int32_t columns;  // of a row of codes: a multiple of 16, at least K'; zeros beyond K'.  If
-                         // the weight is coded: a multiple of 32, at least phase + k, or, at length
-                         // 10, of 128 for each 120 of these
+                         // the weight is coded: a multiple of 32, at least phase + k
 };
 
 // Which blocks a packed weight is made of.

@@ -1,5 +1,5 @@
 // Slides a weight into the windows of its pattern and packs them, in one pass over the weight.  In
-// a mixed weight, blocks that the table marks as dense are copied instead.  6:8 and 8:10 weights
+// a mixed weight, blocks that the table marks as dense are copied instead.  6:8 weights
 // are coded.
 //
 // A block of L columns has L / 2 pairs and L / 2 - 1 windows of two neighbouring pairs.  A pair's
@@ -26,6 +26,7 @@ namespace slidesparse::hopper {
 
 constexpr int kPackThreads = 256;
 constexpr int kWindows = kBlockColumns / 4;  // of a row of a packed block
+constexpr int kCodedGroups = kBlockColumns / kCodedLength;
 
 struct PackArguments {
   const std::uint8_t* weight;
@@ -37,7 +38,7 @@ struct PackArguments {
   int length, phase;    // of the pattern's blocks
   int pattern_blocks;   // of a row
   int blocks;           // packed blocks of a strip
-  int coded_groups;     // of a row of a block, 0 if the weight is not coded
+  bool coded;           // whether the weight is coded, not slid
   std::uint32_t value;  // mask of the bits that are zero only in a zero: all but the sign of E4M3
 };
 
@@ -52,18 +53,18 @@ inline PackArguments MakePackArguments(const SlidesparseLayer& layer) {
     arguments.pattern_blocks =
         static_cast<int>(CeilDiv<std::int64_t>(std::int64_t{layer.k} + layer.phase, layer.length));
   }
-  arguments.coded_groups = CodedGroups(layer.length);
+  arguments.coded = layer.length == kCodedLength;
   const std::int64_t windows = std::int64_t{arguments.pattern_blocks} * (layer.length / 2 - 1);
-  arguments.blocks = static_cast<int>(
-      arguments.coded_groups > 0 ? CeilDiv(arguments.pattern_blocks, arguments.coded_groups)
-                                 : CeilDiv<std::int64_t>(windows, kWindows));
+  arguments.blocks =
+      static_cast<int>(arguments.coded ? CeilDiv(arguments.pattern_blocks, kCodedGroups)
+                                       : CeilDiv<std::int64_t>(windows, kWindows));
   arguments.value = layer.fp8 != 0 ? 0x7F : 0xFF;
   return arguments;
 }
 
 // The bytes of a packed block of a weight that is not mixed.
 inline int BlockBytes(const PackArguments& arguments) {
-  return arguments.coded_groups > 0 ? kCodedBytes : kPackedBytes;
+  return arguments.coded ? kCodedBytes : kPackedBytes;
 }
 
 // CTAs of Pack, one for each packed block.
@@ -167,8 +168,8 @@ __device__ __forceinline__ void PackSparse(const PackArguments& arguments, int s
   }
 }
 
-// The values of a group and the number of the pair of columns that is left out, as CodedConsumer
-// expands them.
+// The six values of a group and the number of the pair of columns that is left out, as
+// CodedConsumer expands them.
 struct Coded {
   std::uint64_t values;  // the first in the lowest byte
   int number;
@@ -176,53 +177,42 @@ struct Coded {
 
 __device__ __forceinline__ Coded Encode(const PackArguments& arguments, const std::uint8_t* row,
                                         int k, int column) {
-  const int length = arguments.length;
-  std::uint64_t values = 0, tail = 0;
+  std::uint64_t values = 0;
   int first = 0, second = 1, zeros = 0, place = 0;
-  for (int i = 0; i < length; ++i) {
+  for (int i = 0; i < kCodedLength; ++i) {
     const std::uint32_t pair = LoadPair(arguments, row, k, column + i / 2 * 2);
     const std::uint64_t value = pair >> i % 2 * 8 & 0xFF;
     if (value == 0 && zeros < 2) {
       (zeros == 0 ? first : second) = i;
       ++zeros;
-    } else if (i < 8) {
-      values |= value << 8 * place++;
     } else {
-      tail |= value << 8 * (i - 2);
+      values |= value << 8 * place++;
     }
   }
   if (zeros < 2) atomicAdd(arguments.broken, 1);
-  // Bytes 6 and 7 are columns 8 and 9, or further values of columns 0 to 7 where these are left
-  // out.
-  if (place == 7 && second == 9)
-    values = (values & ~(std::uint64_t{0xFF} << 48)) | (values >> 48) << 56;
   // The number of pairs before this one in lexicographic order.
-  return {values | tail, first * (2 * length - 1 - first) / 2 + second - first - 1};
+  return {values, first * (2 * kCodedLength - 1 - first) / 2 + second - first - 1};
 }
 
-// Each thread writes what one thread of the consumer's warpgroup reads: a code for each of its
-// groups, and their values.
+// Each thread writes what one thread of the consumer's warpgroup reads: the codes of its four
+// groups of two rows, and their values.
 __device__ __forceinline__ void PackCoded(const PackArguments& arguments, int strip, int block,
                                           std::uint8_t* packed) {
-  const int groups = arguments.coded_groups, of_thread = groups / 4, length = arguments.length;
-  const bool ten = length == 10;
   for (int thread = threadIdx.x; thread < 128; thread += kPackThreads) {
     std::uint64_t all = 0;
-    for (int code = 0; code < 2 * of_thread; ++code) {  // of two rows in turn
+    for (int code = 0; code < 8; ++code) {  // of two rows in turn
       const int i = code / 2, lower = code % 2;
       const int row = strip * kStripRows + thread / 32 * 16 + lower * 8 + thread % 32 / 4;
-      const int group = block * groups + (ten ? thread % 4 * 3 + i : i * 4 + thread % 4);
+      const int group = block * kCodedGroups + i * 4 + thread % 4;
       const int k = row < arguments.n ? arguments.k : 0;
       const std::uint8_t* from = arguments.weight + (k > 0 ? row * arguments.stride : 0);
-      const Coded coded = Encode(arguments, from, k, group * length - arguments.phase);
-      all |= static_cast<std::uint64_t>(coded.number) << (ten ? 6 : 5) * code;
-      for (int value = 0; value < length - 2; ++value) {
-        int at = i * 128 * 16 + thread * 16 + lower * 8 + value;
-        if (!ten) {  // of 24 bytes for half of a block, 16 are in one array and 8 in the next
-          const int byte = i % 2 * 12 + (value < 4 ? lower * 4 + value : 8 + lower * 2 + value - 4);
-          at = i / 2 * (kCodedValueBytes / 2) +
-               (byte < 16 ? thread * 16 + byte : 128 * 16 + thread * 8 + byte - 16);
-        }
+      const Coded coded = Encode(arguments, from, k, group * kCodedLength - arguments.phase);
+      all |= static_cast<std::uint64_t>(coded.number) << 5 * code;
+      for (int value = 0; value < 6; ++value) {
+        // Of 24 bytes for half of a block, 16 are in one array and 8 in the next.
+        const int byte = i % 2 * 12 + (value < 4 ? lower * 4 + value : 8 + lower * 2 + value - 4);
+        const int at = i / 2 * (kCodedValueBytes / 2) +
+                       (byte < 16 ? thread * 16 + byte : 128 * 16 + thread * 8 + byte - 16);
         packed[at] = static_cast<std::uint8_t>(coded.values >> 8 * value);
       }
     }
@@ -238,7 +228,7 @@ __global__ void Pack(const PackArguments arguments) {
   const int strip = static_cast<int>(cta / arguments.blocks);
   const int block = static_cast<int>(cta % arguments.blocks);
   std::uint8_t* packed = arguments.packed;
-  if (arguments.coded_groups > 0) {
+  if (arguments.coded) {
     PackCoded(arguments, strip, block, packed + cta * kCodedBytes);
     return;
   }

@@ -66,9 +66,7 @@ std::map<PlanKey, const Plan*> served;
 
 // The blocks of a layer's weight, kSparse if they may be mixed.
 Blocks BlocksOf(const SlidesparseLayer& layer) {
-  return layer.length == 8    ? Blocks::kCoded8
-         : layer.length == 10 ? Blocks::kCoded10
-                              : Blocks::kSparse;
+  return layer.length == kCodedLength ? Blocks::kCoded : Blocks::kSparse;
 }
 
 // The bytes of flags and partial sums that m tokens need, of whichever blocks the weight is.
@@ -93,7 +91,7 @@ const char* ParseText(const char* text, Configuration* configuration) {
 const char* FindKind(const Plan& plan, std::int64_t bytes, SlidesparseBlocks* kind) {
   const GemmArguments& a = plan.tuned.front().gemms[0].arguments;
   const std::int64_t blocks = std::int64_t{a.strips} * a.k_blocks;
-  if (IsCoded(plan.blocks)) {
+  if (plan.blocks == Blocks::kCoded) {
     *kind = SLIDESPARSE_ALL_2_4;
     if (bytes == blocks * kCodedBytes) return nullptr;
     return Fail(
@@ -235,7 +233,7 @@ const char* slidesparse_hopper_candidates(const SlidesparseLayer* layer, std::in
                 cudaGetErrorString(error));
   }
   const Blocks of_layer = BlocksOf(*layer);
-  const bool coded = IsCoded(of_layer);
+  const bool coded = of_layer == Blocks::kCoded;
   const Blocks kinds = coded || blocks == SLIDESPARSE_ALL_2_4 ? of_layer : Blocks::kMixed;
   const auto fits = [=](const Configuration& configuration) {
     Gemm gemm;
@@ -269,7 +267,8 @@ const char* slidesparse_hopper_plan(const SlidesparseLayer* layer, std::int32_t 
   if (const char* error = PrepareQuantize(plan->quantize, layer->length, plan->fp8)) return error;
   for (int i = 0; i < count; ++i) {
     Plan::Tuned tuned = {tokens[i], {}};
-    for (int kind = 0; kind < (IsCoded(plan->blocks) ? 1 : SLIDESPARSE_BLOCK_KINDS); ++kind) {
+    const int kinds = plan->blocks == Blocks::kCoded ? 1 : SLIDESPARSE_BLOCK_KINDS;
+    for (int kind = 0; kind < kinds; ++kind) {
       Configuration configuration;
       Gemm* gemm = &tuned.gemms[kind];
       const char* error = ParseText(texts[i * SLIDESPARSE_BLOCK_KINDS + kind], &configuration);

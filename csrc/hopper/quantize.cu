@@ -96,11 +96,7 @@ const char* PrepareQuantize(QuantizeArguments& arguments, int length, bool fp8) 
   if (const char* error = CheckPattern(length, arguments.phase)) return error;
   int& group = arguments.group = length;  // a window, or both of a block of 4:6
   int& codes = arguments.group_codes = length == 6 ? 8 : 4;
-  if (length == 8) group = codes = kCodedColumns8;
-  if (length == 10) {
-    group = kCodedColumns10;
-    codes = kBlockColumns;
-  }
+  if (length == kCodedLength) group = codes = kCodedColumns;
   const std::int64_t needed =
       CeilDiv<std::int64_t>(std::int64_t{arguments.k} + arguments.phase, group) * codes;
   const int multiple = std::max(codes, kStoreCodes);

@@ -22,11 +22,10 @@
 
 namespace slidesparse::hopper {
 
-constexpr int kMaxParts = 8;     // CTAs that share a row: the portable cluster size
-constexpr int kStoreCodes = 16;  // codes of one store
-constexpr int kPartUnit = 8;     // groups of a part, if they are small: whole vectors and stores
-// Columns that a quad of threads multiplies together: of a wgmma at 6:8, of a block at 8:10.
-constexpr int kCodedColumns8 = 32, kCodedColumns10 = CodedGroups(10) * 10;
+constexpr int kMaxParts = 8;       // CTAs that share a row: the portable cluster size
+constexpr int kStoreCodes = 16;    // codes of one store
+constexpr int kPartUnit = 8;       // groups of a part, if they are small: whole vectors and stores
+constexpr int kCodedColumns = 32;  // whose order a coded weight changes: those of a wgmma
 constexpr int kMaxQuantizeThreads = 1024;
 constexpr float kMaxInt8 = 127.0f, kMaxFp8 = 448.0f;
 constexpr float kMinFp8Scale = 1.0f / (448.0f * 512.0f);
@@ -162,25 +161,19 @@ __device__ __forceinline__ uint4 LiftWords(const QuantizeArguments& arguments,
                                            const std::uint8_t* codes, int i) {
   const uint4* const vectors = reinterpret_cast<const uint4*>(codes);
   if (arguments.group == 4) return vectors[i];
-  if (arguments.group == kCodedColumns8) {
+  if (arguments.group == kCodedColumns) {
     // Of eight words the even ones first: see CodedConsumer.
     const uint4 low = vectors[i / 2 * 2], high = vectors[i / 2 * 2 + 1];
     return i % 2 ? make_uint4(low.y, low.w, high.y, high.w)
                  : make_uint4(low.x, low.z, high.x, high.z);
   }
-  const bool ten = arguments.group == kCodedColumns10;
-  // 4:6: the windows of two blocks begin at columns 0, 2, 6 and 8.  8:10: word i % 8 of each of
-  // four threads, which have 30 columns each, see Decoder10.
-  const int word = i % 8;
-  const std::uint8_t* from = codes + (ten ? i / 8 * kCodedColumns10 : 12 * i);
-  if (ten) from += word < 6 ? word / 2 * 10 + word % 2 * 4 : word * 20 - 112;
+  // 4:6: the windows of two blocks begin at columns 0, 2, 6 and 8.
   std::uint32_t words[4];
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
-    const auto* at =
-        reinterpret_cast<const std::uint16_t*>(from + (ten ? 30 * w : w / 2 * 6 + w % 2 * 2));
-    const std::uint32_t high = ten && word == 7 ? 0 : at[ten && word == 6 ? 5 : 1];
-    words[w] = at[0] | high << 16;
+    const std::uint8_t* const window = codes + 12 * i + w / 2 * 6 + w % 2 * 2;
+    const auto* const pairs = reinterpret_cast<const std::uint16_t*>(window);
+    words[w] = pairs[0] | std::uint32_t{pairs[1]} << 16;
   }
   return make_uint4(words[0], words[1], words[2], words[3]);
 }

@@ -30,7 +30,8 @@ __host__ __device__ constexpr int SlotBytes(Blocks blocks) {
 // word whose bit i tells whether strip i's block is dense.  A coded weight has a table of
 // selectors, aligned to its size, behind them.
 __host__ __device__ constexpr int StageWordBytes(int stages, Blocks blocks) {
-  return stages * (blocks == Blocks::kMixed ? 3 * 8 : 2 * 8) + 2 * SelectorBytes(blocks);
+  return stages * (blocks == Blocks::kMixed ? 3 * 8 : 2 * 8) +
+         (blocks == Blocks::kCoded ? 2 * kSelectorBytes : 0);
 }
 
 template <int kStrips, int kTokens>
@@ -48,7 +49,8 @@ struct TileShape {
   // takes more of them.
   static constexpr int ResidentCtas(Blocks blocks) {
     const int most = kStrips == 1 ? 4 : kStrips == 2 ? 3 : kStrips == 3 ? 2 : 1;
-    return kTokens > 64 ? 1 : IsCoded(blocks) && kTokens > 32 && most > 1 ? most - 1 : most;
+    if (kTokens > 64) return 1;
+    return blocks == Blocks::kCoded && kTokens > 32 && most > 1 ? most - 1 : most;
   }
   static constexpr int kTokenBytes = kTokens * kBlockColumns;
 
@@ -149,7 +151,7 @@ class TmaProducer {
   using S = TileShape<kStrips, kTokens>;
   static constexpr bool kMixed = kBlocks == Blocks::kMixed;
   static constexpr int kStageBytes = S::StageBytes(kBlocks);
-  static constexpr int kBlockBytes = IsCoded(kBlocks) ? kCodedBytes : kPackedBytes;
+  static constexpr int kBlockBytes = kBlocks == Blocks::kCoded ? kCodedBytes : kPackedBytes;
 
  public:
   __device__ TmaProducer(const GemmArguments& arguments, const MulticastGroup& group,
@@ -501,22 +503,20 @@ class WideConsumer : Consumer {
 
 // The consumer for coded weights.  Decoded values go from registers into dense wgmmas, two of
 // which multiply half of a stage.
-template <class Type, int kStrips, int kTokens, Blocks kBlocks>
+template <class Type, int kStrips, int kTokens>
 class CodedConsumer : Consumer {
   using S = TileShape<kStrips, kTokens>;
-  using Decoder = std::conditional_t<kBlocks == Blocks::kCoded8, Decoder8, Decoder10>;
-  static constexpr int kStageBytes = S::StageBytes(kBlocks);
+  static constexpr int kStageBytes = S::StageBytes(Blocks::kCoded);
 
  public:
   __device__ CodedConsumer(const GemmArguments& arguments, const MulticastGroup& group,
                            std::uint32_t ring, std::uint32_t full, std::uint32_t empty)
       : Consumer(arguments, group, ring, full, empty) {
-    constexpr int kBytes = SelectorBytes(kBlocks);
-    table_ = (empty + 8 * arguments.stages + kBytes - 1) / kBytes * kBytes;
+    table_ = (empty + 8 * arguments.stages + kSelectorBytes - 1) / kSelectorBytes * kSelectorBytes;
     block_ = ring + S::kTokenBytes + threadIdx.x / 128 * kCodedBytes;
     // Every warp writes the whole table, so that it need not wait for the others.
-    for (int code = threadIdx.x % 32; code < kBytes / 4; code += 32) {
-      StoreShared32(table_ + 4 * code, Decoder::Selectors(code));
+    for (int code = threadIdx.x % 32; code < kSelectorBytes / 4; code += 32) {
+      StoreShared32(table_ + 4 * code, Selectors(code));
     }
     __syncwarp();
   }
@@ -524,18 +524,18 @@ class CodedConsumer : Consumer {
   // As WideConsumer::Run.  Half of a stage is expanded while the other half is multiplied.
   template <int kSums>
   __device__ __forceinline__ void Run(int count, bool accumulate, std::uint32_t (&sums)[kSums]) {
-    typename Decoder::Half first, second;
-    typename Decoder::Stored now, later;
+    CodedOperands first, second;
+    CodedHalf now, later;
     if (!accumulate) Clear(sums);
     Pin(sums);
     Wait();
     Load(now, later);
-    Decoder::ExpandFirst(now, later, first);
+    Expand(now, first);
     for (int i = 0; i < count; ++i) {
       Multiply<0>(first, sums);
       WgmmaWait<1>();  // the preceding stage and `second` are no longer read
       if (i > 0) Release();
-      Decoder::ExpandSecond(later, second);
+      Expand(later, second);
       Multiply<1>(second, sums);
       next_.Advance(arguments_.stages);
       if (i + 1 < count) {
@@ -543,7 +543,7 @@ class CodedConsumer : Consumer {
         Load(now, later);
       }
       WgmmaWait<1>();  // `first` is no longer read
-      if (i + 1 < count) Decoder::ExpandFirst(now, later, first);
+      if (i + 1 < count) Expand(now, first);
     }
     WgmmaWait<0>();
     Pin(sums);
@@ -551,30 +551,30 @@ class CodedConsumer : Consumer {
   }
 
  private:
-  __device__ __forceinline__ void Load(typename Decoder::Stored& now,
-                                       typename Decoder::Stored& later) {
+  __device__ __forceinline__ void Load(CodedHalf& now, CodedHalf& later) {
     const int thread = threadIdx.x % 128;
     const std::uint32_t block = block_ + next_.stage * kStageBytes;
     const std::uint32_t codes = block + kCodedValueBytes;
-    Decoder::Load(now, later, block, LoadShared32(codes + 4 * thread),
-                  LoadShared8(codes + 128 * 4 + thread), table_);
+    LoadHalves(now, later, block, LoadShared32(codes + 4 * thread),
+               LoadShared8(codes + 128 * 4 + thread), table_);
   }
 
   template <int kHalf, int kSums>
-  __device__ __forceinline__ void Multiply(typename Decoder::Half& half,
-                                           std::uint32_t (&sums)[kSums]) {
+  __device__ __forceinline__ void Multiply(CodedOperands& operands, std::uint32_t (&sums)[kSums]) {
     constexpr int kWgmmasOfHalf = kDenseWgmmas / 2;
     // Expanded before the fence.
 #pragma unroll
     for (int i = 0; i < kWgmmasOfHalf; ++i) {
-      asm volatile("" : "+r"(half[i].x), "+r"(half[i].y), "+r"(half[i].z), "+r"(half[i].w));
+      asm volatile(""
+                   : "+r"(operands[i].x), "+r"(operands[i].y), "+r"(operands[i].z),
+                     "+r"(operands[i].w));
     }
     const std::uint32_t tokens =
         ring_ + next_.stage * kStageBytes + kHalf * kWgmmasOfHalf * kDenseWgmmaColumns;
     WgmmaFence();
 #pragma unroll
     for (int i = 0; i < kWgmmasOfHalf; ++i) {
-      Wgmma<Type, 2 * kSums>::DenseFromRegisters(sums, half[i],
+      Wgmma<Type, 2 * kSums>::DenseFromRegisters(sums, operands[i],
                                                  Descriptor(tokens + i * kDenseWgmmaColumns));
     }
     WgmmaCommit();
@@ -585,7 +585,7 @@ class CodedConsumer : Consumer {
 
 template <class Type, int kStrips, int kTokens, Blocks kBlocks>
 using ConsumerOf = std::conditional_t<
-    IsCoded(kBlocks), CodedConsumer<Type, kStrips, kTokens, kBlocks>,
+    kBlocks == Blocks::kCoded, CodedConsumer<Type, kStrips, kTokens>,
     std::conditional_t<TileShape<kStrips, kTokens>::kWide || kBlocks == Blocks::kMixed,
                        WideConsumer<Type, kStrips, kTokens, kBlocks>,
                        NarrowConsumer<Type, kStrips, kTokens>>>;

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "format.cuh"
+
 namespace slidesparse::hopper {
 
 // Formats an error message, which stays valid until this thread's next call.  Defined in about.cu.
@@ -13,10 +15,10 @@ __attribute__((format(printf, 1, 2))) const char* Fail(const char* format, ...);
 
 // Returns null, or why no weight has this pattern.
 inline const char* CheckPattern(int length, int phase) {
-  const bool known = length == 4 || length == 6 || length == 8 || length == 10;
+  const bool known = length == 4 || length == 6 || length == kCodedLength;
   if (known && phase >= 0 && phase < length) return nullptr;
-  return Fail("blocks of %d columns at phase %d: a length of 4, 6, 8 or 10, a phase below it",
-              length, phase);
+  return Fail("blocks of %d columns at phase %d: a length of 4, 6 or 8, a phase below it", length,
+              phase);
 }
 
 // A launch of `ctas` CTAs in clusters of `cluster`.  Every kernel here is a programmatic dependent

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -13,7 +12,6 @@ from slidesparse import reference
 from slidesparse.gemm.problem import (
     ALL_2_4,
     MIN_INT8_ROWS,
-    NOT_CODED,
     TWO_FOUR,
     Layer,
     LibraryError,
@@ -41,8 +39,7 @@ class Backend(Protocol):
     threads: bool  # whether each step of the model may run in a new thread
     alignment: int  # rows of quantized activations are zero-padded to a multiple of this many columns
     outputs: tuple[torch.dtype, ...]  # supported dtypes of outputs
-    # The patterns whose weights are coded, not slid: their lengths L, and how many columns of a row make 128 codes
-    coded: Mapping[int, int]
+    coded: bool  # whether 6:8 weights are coded, not slid, and those of milder patterns are stored dense
 
     def unusable(self, device: torch.device, capability: tuple[int, int] | None = None) -> str | None:
         """Return why this backend cannot run on ``device``, with the remedy, or None when it can.  Never raises.
@@ -116,7 +113,7 @@ class TwoStep(ABC):
 
     fuses = False
     threads = False
-    coded: Mapping[int, int] = NOT_CODED
+    coded = False
 
     @abstractmethod
     def pack(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:

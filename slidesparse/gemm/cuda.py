@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -14,7 +13,7 @@ import torch
 
 from slidesparse.errors import INSTALL_CUDA
 from slidesparse.gemm import tuned
-from slidesparse.gemm.problem import NOT_CODED, LibraryError, Problem
+from slidesparse.gemm.problem import LibraryError, Problem
 
 if TYPE_CHECKING:
     from slidesparse.gemm.backend import Tunable
@@ -78,7 +77,7 @@ class CudaBackend(ABC):
     name: str
     device_type = "cuda"
     sparse: bool
-    coded: Mapping[int, int] = NOT_CODED
+    coded = False
     outputs: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     max_shape_distance: float = math.inf
     products: dict[str, tuple[str, ...]]  # type of the operands -> output types; serving uses the first

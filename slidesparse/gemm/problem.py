@@ -6,9 +6,7 @@ way in which a backend computes it, a short string that the backend understands.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -34,9 +32,9 @@ OPERANDS = ("int8", "fp8", "fp16", "bf16")
 BLOCKS = ALL_2_4, MIXED, ALL_DENSE = ("2:4", "mixed", "dense")
 CODED = "coded"  # those of a weight that is not slid but coded, see `slidesparse.gemm.hopper.format`
 TWO_FOUR = SlidePattern(HARDWARE_LENGTH)  # 2:4: the identity, because its windows do not overlap
+SIX_EIGHT = SlidePattern(8)  # the pattern of coded weights
 # Lengths of the patterns whose windows backends that code weights store
 SLID_BY_CODERS = (HARDWARE_LENGTH, 6)
-NOT_CODED: Mapping[int, int] = MappingProxyType({})  # `Backend.coded` of backends that code nothing
 MIN_ROWS = 16
 MIN_INT8_ROWS = 32  # of a dense product, as torch takes no fewer than 17 on a GPU
 
@@ -45,23 +43,24 @@ class LibraryError(EnvironmentFault, RuntimeError):
     """A GEMM library refused a call, or is missing; the message holds the library's error, the shapes and the types."""
 
 
-def stores_windows(pattern: SlidePattern, coded: Mapping[int, int]) -> bool:
+def stores_windows(pattern: SlidePattern, coded: bool) -> bool:
     """Whether a backend, of which ``coded`` is, stores the windows of weights at ``pattern``."""
     return not coded or pattern.length in SLID_BY_CODERS
 
 
-def stored_pattern(pattern: SlidePattern | None, coded: Mapping[int, int]) -> SlidePattern | None:
+def stored_pattern(pattern: SlidePattern | None, coded: bool) -> SlidePattern | None:
     """Return the pattern in whose form a backend stores a weight, slid or coded; None for dense.
 
-    Windows of patterns beyond 8:10 have more bytes than the dense weight, so backends that code store those dense.
+    Windows of 8:10 have as many bytes as the dense weight and those of milder patterns more, so backends that code
+    store these dense.
     """
-    kept = pattern is None or stores_windows(pattern, coded) or pattern.length in coded
+    kept = pattern is None or stores_windows(pattern, coded) or pattern == SIX_EIGHT
     return pattern if kept else None
 
 
-def coded_columns(layout: SlideLayout, coded: Mapping[int, int]) -> int:
-    """Return the columns of the activations of a coded weight, whole blocks; 0 if ``coded`` of a backend lacks it."""
-    return BLOCK * -(-layout.padded // coded[layout.length]) if layout.length in coded else 0
+def coded_columns(layout: SlideLayout, coded: bool) -> int:
+    """Return the columns of the activations of a coded weight, whole blocks; 0 if a backend does not code it."""
+    return round_up(layout.padded, BLOCK) if coded and layout.length == SIX_EIGHT.length else 0
 
 
 class Layer(NamedTuple):
@@ -86,7 +85,7 @@ class Layer(NamedTuple):
         phase: int,
         dtype: torch.dtype,
         alignment: int,
-        coded: Mapping[int, int] = NOT_CODED,
+        coded: bool = False,
     ) -> Layer:
         """Return the layer of a weight [n, k] of ``dtype``; ``pattern`` None is a dense weight, which is not slid.
 

@@ -13,7 +13,7 @@ from slidesparse.checkpoint.converted import open_checkpoint
 from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.checkpoint.storage import FLOATS
 from slidesparse.errors import SlideSparseError, shown
-from slidesparse.gemm.problem import ALL_2_4, ALL_DENSE, CODED, NOT_CODED, coded_columns, stored_pattern
+from slidesparse.gemm.problem import ALL_2_4, ALL_DENSE, CODED, coded_columns, stored_pattern
 from slidesparse.pattern import SlidePattern, parse_pattern, round_up
 from slidesparse.synth import PUBLIC
 
@@ -54,9 +54,7 @@ MODELS = {
 }
 
 
-def packed_columns(
-    k: int, pattern: str, alignment: int, coded: Mapping[int, int] = NOT_CODED
-) -> tuple[int, str]:
+def packed_columns(k: int, pattern: str, alignment: int, coded: bool = False) -> tuple[int, str]:
     """Return the columns of a packed weight of K in-features at a pattern, and its `Problem.blocks`.
 
     They are K' or K, rounded up to what the library takes, or `coded_columns`.  ``alignment`` and ``coded`` are its.

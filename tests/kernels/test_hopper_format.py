@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slidesparse.gemm.hopper import format as fmt
-from slidesparse.pattern import PatternError, SlidePattern
+from slidesparse.pattern import PatternError
 
-# Of the columns of a coded group of 8 or 10, in the order of their numbers.
-PAIRS = {length: list(combinations(range(length), 2)) for length in fmt.CODED_COLUMNS}
+PAIRS = list(combinations(range(8), 2))  # of the columns of a coded group, in the order of their numbers
 KEPT = [kept for count in (1, 2) for kept in combinations(range(4), count)]  # columns of a group
 
 
@@ -60,18 +59,15 @@ def test_elements_of_dense_blocks_are_where_ptx_isa_says(row: int, column: int) 
     assert place(block, 100) == (column % 128 // 32, row % 64, column % 32)
 
 
-@pytest.mark.parametrize("length", fmt.CODED_COLUMNS)
-def test_pack_coded_refuses_one_nonzero_too_many(length: int) -> None:
-    weight = torch.zeros(3, 2 * length, dtype=torch.int8)
-    weight[2, length - 3 : 2 * length - 4] = 1
-    with pytest.raises(
-        PatternError, match=rf"row 2, block 1 \(columns from {length - 3}\) has {length - 1} non"
-    ):
-        fmt.pack_coded(weight, SlidePattern(length), phase=3)
+def test_pack_coded_refuses_seven_nonzeros_in_eight() -> None:
+    weight = torch.zeros(3, 16, dtype=torch.int8)
+    weight[2, 5:12] = 1
+    with pytest.raises(PatternError, match=r"row 2, block 1 \(columns from 5\) has 7 non"):
+        fmt.pack_coded(weight, phase=3)
 
 
 @settings(max_examples=100, deadline=None)
-@given(row=st.integers(0, 127), group=st.integers(0, 31), dropped=st.sampled_from(PAIRS[8]))
+@given(row=st.integers(0, 127), group=st.integers(0, 31), dropped=st.sampled_from(PAIRS))
 def test_coded_elements_are_where_the_consumer_reads_them(
     row: int, group: int, dropped: tuple[int, int]
 ) -> None:
@@ -79,7 +75,7 @@ def test_coded_elements_are_where_the_consumer_reads_them(
     weight = torch.zeros(128, 256, dtype=torch.int8)
     kept = [column for column in range(8) if column not in dropped]
     weight[row, 8 * group + torch.tensor(kept)] = torch.arange(100, 106, dtype=torch.int8)
-    block = fmt.pack_coded(weight, SlidePattern(8)).view(2, 2, fmt.CODED_BYTES)[row // 64, group // 16]
+    block = fmt.pack_coded(weight).view(2, 2, fmt.CODED_BYTES)[row // 64, group // 16]
     wgmma, lower = group % 16 // 4, row % 16 // 8
     thread = row % 64 // 16 * 32 + 4 * (row % 8) + group % 4
     halves = block[: fmt.CODED_VALUE_BYTES].view(2, -1)
@@ -87,28 +83,7 @@ def test_coded_elements_are_where_the_consumer_reads_them(
     values = torch.cat([first.view(128, 16)[thread], rest.view(128, 8)[thread]]).view(2, 12)[wgmma % 2]
     found = torch.cat([values[4 * lower :][:4], values[8 + 2 * lower :][:2]])
     assert found.tolist() == list(range(100, 106))
-    assert codes_of(block, thread) >> 5 * (2 * wgmma + lower) & 31 == PAIRS[8].index(dropped)
-    assert int(block[: fmt.CODED_VALUE_BYTES].count_nonzero()) == 6
-
-
-@settings(max_examples=100, deadline=None)
-@given(row=st.integers(0, 127), group=st.integers(0, 23), dropped=st.sampled_from(PAIRS[10]))
-def test_coded_tens_are_where_the_consumer_reads_them(row: int, group: int, dropped: tuple[int, int]) -> None:
-    """Columns 8 and 9 have the last two places, if they are kept."""
-    weight = torch.zeros(128, 240, dtype=torch.int8)
-    kept = [column for column in range(10) if column not in dropped]
-    weight[row, 10 * group + torch.tensor(kept)] = torch.tensor(kept, dtype=torch.int8) + 100
-    block = fmt.pack_coded(weight, SlidePattern(10)).view(2, 2, fmt.CODED_BYTES)[row // 64, group // 12]
-    lower, thread = row % 16 // 8, row % 64 // 16 * 32 + 4 * (row % 8) + group % 12 // 3
-    values = block[: fmt.CODED_VALUE_BYTES].view(3, 128, 2, 8)[group % 3, thread, lower].tolist()
-    assert sorted(values) == [100 + column for column in kept]
-    assert values[:6] == sorted(values)[:6]
-    assert all(values[column - 2] == 100 + column for column in kept if column >= 8)
-    assert codes_of(block, thread) >> 6 * (2 * (group % 3) + lower) & 63 == PAIRS[10].index(dropped)
-    assert int(block[: fmt.CODED_VALUE_BYTES].count_nonzero()) == 8
-
-
-def codes_of(block: torch.Tensor, thread: int) -> int:
-    """Return the bits of a thread's codes."""
     low, high = block[fmt.CODED_VALUE_BYTES :].split([128 * 4, 128])
-    return int(low.view(torch.int32)[thread]) & 0xFFFFFFFF | int(high[thread]) << 32
+    codes = int(low.view(torch.int32)[thread]) & 0xFFFFFFFF | int(high[thread]) << 32
+    assert codes >> 5 * (2 * wgmma + lower) & 31 == PAIRS.index(dropped)
+    assert int(block[: fmt.CODED_VALUE_BYTES].count_nonzero()) == 6

@@ -25,7 +25,7 @@ from slidesparse.gemm import cuda
 from slidesparse.gemm.hopper import format as hopper_format
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.backend import Hopper, pack_by_kernel
-from slidesparse.gemm.problem import SLID_BY_CODERS, TWO_FOUR, Layer, LibraryError
+from slidesparse.gemm.problem import SIX_EIGHT, SLID_BY_CODERS, TWO_FOUR, Layer, LibraryError
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8
@@ -40,7 +40,7 @@ GEOMETRIES = [
     ("6:8", 64, 256, 0),
     ("6:8", 130, 90, 3),
     ("4:6", 70, 193, 2),
-    ("8:10", 64, 333, 9),
+    ("6:8", 64, 333, 7),
 ]
 LARGE = [("6:8", 4608, 3584, 0), ("2:4", 1000, 18944, 0), ("4:6", 3584, 3585, 1)]
 
@@ -80,15 +80,11 @@ PACKERS = ("pack_bytes", "pack")
 DECODER = """
 #include <cstdint>
 #include <cstring>
-#include <initializer_list>
 #define __host__
 #define __device__
 #define __forceinline__ inline
 struct uint2 { std::uint32_t x, y; };
 struct uint4 { std::uint32_t x, y, z, w; };
-static uint4 make_uint4(std::uint32_t x, std::uint32_t y, std::uint32_t z, std::uint32_t w) {
-  return {x, y, z, w};
-}
 static struct { unsigned x; } threadIdx;
 static std::uint8_t memory[8192];
 template <class Word> static Word Load(std::uint32_t at) {
@@ -113,28 +109,24 @@ static std::uint32_t Permute(std::uint32_t low, std::uint32_t high, std::uint32_
 }
 #include "decode.cuh"
 using namespace slidesparse::hopper;
-template <class Decoder, Blocks kBlocks>
-static void Decode(const std::uint8_t* block, std::uint32_t* words) {
+extern "C" __attribute__((visibility("default")))
+void decode(const std::uint8_t* block, std::uint32_t* words) {
   constexpr std::uint32_t kTable = 7168;  // a multiple of its size
   std::memcpy(memory, block, kCodedBytes);
-  for (int code = 0; code < SelectorBytes(kBlocks) / 4; ++code) {
-    const std::uint32_t selectors = Decoder::Selectors(code);
+  for (int code = 0; code < kSelectorBytes / 4; ++code) {
+    const std::uint32_t selectors = Selectors(code);
     std::memcpy(memory + kTable + 4 * code, &selectors, 4);
   }
   for (threadIdx.x = 0; threadIdx.x < 128; ++threadIdx.x) {
-    typename Decoder::Stored now, later;
-    typename Decoder::Half halves[2];
+    CodedHalf now, later;
+    CodedOperands halves[2];
     const std::uint32_t codes = kCodedValueBytes;
-    Decoder::Load(now, later, 0, LoadShared32(codes + 4 * threadIdx.x), memory[codes + 512 + threadIdx.x],
-                  kTable);
-    Decoder::ExpandFirst(now, later, halves[0]);
-    Decoder::ExpandSecond(later, halves[1]);
+    LoadHalves(now, later, 0, LoadShared32(codes + 4 * threadIdx.x), memory[codes + 512 + threadIdx.x],
+               kTable);
+    Expand(now, halves[0]);
+    Expand(later, halves[1]);
     std::memcpy(words + 16 * threadIdx.x, halves, 64);
   }
-}
-extern "C" __attribute__((visibility("default")))
-void decode(const std::uint8_t* block, int length, std::uint32_t* words) {
-  (length == 8 ? Decode<Decoder8, Blocks::kCoded8> : Decode<Decoder10, Blocks::kCoded10>)(block, words);
 }
 """
 
@@ -171,9 +163,9 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 def packed_by_torch(weight: Tensor, pattern: SlidePattern, phase: int) -> Tensor:
     """Pack by torch, with -0.0 replaced by +0.0."""
-    if pattern.length in hopper_format.CODED_COLUMNS:
+    if pattern == SIX_EIGHT:
         weight = torch.where(is_zero(weight), 0, raw(weight)).view(weight.dtype)
-        return hopper_format.pack_coded(weight, pattern, phase)
+        return hopper_format.pack_coded(weight, phase)
     windows = slide(weight, pattern, phase)
     return hopper_format.pack(torch.where(is_zero(windows), 0, raw(windows)).view(windows.dtype))
 
@@ -217,7 +209,7 @@ def test_pack_kernel_keeps_dense_blocks(
     assert_same_bits(packed.cpu(), hopper_format.pack_mixed(codes, dense))
 
 
-@given(cases(dtypes=(INT8, FP8), lengths=(*SLID_BY_CODERS, *hopper_format.CODED_COLUMNS)))
+@given(cases(dtypes=(INT8, FP8), lengths=(*SLID_BY_CODERS, 8)))
 @settings(max_examples=60)
 def test_pack_kernel_equals_reference_on_random_weights(device: torch.device, case: Case) -> None:
     check(case.weight, case.pattern, case.phase, device)
@@ -257,18 +249,16 @@ def test_pack_kernel_handles_every_2_4_mask(device: torch.device, dtype: torch.d
     assert broken.tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("length", hopper_format.CODED_COLUMNS)
-def test_coded_weights_are_decoded(length: int, tmp_path: Path) -> None:
+def test_coded_weights_are_decoded(tmp_path: Path) -> None:
     """The registers of dense wgmmas, by the PTX ISA, hold the weight with its columns in the quantizer's order."""
-    columns, pattern = hopper_format.CODED_COLUMNS[length], SlidePattern(length)
-    weight = obeying(pattern, 64, columns, 0, INT8, "mixed", length)
-    block = hopper_format.pack_coded(weight, pattern)
+    weight = obeying(SIX_EIGHT, 64, 128, 0, INT8, "mixed", 8)
+    block = hopper_format.pack_coded(weight)
     words = torch.zeros(128, 4, 4, dtype=torch.int32)
     decoder = compile_source(tmp_path, DECODER)
-    decoder.decode(ctypes.c_void_p(block.data_ptr()), length, ctypes.c_void_p(words.data_ptr()))
+    decoder.decode(ctypes.c_void_p(block.data_ptr()), ctypes.c_void_p(words.data_ptr()))
     # thread: w, g, t; wgmma; register: half of the columns, r; byte -> rows w, r, g; columns wgmma, half, t, byte
     registers = words.view(torch.int8).view(4, 8, 4, 4, 2, 2, 4).permute(0, 5, 1, 3, 4, 2, 6)
-    layer = Layer.of(64, columns, pattern, 0, INT8, 128, hopper_format.CODED_COLUMNS)
+    layer = Layer.of(64, 128, SIX_EIGHT, 0, INT8, 128, Hopper.coded)
     assert_same_bits(registers.reshape(64, 128), coded_order(weight, layer))
 
 
@@ -276,7 +266,7 @@ def test_pack_kernel_counts_violations(device: torch.device) -> None:
     weight = torch.zeros(70, 40, dtype=INT8)
     weight[69, 8:15], weight[3, 0:8] = 1, 1
     assert pack_by_kernel(weight.to(device), SlidePattern(8))[1] == 2
-    assert pack_by_kernel(weight.to(device), SlidePattern(10))[1] == 0
+    assert pack_by_kernel(weight.to(device), SlidePattern(6))[1] == 1  # columns 0 to 5 of row 3
     weight[69, 8] = weight[3, 0] = 0
     assert pack_by_kernel(weight.to(device), SlidePattern(8))[1] == 1  # seven of eight
 

@@ -28,7 +28,7 @@ FRAMES = {
     # Two or three CTAs share an SM's registers.  By their SASS, stores precede the main loop and loads follow it.
     r"GemmSplitKINS0_4Int8ELi[23]ELi64ELNS0_6BlocksE0E": 24,
     # As above.
-    r"Gemm(SplitK|StreamK|Grouped)INS0_(4Int8|3Fp8)ELi[23]ELi(32|128)ELNS0_6BlocksE[23]E": 24,
+    r"Gemm(SplitK|StreamK|Grouped)INS0_(4Int8|3Fp8)ELi[23]ELi(32|128)ELNS0_6BlocksE2E": 24,
 }
 
 BAD = """

@@ -53,7 +53,7 @@ class FakeLibrary:
     name: str = "cusparselt"
     sparse: bool = True
     alignment: int = 32
-    coded: dict[int, int] = field(default_factory=dict)
+    coded: bool = False
     times: dict[str, float] = field(default_factory=lambda: dict(TIMES))
     outs: tuple[str, ...] = ("bf16", "int32")
     scale: str = "none"

@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 
 from slidesparse import gemm, ops
-from slidesparse.blocks import BLOCK
 from slidesparse.flags import AUTO, BACKEND
 from slidesparse.gemm import backend as backends
 from slidesparse.gemm import cuda, cusparselt, library
 from slidesparse.gemm.hopper import native
-from slidesparse.gemm.hopper.backend import Hopper, multiply, plan_layer, product_layer
-from slidesparse.gemm.hopper.format import CODED_COLUMNS
+from slidesparse.gemm.hopper.backend import multiply, plan_layer, product_layer
 from slidesparse.gemm.hopper.native import TYPES
-from slidesparse.gemm.problem import ALL_2_4, CODED, NAMES, Layer, Problem, Tensors
+from slidesparse.gemm.problem import ALL_2_4, CODED, NAMES, SIX_EIGHT, Layer, Problem, Tensors
 from slidesparse.kernels import Producer, SiluMul
 from slidesparse.pattern import SlideLayout, SlidePattern
 from slidesparse.prune import prune
@@ -100,15 +98,8 @@ def hopper_quantize(x: Tensor, layer: Layer, producer: Producer = None) -> tuple
 
 def coded_order(q: Tensor, layer: Layer) -> Tensor:
     """Put codes [M, K] into the order in which a coded weight is multiplied, [M, columns]."""
-    columns = layer.columns // BLOCK * CODED_COLUMNS[layer.length]
-    rows = torch.nn.functional.pad(q.view(torch.int8), (layer.phase, columns - layer.phase - q.shape[1]))
-    if (
-        layer.length == 10
-    ):  # a thread's three groups: columns 0 to 7 of each, then all of 8 and 9, and two zeros
-        groups = rows.view(len(q), -1, 4, 3, 10)
-        tails = torch.nn.functional.pad(groups[..., 8:].flatten(-2), (0, 2))
-        words = torch.cat([groups[..., :8].flatten(-2), tails], -1).view(len(q), -1, 4, 8, 4)
-        return words.transpose(2, 3).reshape(len(q), layer.columns).view(q.dtype)
+    right = layer.columns - layer.phase - q.shape[1]
+    rows = torch.nn.functional.pad(q.view(torch.int8), (layer.phase, right))
     groups = rows.view(len(q), layer.columns // 32, 4, 2, 4)  # of eight columns, in two halves
     return groups.transpose(2, 3).reshape(len(q), layer.columns).view(q.dtype)
 
@@ -161,7 +152,7 @@ class PackedLayer:
     @property
     def coded(self) -> bool:
         """Whether the weight is coded, for activations that are not lifted."""
-        return self.backend == "hopper" and self.layer.length in Hopper.coded
+        return self.backend == "hopper" and self.layer.length == SIX_EIGHT.length
 
     def lifted(self, q: Tensor) -> Tensor:
         """Lift codes [M, K] -> [M, K'] with the reference, in memory that ends with the last row.

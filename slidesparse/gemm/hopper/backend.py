@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -31,6 +29,7 @@ from slidesparse.gemm.problem import (
     CODED,
     DTYPES,
     NAMES,
+    SIX_EIGHT,
     TWO_FOUR,
     Layer,
     LibraryError,
@@ -57,7 +56,6 @@ MAX_CONFIGURATIONS = 4096  # more than there are
 TABLE_TOKENS = tuple(1 << i for i in range(16))
 OUTPUTS = (torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # bytes: alignment of the rows that TMA reads
-SIX_EIGHT = SlidePattern(8)  # the coded pattern whose kernels are tuned; those of 8:10 differ little
 
 _planning = threading.Lock()
 
@@ -104,8 +102,7 @@ class Hopper(CudaBackend):
     alignment = BLOCK
     products = dict.fromkeys(("int8", "fp8"), tuple(NAMES[dtype] for dtype in OUTPUTS))
     outputs: tuple[torch.dtype, ...] = OUTPUTS
-    # The library codes 8:10, too, but no GPU has run its kernels since their mend: such weights are multiplied dense
-    coded: Mapping[int, int] = MappingProxyType({8: hopper_format.CODED_COLUMNS[8]})
+    coded = True
 
     def version(self) -> str:
         """See `Tunable.version`: the version of the configurations."""
@@ -188,7 +185,7 @@ class Hopper(CudaBackend):
     def pack(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
         """See `Backend.pack`: the packed windows or codes, N padded to whole strips and K' or K to whole blocks.
 
-        A weight without a pattern, or of one beyond 8:10, is stored in blocks of 64 out-features x 128 columns, 2:4
+        A weight without a pattern, or of one beyond 6:8, is stored in blocks of 64 out-features x 128 columns, 2:4
         where their zeros allow it.
         Little temporary memory is used.  Raises LibraryError for dtypes other than INT8 and FP8.
         """
@@ -233,7 +230,7 @@ def configuration_table(layer: Layer, device: torch.device) -> list[tuple[int, t
         return []
     backend = Hopper()
     subject, columns = cuda.subject_of(backend, device), round_up(layer.columns, backend.alignment)
-    blocks = CODED if layer.length in backend.coded else ALL_2_4
+    blocks = CODED if layer.length == SIX_EIGHT.length else ALL_2_4
     problem = Problem(NAMES[layer.dtype], NAMES[OUTPUTS[0]], layer.n, columns, 1, "both", blocks=blocks)
     slid = (layer.length, layer.phase) != (HARDWARE_LENGTH, 0)
     others = [] if slid else [replace(problem, blocks=blocks) for blocks in BLOCKS[1:]]
@@ -300,8 +297,8 @@ def pack_without_plan(
     if not weight.is_cuda:
         if dense is not None:
             return hopper_format.pack_mixed(weight, dense)
-        if pattern is not None and pattern.length in Hopper.coded:
-            return hopper_format.pack_coded(weight, pattern, phase)
+        if pattern == SIX_EIGHT:
+            return hopper_format.pack_coded(weight, phase)
         return hopper_format.pack(slide(weight, pattern or TWO_FOUR, phase))
     packed, broken = pack_by_kernel(weight, pattern or TWO_FOUR, phase, dense)
     require_unbroken_blocks(weight, pattern, phase, broken)

@@ -20,26 +20,17 @@ The metadata are one 32-bit word for each of the 128 threads of the strip's warp
 4 g + 2 h + r) has the word of row 16 w + g + 8 r: for each of the eight groups of four columns from 32 h on the indices
 of the two that are stored, two bits each, the first group and index lowest.
 
-6:8 and 8:10 weights are not slid but coded, uint8 [strips, blocks, 6784]: of each group of eight (ten) columns six
-(eight) values and five (six) bits, the number of the pair of columns that is left out, counted in lexicographic order.
-Each thread of the warpgroup expands its groups of rows 16 w + g (r = 0) and 16 w + g + 8 (r = 1) into the registers of
-four dense wgmmas.  At 6:8, thread (warp w, lane 4 g + t) has for wgmma i columns 32 i + 8 t to 32 i + 8 t + 7::
+6:8 weights are not slid but coded, uint8 [strips, blocks, 6784]: of each group of eight columns six values and five
+bits, the number of the pair of columns that is left out, counted in lexicographic order.  Each thread of the warpgroup
+expands its groups of rows 16 w + g (r = 0) and 16 w + g + 8 (r = 1) into the registers of four dense wgmmas.  Thread
+(warp w, lane 4 g + t) has for wgmma i columns 32 i + 8 t to 32 i + 8 t + 7::
 
     coded   values of wgmmas 0 and 1: 128 x 16, 128 x 8 | of wgmmas 2 and 3: 128 x 16, 128 x 8 | codes 128 x 4, 128 x 1
     values  of a thread and a wgmma: first four, r = 0 | first four, r = 1 | last two, r = 0 | last two, r = 1
     codes   of a thread: 40 bits, from the lowest on (i, r) = (0, 0), (0, 1), (1, 0), ...
 
-At 8:10 a block has 120 columns.  A thread has three groups i of each row, columns 30 t + 10 i and following::
-
-    values  of groups 0: 128 x 16 | 1: 128 x 16 | 2: 128 x 16; of a thread and a group: eight, r = 0 | eight, r = 1
-    codes   of a thread: 36 bits, from the lowest on (i, r) = (0, 0), (0, 1), (1, 0), ...
-
-The first six values are those of columns 0 to 7, in order.  The last two are those of columns 8 and 9, or, where these
-are left out, the remaining ones of columns 0 to 7.
-
 wgmma multiplies a thread's columns as its columns 4 t to 4 t + 3 and 16 + 4 t to 16 + 4 t + 3, so the quantizer writes
-each 32 codes in this order.  At 8:10, columns 0 to 7 of group i are those of wgmma i; the last wgmma has columns 8 and
-9 of groups 0 and 1, then of group 2, and two zeros.
+each 32 codes in this order.
 """
 
 from __future__ import annotations
@@ -48,7 +39,7 @@ import torch
 from torch import Tensor
 
 from slidesparse.blocks import BLOCK, STRIP, blocks_of, strips_of
-from slidesparse.pattern import SlidePattern
+from slidesparse.gemm.problem import SIX_EIGHT
 from slidesparse.slide import nonzero, require_pattern
 
 VALUE_BYTES = STRIP * BLOCK // 2
@@ -56,7 +47,6 @@ METADATA_BYTES = STRIP * BLOCK // 8
 BLOCK_BYTES = VALUE_BYTES + METADATA_BYTES
 DENSE_BYTES = STRIP * BLOCK
 OFFSET_UNIT = 1024  # bytes: unit of the offsets in a mixed weight
-CODED_COLUMNS = {8: BLOCK, 10: BLOCK // 32 * 30}  # of a block of a coded weight, by the length of its groups
 CODED_VALUE_BYTES = DENSE_BYTES // 8 * 6
 CODED_BYTES = CODED_VALUE_BYTES + DENSE_BYTES // 8 * 5 // 8
 
@@ -141,52 +131,35 @@ def pack_mixed(weight: Tensor, dense: Tensor) -> Tensor:
     return packed
 
 
-def pack_coded(weight: Tensor, pattern: SlidePattern, phase: int = 0) -> Tensor:
-    """Code 6:8 or 8:10 weights [N, K] of one-byte elements on any device: uint8 [strips * blocks * 6784].
+def pack_coded(weight: Tensor, phase: int = 0) -> Tensor:
+    """Code 6:8 weights [N, K] of one-byte elements on any device: uint8 [strips * blocks * 6784].
 
-    -0.0 counts as zero, and may become +0.0.
-
-    Args:
-        pattern: of a length in `CODED_COLUMNS`.
-        phase: zero columns to put before the row.
+    ``phase`` zero columns are put before the row.  -0.0 counts as zero, and may become +0.0.
 
     Raises PatternError for a group that has no two zeros.
     """
-    (n, k), length = weight.shape, pattern.length
-    assert length is not None
-    require_pattern(weight, pattern, "weight", phase)
-    strips, blocks = strips_of(n), -(-pattern.layout(k, phase).padded // CODED_COLUMNS[length])
+    n, k = weight.shape
+    require_pattern(weight, SIX_EIGHT, "weight", phase)
+    strips, blocks = strips_of(n), blocks_of(SIX_EIGHT.layout(k, phase).padded)
     if not blocks * strips:
         return weight.new_empty(0, dtype=torch.uint8)
-    right = blocks * CODED_COLUMNS[length] - phase - k
+    right = blocks * BLOCK - phase - k
     codes = torch.nn.functional.pad(weight.view(torch.uint8), (phase, right, 0, strips * STRIP - n))
-    groups = codes.view(strips * STRIP, blocks * CODED_COLUMNS[length] // length, length)
+    groups = codes.view(strips * STRIP, blocks * BLOCK // 8, 8)
     zeros = ~nonzero(groups.view(weight.dtype))
     dropped = zeros & (zeros.cumsum(-1) <= 2)
     order = dropped.to(torch.uint8).argsort(dim=-1, stable=True)  # those that are kept, then the other two
     first, second = order[..., -2], order[..., -1]
-    numbers = first * (2 * length - 1 - first) // 2 + second - first - 1
-    if length == 8:
-        # rows: strip, w, r, g; columns: block, half, wgmma, t -> strip, block, half, thread (w, g, t), wgmma, r
-        eights, threads = (strips, 4, 2, 8, blocks, 2, 2, 4), (0, 4, 5, 1, 3, 7, 6, 2)
-        values = groups.gather(-1, order[..., :6]).view(*eights, 6).permute(*threads, 8)
-        values = torch.cat([values[..., :4].flatten(-2), values[..., 4:].flatten(-2)], -1)
-        values = values.reshape(strips, blocks, 2, 128, 24)
-        parts = [values[..., :16].flatten(-2), values[..., 16:].flatten(-2)]
-        values = torch.cat(parts, -1).flatten(-2)
-        numbers = numbers.view(eights).permute(0, 4, 1, 3, 7, 5, 6, 2)
-    else:
-        swapped = (second == 9) & (first < 8)  # column 8 is the last that is kept, but has the place before
-        places = torch.arange(8, device=weight.device).expand(order[..., :8].shape).clone()
-        places[..., 6:] = torch.where(swapped.unsqueeze(-1), places[..., 6:].flip(-1), places[..., 6:])
-        values = groups.gather(-1, order[..., :8].gather(-1, places))
-        # rows: strip, w, r, g; columns: block, t, group -> strip, block, group, thread (w, g, t), r
-        tens = (strips, 4, 2, 8, blocks, 4, 3)
-        values = values.view(*tens, 8).permute(0, 4, 6, 1, 3, 5, 2, 7).reshape(strips, blocks, -1)
-        numbers = numbers.view(tens).permute(0, 4, 1, 3, 5, 6, 2)
-    numbers = numbers.reshape(strips, blocks, 128, -1)
-    shifts = torch.arange(numbers.shape[-1], device=weight.device) * (5 if length == 8 else 6)
-    words = (numbers << shifts).sum(-1)
+    numbers = first * (15 - first) // 2 + second - first - 1
+    # rows: strip, w, r, g; columns: block, half, wgmma, t -> strip, block, half, thread (w, g, t), wgmma, r
+    eights, threads = (strips, 4, 2, 8, blocks, 2, 2, 4), (0, 4, 5, 1, 3, 7, 6, 2)
+    values = groups.gather(-1, order[..., :6]).view(*eights, 6).permute(*threads, 8)
+    values = torch.cat([values[..., :4].flatten(-2), values[..., 4:].flatten(-2)], -1)
+    values = values.reshape(strips, blocks, 2, 128, 24)
+    parts = [values[..., :16].flatten(-2), values[..., 16:].flatten(-2)]
+    values = torch.cat(parts, -1).flatten(-2)
+    numbers = numbers.view(eights).permute(0, 4, 1, 3, 7, 5, 6, 2).reshape(strips, blocks, 128, 8)
+    words = (numbers << 5 * torch.arange(8, device=weight.device)).sum(-1)
     bytes_ = (words.unsqueeze(-1) >> 8 * torch.arange(5, device=weight.device) & 0xFF).to(torch.uint8)
     return torch.cat([values, bytes_[..., :4].flatten(-2), bytes_[..., 4]], -1).view(-1)
 
