@@ -118,6 +118,7 @@ def frontier(folder: Path, note: str) -> str:
     points = {
         ("int8", "bf16"): ("BF16", loss("bf16", DENSE, "-")),
         ("int8", "w4a16"): ("W4A16", loss("w4a16", DENSE, "-")),
+        ("int8", "w4a8"): ("W4A8", loss("w4a8", DENSE, "-")),
     }
     points |= {
         (q, STOCK): (f"{q.upper()}, stock vLLM", loss(q, DENSE, "-", "calibrated")) for q in ("int8", "fp8")
@@ -130,15 +131,14 @@ def frontier(folder: Path, note: str) -> str:
     for axes, (stage, m, context) in zip(panels, ((DECODE, 16, 16), (PREFILL, 8192, 1024)), strict=True):
         cell = speeds[(speeds["stage"] == stage) & (speeds["M"] == m) & (speeds["context"] == context)]
         rates = cell.groupby(["dtype", "column"])["rate"].median()
-        for number, (key, (label, found)) in enumerate(points.items()):
-            if key not in rates.index:
-                continue
+        for number, key in enumerate(key for key in points if key in rates.index):
+            label, found = points[key]
             color, x = COLORS[number % len(COLORS)], rates[key] / rates["int8", STOCK]
             if found.empty:
                 axes.axvline(x, color=color, linestyle=":", label=f"{label}, loss not measured")
                 continue
             found = found.sort_index().iloc[[0, -1]]  # one shot, and distilled the longest
-            marker = "s" if number < 4 else "o"
+            marker = "o" if key[1] in (DENSE, *PATTERNS) else "s"
             axes.plot([x, x], found, color=color, marker=marker, label=label)
             if minutes := found.index[-1]:
                 axes.annotate(f"  {minutes:g} min", (x, found.iloc[-1]), fontsize=7, va="center")

@@ -64,12 +64,11 @@ STEPS = {"prefill": "prefill, {} tokens per step", "decode": "decode, batch size
 # Rounds of h200/e2e.csv (h200/e2e.json): those of the table, and of other runs
 MAIN, OTHER, UNFUSED_RUNS = range(100), range(100, 200), range(200, 300)
 NOT_PRUNED = {DENSE: "not pruned"}
-BESIDE = {  # type and column of h100/e2e.csv, rounds from 101 on: what people would pick
+BESIDE = {  # type and column of h100/e2e.csv: what people would pick.  FP8 is of an earlier run (round 101)
     ("int8", "bf16"): "BF16",
     ("int8", "w4a16"): "W4A16 (Machete, groups of 128)",
     ("int8", "w4a8"): "W4A8 in FP8 (CUTLASS, groups of 128)",
-    ("fp8", STOCK): "FP8, stock",
-    ("fp8", DENSE): "FP8, not pruned",
+    ("fp8", STOCK): "FP8, stock (an earlier run)",
     ("int8", STOCK): "INT8, stock",
     **{("int8", name): f"INT8, {NOT_PRUNED.get(name, name)}" for name in (DENSE, "6:8", TWO_FOUR)},
 }
@@ -199,7 +198,7 @@ def bitnet() -> str:
 def beside() -> str:
     """Milliseconds of a decode step and thousand tokens per second of prefill, beside other types, on an H100."""
     rows = whole_models(H100)
-    rows = rows[~rows["round"].isin(MAIN)]
+    rows = rows[rows["round"].isin(MAIN) | (rows["dtype"] == "fp8")]
     decode = rows[(rows["stage"] == "decode") & (rows["context"] <= 32)].pivot_table(
         "step_ms", ["dtype", "column"], "M", "median"
     )
@@ -267,6 +266,24 @@ def layers() -> str:
     ]
     named = [(f"{f.name.upper()}, {NAMES.get(model, model)}", f, model, p) for f, model, p in subjects]
     return _layer_table(named, (1, 16, 64, 128, 256, 512, 1024, 2048, 8192, 16384))
+
+
+def energy() -> str:
+    """Time and energy of stock vLLM's layers over ours by version 0.3.0: Qwen2.5-7B on an H100."""
+    rows = read(H100, LINEAR, "linear_0.3.0")
+    rows = rows[rows["layer"] == SUM_LAYER]
+    patterns = (DENSE, "6:8", "4:6", TWO_FOUR)
+    times, millijoules = (
+        over(layer_us(rows, value).droplevel(["model", "layer"]), STOCK, HOPPER)[[*patterns]]
+        for value in ("p50_us", ENERGY)
+    )
+    lines = [
+        (f"{dtype.upper()}, {m}", *map(ratio, [*times.loc[dtype, m], *millijoules.loc[dtype, m]]))
+        for dtype in DTYPES[:2]
+        for m in times.loc[dtype].index
+    ]
+    header = [f"{what}, {NOT_PRUNED.get(name, name)}" for what in ("time", "energy") for name in patterns]
+    return table(("tokens", *header), lines)
 
 
 def popular() -> str:
@@ -410,7 +427,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "whole_h100": partial(whole, QWEN, H100),
     **{
         make.__name__: make
-        for make in (beside, contexts, other, bitnet, fusion, layers, popular, ranges, blocks)
+        for make in (beside, contexts, other, bitnet, fusion, layers, energy, popular, ranges, blocks)
     },
     **{make.__name__: make for make in (gemms, reference, efficiency)},
     "real_models": real_models,
