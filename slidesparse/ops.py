@@ -180,20 +180,15 @@ def _grouped_linear_fake(x: Tensor, order: Tensor, *others: Any) -> Tensor:
 
 
 def _combine(y: Tensor, rows: Tensor, top_k: int) -> Tensor:
-    """Sum the rows of each token's slots: y [T * top_k, N] and rows from `route` -> [T, N].
+    """Sum the rows of each token's slots in float32: y [T * top_k, N] and rows from `route` -> [T, N].
 
-    As vLLM does on GPUs: by a kernel that rounds each sum up to top_k 4, else by torch in float32, which adds up every
-    fourth term, then these sums.
+    As vLLM does on GPUs: in the order of the slots, rounded once.
     """
     here = (rows >= 0)[:, None]
     terms = torch.where(here, y[rows.clamp(min=0).long()].float(), 0.0).view(-1, top_k, y.shape[1])
-    sums = terms.new_zeros(4, terms.shape[0], y.shape[1])
-    for k in range(top_k):
-        sums[k % 4] += terms[:, k]
-    total = sums[0]
-    for part in sums[1:]:
-        total = total + part
-        total = total.to(y.dtype).float() if top_k <= 4 else total
+    total = terms.new_zeros(terms.shape[0], y.shape[1])
+    for term in terms.unbind(1):
+        total += term
     return total.to(y.dtype)
 
 

@@ -11,7 +11,8 @@ namespace slidesparse::hopper {
 namespace {
 
 constexpr int kCombineThreads = 256;
-constexpr int kVector = 8;  // columns that a thread adds up
+constexpr int kVector = 8;    // columns that a thread adds up
+constexpr int kInFlight = 4;  // rows that it loads at once
 
 struct RouteArguments {
   const void* ids;
@@ -113,35 +114,32 @@ __global__ void __launch_bounds__(kCombineThreads)
     return arguments.type == Float::kBFloat16 ? __bfloat162float(__ushort_as_bfloat16(bits))
                                               : __half2float(__ushort_as_half(bits));
   };
-  // In the order of torch's sum, by which vLLM adds up more than four: every fourth, then these.
-  float sums[4][kVector] = {};
-  for (int first = 0; first < arguments.top_k; first += 4) {
+  // As vLLM does: in float32, in the order of the slots; those of experts elsewhere add zeros.
+  float sums[kVector] = {};
+  for (int first = 0; first < arguments.top_k; first += kInFlight) {
+    int rows[kInFlight];
+    std::uint32_t words[kInFlight][kVector / 2] = {};
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (first + j >= arguments.top_k) break;
-      const int row = LoadGlobal32(arguments.rows + token * arguments.top_k + first + j);
-      if (row < 0) continue;
-      const uint4 found =
-          LoadGlobal128(reinterpret_cast<const uint4*>(arguments.y + row * n + column));
-      const std::uint32_t words[] = {found.x, found.y, found.z, found.w};
+    for (int j = 0; j < kInFlight; ++j) {
+      const int k = first + j;
+      rows[j] =
+          k < arguments.top_k ? LoadGlobal32(arguments.rows + token * arguments.top_k + k) : -1;
+    }
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) sums[j][i] += widen(words[i / 2], i);
+    for (int j = 0; j < kInFlight; ++j) {
+      const auto* const from = reinterpret_cast<const uint4*>(arguments.y + rows[j] * n + column);
+      LoadGlobal128If(rows[j] >= 0, from, words[j][0], words[j][1], words[j][2], words[j][3]);
+    }
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) sums[i] += widen(words[j][i / 2], i);
     }
   }
   std::uint32_t words[kVector / 2];
 #pragma unroll
   for (int i = 0; i < kVector / 2; ++i) {
-    float low = sums[0][2 * i], high = sums[0][2 * i + 1];
-#pragma unroll
-    for (int j = 1; j < 4; ++j) {
-      low += sums[j][2 * i];
-      high += sums[j][2 * i + 1];
-      words[i] = Narrow(low, high, arguments.type);
-      if (arguments.top_k <= 4) {  // vLLM's own kernel rounds each sum
-        low = widen(words[i], 0);
-        high = widen(words[i], 1);
-      }
-    }
+    words[i] = Narrow(sums[2 * i], sums[2 * i + 1], arguments.type);
   }
   *reinterpret_cast<uint4*>(arguments.out + token * n + column) =
       make_uint4(words[0], words[1], words[2], words[3]);
