@@ -1,4 +1,4 @@
-"""Mixtures of experts on GPUs: routed experts by the grouped kernel give vLLM's results, and its tokens of models."""
+"""Mixtures of experts on GPUs: our grouped kernel gives the results of vLLM's, and models the same texts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import convert
-from engines import STOCK, Engines
+from engines import Engines
+from gpu_engines import MEMORY
 from gpu_layers import gpu, normal
 from moe import MODELS
 from strategies import assert_same_bits
@@ -24,7 +25,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 
 PROMPTS = [[(7 * i * j + 3) % 500 for j in range(1, 40 + i)] for i in range(1, 9)]
 TOKENS = 24
-SAME = 0.9  # of the texts; sums that are rounded in another order may turn a near tie
 ASKED = {"SLIDESPARSE": "require"}
 
 
@@ -39,9 +39,10 @@ ASKED = {"SLIDESPARSE": "require"}
         ("qwen3", "int8", "2:4", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
     ],
 )
-def test_texts_equal_stock(
+def test_texts_equal_those_with_experts_by_vllm(
     engines: Engines, tmp_path: Path, name: str, quant: str, pattern: str, options: dict[str, Any]
 ) -> None:
+    """The engines differ in experts alone: how compiled norms are rounded turns texts at near ties."""
     if torch.cuda.device_count() < options.get("tensor_parallel_size", 1):
         pytest.skip("two GPUs are needed")
     convert(
@@ -52,26 +53,29 @@ def test_texts_equal_stock(
         layer=[rf"\.experts\.={pattern}"],
     )
     settings: dict[str, Any] = {
-        "options": {"dtype": "bfloat16", "disable_custom_all_reduce": True, **options},
+        "options": {"dtype": "bfloat16", "disable_custom_all_reduce": True, **MEMORY, **options},
         "work": {"prompts": PROMPTS, "tokens": TOKENS},
     }
-    expected = engines.serve(tmp_path / "out", env=STOCK, **settings)
+    expected = engines.serve(tmp_path / "out", registered="vllm_experts", **settings)
     answer = engines.serve(tmp_path / "out", env=ASKED, **settings)
-    assert not expected.summary
+    assert "MoE experts that a test leaves to vLLM" in expected.summary, expected.summary
     assert "MoE experts" not in answer.summary, answer.summary
-    first = [(a[0], b[0]) for a, b in zip(answer.tokens, expected.tokens, strict=True)]
-    assert sum(a == b for a, b in first) >= (SAME if quant == "int8" else 0.5) * len(first)
     equal = sum(a == b for a, b in zip(answer.tokens, expected.tokens, strict=True))
-    print(f"{equal} of {len(PROMPTS)} texts equal stock's")
-    assert quant == "fp8" or equal >= SAME * len(PROMPTS)
+    first = sum(a[0] == b[0] for a, b in zip(answer.tokens, expected.tokens, strict=True))
+    print(f"{equal} of {len(PROMPTS)} texts are equal, {first} first tokens")
+    if quant == "int8":
+        assert answer.tokens == expected.tokens
+    else:  # vLLM's CUTLASS kernel adds up in another order and rounds before it multiplies by the router's weight
+        assert first >= len(PROMPTS) / 2
 
 
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(
-    ("count", "top_k", "hidden", "intermediate"), [(4, 2, 128, 64), (8, 3, 512, 256), (128, 8, 2048, 768)]
+    ("count", "top_k", "hidden", "intermediate"),
+    [(4, 2, 128, 64), (8, 3, 512, 256), (6, 5, 160, 96), (128, 8, 2048, 768)],
 )
 def test_int8_results_are_vllms(count: int, top_k: int, hidden: int, intermediate: int) -> None:
-    """Bit for bit those of vLLM's Triton kernel, its quantizer, activation and sum."""
+    """Bit for bit those of vLLM's Triton kernel, its quantizer, activation and sum, of zeros and tiny rows too."""
     from vllm.model_executor.layers.fused_moe.config import int8_w8a8_moe_quant_config
     from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
 
@@ -91,8 +95,10 @@ def test_int8_results_are_vllms(count: int, top_k: int, hidden: int, intermediat
         (layers[0], layers[1]),
     )
     config = int8_w8a8_moe_quant_config(*scales, None, None, per_act_token_quant=True)
-    for tokens in (1, 16, 300):
+    for tokens in (1, 16, 300, 1030):
         x = normal(tokens, hidden, tokens)
+        x[1:2] = 0
+        x[2:3] *= 1e-12  # below the least absmax
         weights, ids = torch.randn(tokens, count, device=gpu()).softmax(-1).topk(top_k)
         expected = fused_experts(x, *codes, weights, ids.int(), quant_config=config)
         assert_same_bits(ops.experts(x, experts, ids.int(), weights, None), expected)

@@ -53,17 +53,17 @@ PARALLEL: dict[str, dict[str, Any]] = {
     "tp4": {"tensor_parallel_size": 4, "disable_custom_all_reduce": True},
     "pp2tp2": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "disable_custom_all_reduce": True},
 }
+# A size given makes vLLM skip the measurement of free memory, which other engines would disturb; at the start it only
+# asks whether this share of all memory is free.
+MEMORY: dict[str, Any] = {"kv_cache_memory_bytes": GIB, "gpu_memory_utilization": 0.02}
 COMMON: dict[str, Any] = {
+    **MEMORY,
     "enforce_eager": False,
     "max_model_len": 512,
     "max_num_seqs": SEQUENCES,
     "max_num_batched_tokens": BATCHED_TOKENS,
     "enable_prefix_caching": False,
     "async_scheduling": False,
-    # A size given makes vLLM skip the measurement of free memory, which other engines would disturb; at the start it
-    # only asks whether this share of all memory is free.
-    "kv_cache_memory_bytes": GIB,
-    "gpu_memory_utilization": 0.02,
 }
 STOCK_KERNELS = {"quantization": "compressed-tensors"}  # vLLM's, under a model that only the plugin has
 CODES = torch.int8, torch.float8_e4m3fn
