@@ -52,6 +52,7 @@ from slidesparse.calibrate.task import MINUTES
 from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.checkpoint.tokens import automatic_tokenizer
 from slidesparse.errors import SlideSparseError
+from slidesparse.files import locked
 from slidesparse.packaged import CODERS, MODELS
 from slidesparse.pattern import parse_pattern
 
@@ -247,6 +248,12 @@ class _Queue:
             self._changed.notify_all()
             return None
 
+    def stop(self) -> None:
+        """Give no further cells."""
+        with self._changed:
+            self._cells.clear()
+            self._changed.notify_all()
+
     def converted(self, cell: Cell, gpu: str | None) -> None:
         """Take note that a conversion has ended."""
         with self._changed:
@@ -267,8 +274,21 @@ def run(
     Args:
         gpus: values of CUDA_VISIBLE_DEVICES; none for a machine without a GPU.
 
-    Returns a line for each cell that failed.
+    Returns a line for each cell that failed.  Raises CellError while another run uses the folder.
     """
+    busy = CellError(f"another run measures cells in {texts.work}; wait for it or stop it")
+    with locked(texts.work, busy):
+        return _run(cells, texts, gpus, each, table, say)
+
+
+def _run(
+    cells: Sequence[Cell],
+    texts: Texts,
+    gpus: Sequence[str],
+    each: int,
+    table: Path,
+    say: Callable[[str], None],
+) -> list[str]:
     done = load(texts.work)
     waiting = _Queue([cell for cell in cells if cell not in done])
     failures, lock = list[str](), threading.Lock()
@@ -293,7 +313,10 @@ def run(
 
     slots = [gpu for _ in range(each) for gpu in gpus or (None,)]
     with ThreadPoolExecutor(len(slots)) as pool:
-        list(pool.map(work, range(len(slots)), slots))
+        try:
+            list(pool.map(work, range(len(slots)), slots))
+        finally:  # when interrupted, only the cells that are being measured are finished
+            waiting.stop()
     write_table(cells, texts.work, table)
     return failures
 

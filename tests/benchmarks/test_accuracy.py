@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.accuracy.cells import Cell, CellError, find_baseline, read_cells
+from benchmarks.accuracy.cells import Cell, CellError, Texts, find_baseline, read_cells, run
 from benchmarks.accuracy.humaneval import pass_at_1, passes
+from slidesparse.files import locked
 
 # with their columns but the model's, and the line of the baseline
 CELLS: dict[str, tuple[tuple[str, ...], int | None]] = {
@@ -43,6 +44,13 @@ def test_cells_name_their_columns_and_baselines(cells: list[Cell]) -> None:
     assert len(cells) == 6
     with pytest.raises(CellError, match="llama"):
         Cell.parse("llama --sparsity 6:8")
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    texts = Texts(tmp_path, None, None)
+    with locked(tmp_path), pytest.raises(CellError, match="another run"):
+        run([], texts, (), 1, tmp_path / "table.csv", print)
+    assert run([], texts, (), 1, tmp_path / "table.csv", print) == []
 
 
 @pytest.mark.parametrize(
