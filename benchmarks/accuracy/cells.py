@@ -276,19 +276,6 @@ def run(
 
     Returns a line for each cell that failed.  Raises CellError while another run uses the folder.
     """
-    busy = CellError(f"another run measures cells in {texts.work}; wait for it or stop it")
-    with locked(texts.work, busy):
-        return _run(cells, texts, gpus, each, table, say)
-
-
-def _run(
-    cells: Sequence[Cell],
-    texts: Texts,
-    gpus: Sequence[str],
-    each: int,
-    table: Path,
-    say: Callable[[str], None],
-) -> list[str]:
     done = load(texts.work)
     waiting = _Queue([cell for cell in cells if cell not in done])
     failures, lock = list[str](), threading.Lock()
@@ -312,7 +299,8 @@ def _run(
         shutil.rmtree(folder, ignore_errors=True)
 
     slots = [gpu for _ in range(each) for gpu in gpus or (None,)]
-    with ThreadPoolExecutor(len(slots)) as pool:
+    busy = CellError(f"another run measures cells in {texts.work}; wait for it or stop it")
+    with locked(texts.work, busy), ThreadPoolExecutor(len(slots)) as pool:
         try:
             list(pool.map(work, range(len(slots)), slots))
         finally:  # when interrupted, only the cells that are being measured are finished
