@@ -238,7 +238,7 @@ class _Experts:
 
 
 class CompressedTensorsExpertsInt8(_Experts, of_int8.CompressedTensorsW8A8Int8MoEMethod):
-    """INT8 experts.  Their inputs are quantized, on GPUs too, where vLLM up to 0.27 leaves them in 16 bits."""
+    """INT8 experts.  Their inputs are quantized, on GPUs too, where vLLM 0.25.1 leaves them in 16 bits."""
 
     quant = "int8"
 

@@ -1,7 +1,7 @@
 """Routed experts by vLLM's kernel for GPUs, in an engine whose other layers are ours.
 
 Imported by an engine's process (`engines.Request.registered`).  INT8 experts are run by `fused_experts` with inputs
-quantized per token.  Up to 0.27 vLLM's own method quantizes none: it takes a missing static scale for 16-bit inputs
+quantized per token.  vLLM 0.25.1's own method quantizes none: it takes a missing static scale for 16-bit inputs
 (vLLM pull request 50833), and the class that it runs refuses INT8 ones (51411).
 """
 
