@@ -101,7 +101,8 @@ def _swapped(by_column: Tensor, slots: Tensor, length: int, region: int, columns
         smaller = second.sum(1) + totals[removed][:, None] - torch.cdist(by_column[removed], second, p=1)
         costs = least.sum(1) + smaller / 2
         own, own_regions = costs.diagonal(), regions[removed]
-        gains = own[:, None] + own - costs - costs.t()
+        saved = own[:, None] - costs
+        gains = saved + saved.t()  # symmetric to the last bit, or one block of a pair would swap alone
         allowed = (own_regions[:, None] == own_regions) & (own_regions >= 0)
         gains = gains.masked_fill(~allowed, 0.0).fill_diagonal_(0.0)
         for _ in range(PASSES):
