@@ -114,8 +114,9 @@ class Task:
 
     @property
     def epochs(self) -> int:
-        """The epochs of fine-tuning: 0 for ternary weights, and where distillation trains all blocks afterwards."""
-        return 0 if self.ternary or self.texts else self.calibration.epochs
+        """The epochs of fine-tuning: 0 for ternary weights, and where nothing is pruned."""
+        trains = not self.ternary and any(pattern.density < 1 for pattern in self.layers.values())
+        return self.calibration.epochs if trains else 0
 
     def patterns(self, number: int) -> dict[str, str]:
         """Return the patterns of the layers of a block that are pruned, by name."""
