@@ -107,7 +107,7 @@ def expert_pruners(
     hessians, pooled = _gather(run, joined)
     for own in hessians:
         used = pooled if own.tokens < joined.shape[2] / FLOOR else own
-        best = pruner(used.matrix, used.tokens, sweeps) if used.tokens else None
+        best = pruner(used.matrix, sweeps) if used.tokens else None
         yield own, used, partial(_prune, best)
 
 
@@ -115,7 +115,7 @@ def _prune(best: Pruner | None, w: Tensor, pattern: Pattern) -> Tensor:
     """Prune the weights [N, K] of an expert by ``best``, or by magnitude; those that obey the pattern stay."""
     if obeys(w, pattern):
         return w
-    return best(w, pattern, None) if best else prune(w, pattern)
+    return best(w, pattern) if best else prune(w, pattern)
 
 
 def _gather(run: BlockRun, joined: Tensor) -> tuple[list[Hessian], Hessian]:

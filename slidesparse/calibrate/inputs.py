@@ -1,14 +1,12 @@
-"""The activations of a model: hidden states between blocks, inputs of linear layers, and sums over tokens.
+"""The activations of a model: hidden states between blocks, inputs of linear layers, and their `Hessian`.
 
-The layers of a group share their inputs, and pruning needs only two sums over these.  `Hessian` sums x x^T.  `Drift`
-sums w (d - a) a^T, where a is a layer's input after the layers before it were pruned and d its input in the dense
-model; from this sum `slidesparse.calibrate.sparsegpt` computes how the weights w [N, K] can compensate the difference.
+The layers of a group share their inputs, and pruning needs only the sum of x x^T over these.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -138,60 +136,24 @@ class Hessian:
         return self._sum
 
 
-class Drift:
-    """The sum of w (d - a) a^T for layers w [N, K] by name, whose input is a, and d in the dense model.
-
-    It is computed from the sum of (d - a) a^T [K, K], or directly for all rows where that is less work.
-    """
-
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        self._weights = dict(weights)
-        rows, (in_features,) = sum(len(w) for w in weights.values()), {w.shape[1] for w in weights.values()}
-        first = next(iter(weights.values()))
-        self._stacked = torch.cat([*weights.values()]) if 2 * rows < in_features else None
-        self._sum = first.new_zeros(in_features if self._stacked is None else rows, in_features)
-
-    def add(self, pruned: Tensor, dense: Tensor) -> None:
-        """Add tokens: ``pruned`` [..., K] is a, ``dense`` [..., K] is d."""
-        a, d = (x.reshape(-1, x.shape[-1]).to(self._sum.dtype) for x in (pruned, dense))
-        moved = d - a if self._stacked is None else (d - a) @ self._stacked.t()
-        self._sum.addmm_(moved.t(), a)
-
-    def errors(self) -> dict[str, Tensor]:
-        """Return E = sum of w (d - a) a^T [N, K] of each layer."""
-        if self._stacked is None:
-            return {name: w @ self._sum for name, w in self._weights.items()}
-        parts = self._sum.split([len(w) for w in self._weights.values()])
-        return dict(zip(self._weights, parts, strict=True))
-
-
-def gather_statistics(
-    stream: Stream, layer: str, dense: Stream | None = None, weights: Mapping[str, Tensor] | None = None
-) -> tuple[Hessian, Drift | None]:
-    """Compute H of the input of ``layer``, and with ``dense`` the drift of ``weights``.
-
-    Args:
-        dense: the same block of the dense model, on the same batches.
-        weights: [N, K] of the layers that share the input, by name.
+def gather_hessian(stream: Stream, layer: str) -> Hessian:
+    """Compute H of the input of ``layer``.
 
     Raises CalibrationError when an input is NaN or infinite, or H overflows.
     """
     hessian: Hessian | None = None
-    drift = Drift(weights) if dense is not None and weights else None
     with fast_products(stream.states.device):
         for batch in range(len(stream)):
-            a = stream.input(layer, batch)
-            hessian = hessian or Hessian(a.shape[-1], a.device)
-            hessian.add(a)
-            if dense is not None and drift is not None:
-                drift.add(a, dense.input(layer, batch))
+            x = stream.input(layer, batch)
+            hessian = hessian or Hessian(x.shape[-1], x.device)
+            hessian.add(x)
     assert hessian is not None
     if not bool(torch.isfinite(hessian.matrix.diagonal()).all()):
         raise CalibrationError(
             "the inputs of a layer are not finite (NaN or Inf); the weights or the calibration samples are damaged, or "
             "the model overflows float32"
         )
-    return hessian, drift
+    return hessian
 
 
 def output_error(w: Tensor, other: Tensor, hessian: Tensor) -> float:

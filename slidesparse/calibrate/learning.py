@@ -30,13 +30,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from slidesparse.calibrate.changes import ChangedReader
 from slidesparse.calibrate.finetune import ATTENTION, fixed_order, learning_rate_factor
-from slidesparse.calibrate.inputs import HiddenStates, gather_statistics
+from slidesparse.calibrate.inputs import HiddenStates, gather_hessian
 from slidesparse.calibrate.model import Block, fast_products
 from slidesparse.calibrate.pipeline import BlockRun, block_counter, run_blocks
 from slidesparse.calibrate.resume import ROTATION, WorkFolder
 from slidesparse.calibrate.roles import Roles, roles_of, rotate_columns, rotate_rows
 from slidesparse.calibrate.rotation import Q, rotated_reader, value_pair
-from slidesparse.calibrate.sparsegpt import damping_for, factor
+from slidesparse.calibrate.sparsegpt import factor
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.checkpoint.storage import Reader
@@ -214,8 +214,8 @@ def _inverse_hessians(run: BlockRun, roles: Roles) -> dict[str, Tensor]:
     for group in run.block.groups:
         if not run.weights_to_prune(group):
             continue
-        hessian, _ = gather_statistics(run.pruned, group[0])
-        upper = factor(hessian.matrix, damping_for(len(hessian.matrix), hessian.tokens))
+        hessian = gather_hessian(run.pruned, group[0])
+        upper = factor(hessian.matrix)
         upper *= math.sqrt(hessian.tokens)
         for name in group:
             if residual.norm_before(name):

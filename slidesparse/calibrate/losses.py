@@ -23,7 +23,7 @@ from torch import Tensor
 from slidesparse.calibrate.experts import expert_pruners, groups_to_prune, quantize_experts
 from slidesparse.calibrate.finetune import InputRounder
 from slidesparse.calibrate.graphs import recordings
-from slidesparse.calibrate.inputs import free_bytes, gather_statistics
+from slidesparse.calibrate.inputs import free_bytes, gather_hessian
 from slidesparse.calibrate.model import Block, Ends, Model, fast_products
 from slidesparse.calibrate.pipeline import (
     BlockRun,
@@ -115,11 +115,11 @@ def _measure(
     for group in run.block.groups:
         if not (weights := run.weights_to_prune(group)):
             continue
-        hessian, _ = gather_statistics(run.pruned, group[0])
-        prune = pruner(hessian.matrix, hessian.tokens, 0, run.task.ternary)
+        hessian = gather_hessian(run.pruned, group[0])
+        prune = pruner(hessian.matrix, 0, run.task.ternary)
         stacked, sizes = torch.cat([*weights.values()]), [len(w) for w in weights.values()]
         for pattern in patterns:
-            parts = prune(stacked, pattern, None).split(sizes)
+            parts = prune(stacked, pattern).split(sizes)
             options[tuple(map(run.full_name, weights)), pattern.ratio] = {
                 name + WEIGHT: w for name, w in zip(weights, parts, strict=True)
             }

@@ -2,9 +2,8 @@
 
 For each group of linear layers of a block (see `slidesparse.calibrate.model`): run the samples up to the group's
 inputs, compute H from them, prune and quantize the layers, and replace their weights by the dequantized ones, so that
-the next group sees the activations of serving.  The dense model may run on the same samples in parallel, also a block
-at a time.  Its outputs are the targets of pruning, and of fine-tuning whole blocks afterwards (see
-`slidesparse.calibrate.finetune`).
+the next group sees the activations of serving.  The dense model runs on the same samples in parallel where blocks are
+fine-tuned to its outputs afterwards (see `slidesparse.calibrate.finetune`).
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from slidesparse.blocks import obeys
 from slidesparse.calibrate.experts import prune_experts, quantize_experts, replace_experts
 from slidesparse.calibrate.finetune import Finetuned, finetune
 from slidesparse.calibrate.graphs import recordings
-from slidesparse.calibrate.inputs import Hessian, HiddenStates, Stream, gather_statistics, output_error
+from slidesparse.calibrate.inputs import Hessian, HiddenStates, Stream, gather_hessian, output_error
 from slidesparse.calibrate.model import Block
 from slidesparse.calibrate.permutation import find_order, may_permute
 from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.calibrate.roles import find_roles, layer_orders
-from slidesparse.calibrate.sparsegpt import compensated_target, damping_for, factor, pruner
+from slidesparse.calibrate.sparsegpt import factor, pruner
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.names import SCALE, WEIGHT
 from slidesparse.checkpoint.skeleton import Expert
@@ -89,7 +88,7 @@ def calibrate(task: Task, reader: Reader, work: WorkFolder, progress: Progress) 
     if all(is_finished(task, work, number) for number in _blocks_to_prune(task)):
         return
     report = block_counter(task, "pruning", progress)
-    for run in run_blocks(task, reader, 2):
+    for run in run_blocks(task, reader, 2 if task.epochs else 1):
         quantize_skipped(run)
         if is_finished(task, work, run.number):
             restore_block(run, work)
@@ -167,7 +166,6 @@ def _prune_block(run: BlockRun) -> tuple[dict[str, Tensor], list[dict[str, Any]]
     |X (W - W')^T| / |X W^T| over the calibration tokens, where W is the dense model's weight and X the input after the
     layers before were pruned.
     """
-    assert run.dense
     tensors: dict[str, Tensor] = {}
     rows: dict[str, dict[str, Any]] = {}
     pruned: dict[str, Tensor] = {}  # not quantized
@@ -176,11 +174,10 @@ def _prune_block(run: BlockRun) -> tuple[dict[str, Tensor], list[dict[str, Any]]
         if not (weights := run.weights_to_prune(group)):
             continue
         started = time.monotonic()
-        hessian, drift = gather_statistics(run.pruned, group[0], run.dense, weights)
-        errors = drift.errors() if drift else None
-        order, orders = _find_order(run, group[0], hessian, errors)
+        hessian = gather_hessian(run.pruned, group[0])
+        order, orders = _find_order(run, group[0], hessian)
         tensors |= orders
-        pruned |= _prune_rows(run, hessian, errors, weights, order)
+        pruned |= _prune_rows(run, hessian, weights, order)
         for name, w in weights.items():
             served = _quantize_layer(run, name, pruned[name], tensors)
             hessians[name] = hessian.matrix
@@ -196,7 +193,7 @@ def _prune_block(run: BlockRun) -> tuple[dict[str, Tensor], list[dict[str, Any]]
             }
     of_experts, rows_of_experts = prune_experts(run, SWEEPS)
     tensors |= of_experts
-    if (trained := _finetune_block(run, run.dense, pruned)) is not None:
+    if run.dense and (trained := _finetune_block(run, run.dense, pruned)):
         for name, w in trained.weights.items():
             served = _quantize_layer(run, name, w, tensors)
             dense = run.dense.block.weights[name + WEIGHT]
@@ -206,9 +203,7 @@ def _prune_block(run: BlockRun) -> tuple[dict[str, Tensor], list[dict[str, Any]]
     return tensors, [*rows.values(), *rows_of_experts]
 
 
-def _find_order(
-    run: BlockRun, reader: str, hessian: Hessian, errors: Mapping[str, Tensor] | None
-) -> tuple[Tensor | None, dict[str, Tensor]]:
+def _find_order(run: BlockRun, reader: str, hessian: Hessian) -> tuple[Tensor | None, dict[str, Tensor]]:
     """Return the order [K] in which to prune the columns of a layer, and the permutations to save, by tensor name.
 
     The order is None, without permutations, for a layer that is the reader of no pair or keeps its order.
@@ -219,26 +214,20 @@ def _find_order(
     w, pattern = run.block.weights[reader + WEIGHT], run.task.layers[run.full_name(reader)]
     if not pattern.length or not may_permute(pair, pattern.length) or obeys(w, pattern):
         return None, {}
-    upper = factor(hessian.matrix, damping_for(len(hessian.matrix), hessian.tokens))
-    target = compensated_target(w, errors[reader], upper) if errors else w
-    order = find_order(pair, target, upper, pattern.length)
+    upper = factor(hessian.matrix)
+    order = find_order(pair, w.to(upper.dtype), upper, pattern.length)
     orders = layer_orders(run.block, pair, order)
     return order, {run.full_name(name) + suffix: x for (name, suffix), x in orders.items()}
 
 
 def _prune_rows(
-    run: BlockRun,
-    hessian: Hessian,
-    errors: Mapping[str, Tensor] | None,
-    weights: Mapping[str, Tensor],
-    order: Tensor | None = None,
+    run: BlockRun, hessian: Hessian, weights: Mapping[str, Tensor], order: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Prune layers that share their inputs; layers of one pattern are stacked, because rows are independent.
 
     A layer that already obeys its pattern is not changed.
 
     Args:
-        errors: E [N, K] of each layer (see `slidesparse.calibrate.inputs.Drift`).
         order: permutation [K] of the columns in which the pattern holds; the result has the original order.
     """
     patterns = {name: run.task.layers[run.full_name(name)] for name in weights}
@@ -249,21 +238,20 @@ def _prune_rows(
     columns = slice(None) if order is None else order
     back = slice(None) if order is None else order.argsort()
     h = hessian.matrix[columns][:, columns]
-    prune = pruner(h, hessian.tokens, SWEEPS, run.task.ternary)
+    prune = pruner(h, SWEEPS, run.task.ternary)
     for pattern in dict.fromkeys(patterns[name] for name in remaining):
         names = [name for name in remaining if patterns[name] == pattern]
         w = torch.cat([remaining[name] for name in names])[:, columns]
-        error = torch.cat([errors[name] for name in names])[:, columns] if errors is not None else None
-        parts = prune(w, pattern, error)[:, back].split([len(remaining[name]) for name in names])
+        parts = prune(w, pattern)[:, back].split([len(remaining[name]) for name in names])
         pruned |= dict(zip(names, parts, strict=True))
     return pruned
 
 
 def _finetune_block(run: BlockRun, dense: Stream, weights: Mapping[str, Tensor]) -> Finetuned | None:
-    """Fine-tune the pruned ``weights`` of a block to the outputs of the ``dense`` one, if the task says so."""
+    """Fine-tune the pruned ``weights`` of a block to the outputs of the ``dense`` one, if any are."""
     task = run.task
     pruned = {name: w for name, w in weights.items() if task.layers[run.full_name(name)].density < 1}
-    if not task.epochs or not pruned:
+    if not pruned:
         return None
     dense.advance()
     skipped = (name for name in run.names if run.full_name(name) in task.skipped)

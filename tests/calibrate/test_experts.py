@@ -43,7 +43,7 @@ def inputs_of_experts(model: nn.Module, layer: int, ids: Tensor) -> list[Tensor]
 def test_each_expert_is_pruned_by_the_tokens_routed_to_it(tmp_path: Path, name: str, quant: str) -> None:
     """The first layer with experts, by inputs from transformers' run of the model with the written linear layers."""
     model, dtype = MODELS[name], {"int8": INT8, "fp8": FP8}[quant]
-    source, ids = model.write(tmp_path / "source", name == "qwen2"), write_ids(tmp_path / "ids.npy")
+    source, ids = model.write(tmp_path / "source", name == "qwen2"), write_ids(tmp_path / "ids.npy", 24)
     report = calibrated(source, tmp_path / "out", ids, quant=quant, epochs=0, layer=PRUNED)
     written, before = tensors_of(tmp_path / "out"), model.read()[1]
     block = config_of(tmp_path / "out")["quantization_config"]["slidesparse"]
@@ -64,7 +64,7 @@ def test_each_expert_is_pruned_by_the_tokens_routed_to_it(tmp_path: Path, name: 
         prefix = f"model.layers.{layer}.{model.module}.experts.{expert}."
         assert rows[prefix + gate]["tokens"] == len(x)
         both = torch.cat([before[f"{prefix}{part}.weight"].float() for part in (gate, up)])
-        best = pruner(x.mT @ x, len(x), 4)(both, PATTERN, None)
+        best = pruner(x.mT @ x, 4)(both, PATTERN)
         for part, w in zip((gate, up), best.chunk(2), strict=True):
             codes = quantize_rows(w, dtype, "cuda")[0].float()
             stored = written[f"{prefix}{part}.weight"]
@@ -75,7 +75,7 @@ def test_each_expert_is_pruned_by_the_tokens_routed_to_it(tmp_path: Path, name: 
             for part in (gate, up)
         )
         h = functional.silu(x @ first.T) * (x @ second.T)
-        best = pruner(h.mT @ h, len(h), 4)(before[f"{prefix}{down}.weight"].float(), PATTERN, None)
+        best = pruner(h.mT @ h, 4)(before[f"{prefix}{down}.weight"].float(), PATTERN)
         codes = quantize_rows(best, dtype, "cuda")[0].float()
         assert float((codes != written[f"{prefix}{down}.weight"].float()).float().mean()) < 0.01
 
@@ -115,7 +115,7 @@ def test_losses_of_experts_equal_those_of_transformers(tmp_path: Path) -> None:
     by_pattern, shares = [*found.values()][2]
     for expert, x in enumerate(inputs_of_experts(reference, 0, samples)):
         assert shares[expert] == len(x) / samples.numel()
-        joined.data[expert] = pruner(x.mT @ x, len(x), 0)(joined[expert], SlidePattern(4), None)
+        joined.data[expert] = pruner(x.mT @ x, 0)(joined[expert], SlidePattern(4))
     pruned = reference(samples).logits.log_softmax(-1)
     expected = functional.kl_div(pruned, dense, reduction="sum", log_target=True) / samples.numel()
     assert by_pattern["2:4"] == pytest.approx(float(expected), rel=1e-3)

@@ -27,7 +27,7 @@ from slidesparse.convert import stream
 from slidesparse.convert.budget import Budget
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 
-BUDGET: dict[str, Any] = {"budget": Budget(max_loss=0.1, tokens=(16,)), "epochs": 0}
+BUDGET: dict[str, Any] = {"budget": Budget(max_loss=0.3, tokens=(16,)), "epochs": 0}
 EVERYTHING: dict[str, Any] = {"rotate": "on", "minutes": 36 / 60, **BUDGET}
 
 
