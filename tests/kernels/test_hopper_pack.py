@@ -291,3 +291,13 @@ def test_pack_handles_empty_and_refuses_other_dtypes(device: torch.device) -> No
     for dtype in (torch.int16, torch.bfloat16):
         with pytest.raises(LibraryError, match=str(dtype)):
             Hopper().pack(torch.zeros(64, 64, dtype=dtype), SlidePattern(8))
+
+
+def test_unpruned_experts_are_served_when_a_flag_asks() -> None:
+    """Those that were pruned always are; vLLM 0.25.1's results differ, and nobody has asked for others."""
+    refused = [
+        Hopper().refuses_experts(8, pattern, INT8, asked)
+        for pattern, asked in product((SlidePattern(8), None), (False, True))
+    ]
+    assert [bool(reason) for reason in refused] == [False, False, True, False]
+    assert "SLIDESPARSE=require" in str(refused[2])
