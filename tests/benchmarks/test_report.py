@@ -50,11 +50,14 @@ def test_tables_of_the_docs_equal_those_of_the_csvs() -> None:
 
 def test_shipped_fits_are_as_close_to_the_measured_layers_as_stated() -> None:
     """The bounds are those that slidesparse/convert/times.py states: on average by pattern and tokens, and at worst."""
-    gpus = ("nvidia-h200", report.H200, 0.09), ("nvidia-h100-80gb-hbm3", report.H100, 0.07)
+    gpus = ("nvidia-h200", report.H200, 0.095), ("nvidia-h100-80gb-hbm3", report.H100, 0.07)
     for gpu, folder, overall in gpus:
         fits, errors = layer_fits(gpu), []
         for (dtype, pattern, tokens), us in measured_layers(folder).items():
             a, b = fits[dtype, pattern, tokens]
+            if pattern == "8:10":  # the same layers again
+                assert (a, b) == fits[dtype, "dense", tokens]
+                continue
             off = [abs((a + b * n * k) / measured - 1) for (n, k), measured in us.items()]
             assert sum(off) / len(off) < 0.155, (dtype, pattern, tokens)
             errors += off

@@ -138,7 +138,7 @@ def test_experts_gain_what_was_measured(
     budget = Budget(max_loss=0.01, tokens=(tokens,), gpu="nvidia-h100-80gb-hbm3")
     problem = allocation_problem(losses, shapes, quant, budget, [])
     dense, sparse = problem.frontier()[0], problem.uniform(SlidePattern(4))
-    assert dense.time / sparse.time == pytest.approx(unpruned / pruned, rel=1 / 8)
+    assert dense.time / sparse.time == pytest.approx(unpruned / pruned, rel=1 / 7)
     assert sparse.zeros == 0.5
 
 
