@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from benchmarks.measure import Gauge, Job
     from benchmarks.records import Records
     from benchmarks.stock import Stock
-    from slidesparse.gemm.backend import Tunable
+    from slidesparse.gemm.cuda import CudaBackend
     from slidesparse.tune.machine import Gpu
     from slidesparse.tune.session import Session
 
@@ -96,7 +96,7 @@ def _parse_patterns(text: str | None, mixed: bool = False) -> tuple[str, ...]:
     return PATTERNS if text is None else parse_patterns(text, mixed)
 
 
-def _subjects(conditions: Path, providers: str | None) -> tuple[Gpu, list[Tunable], Stock | None]:
+def _subjects(conditions: Path, providers: str | None) -> tuple[Gpu, list[CudaBackend], Stock | None]:
     """Return the GPU, the backends and vLLM's kernels to measure, and write the conditions of their table."""
     from benchmarks import stock
     from benchmarks.conditions import gpu_conditions

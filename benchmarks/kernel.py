@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.measure import Gauge, Job, take_turns
 from benchmarks.records import Row
 from benchmarks.stock import Stock
-from slidesparse.gemm.backend import Tunable
+from slidesparse.gemm.cuda import CudaBackend
 from slidesparse.gemm.problem import ALL_2_4, Problem
 from slidesparse.pattern import round_up
 from slidesparse.tune.inputs import clones
@@ -49,7 +49,7 @@ class Cell:
     k: int  # columns of the weight, K' if slided
     out: str
     scale: str
-    library: Tunable | None = field(compare=False)  # None: vLLM's kernel
+    library: CudaBackend | None = field(compare=False)  # None: vLLM's kernel
     blocks: str = ALL_2_4  # of the packed weight
 
     @property
@@ -84,12 +84,12 @@ def model_groups(
 
 
 def cells(
-    layer: Layer, dtype: str, patterns: Sequence[str], libraries: Sequence[Tunable], stock: Stock | None
+    layer: Layer, dtype: str, patterns: Sequence[str], libraries: Sequence[CudaBackend], stock: Stock | None
 ) -> list[Cell]:
     """Return the cells to measure for a layer."""
     planned: list[Cell] = []
     for library in libraries:
-        outs = library.output_types(dtype)
+        outs = library.products.get(dtype, ())
         if not outs:
             continue
         scale = library.epilogue(dtype, outs[0])
@@ -115,7 +115,7 @@ def jobs(
     session: Session,
     gauge: Gauge,
     groups: Sequence[Group],
-    libraries: Sequence[Tunable],
+    libraries: Sequence[CudaBackend],
     stock: Stock | None,
     patterns: Sequence[str],
 ) -> Iterator[Job]:

@@ -18,8 +18,7 @@ from benchmarks.measure import Gauge, Job, take_turns
 from benchmarks.records import ENERGY, LINEAR, TIMES, Records, Row
 from benchmarks.stock import Stock
 from slidesparse import ops
-from slidesparse.gemm import problem
-from slidesparse.gemm.backend import Tunable
+from slidesparse.gemm.cuda import CudaBackend
 from slidesparse.gemm.problem import DTYPES, TWO_FOUR, stores_windows
 from slidesparse.pattern import SlidePattern, parse_pattern
 from slidesparse.prune import prune
@@ -48,7 +47,7 @@ class Provider:
 
 
 def providers(
-    layer: Layer, dtype: str, patterns: Sequence[str], libraries: Sequence[Tunable], stock: Stock | None
+    layer: Layer, dtype: str, patterns: Sequence[str], libraries: Sequence[CudaBackend], stock: Stock | None
 ) -> list[Provider]:
     """vLLM first, then each library: dense weights if it takes them, and each pattern if it is sparse."""
     planned = []
@@ -75,10 +74,10 @@ def providers(
 
 
 def _operators(
-    library: Tunable, layer: Layer, dtype: str, pattern: SlidePattern | None
+    library: CudaBackend, layer: Layer, dtype: str, pattern: SlidePattern | None
 ) -> tuple[_Call, _Pack]:
     """A layer through `slidesparse.ops`, and a function that packs its already slid weight."""
-    packed = problem.Layer.of(layer.n, layer.k, pattern, 0, DTYPES[dtype], library.alignment, library.coded)
+    packed = library.layer(layer.n, layer.k, pattern, 0, DTYPES[dtype])
 
     def call(x: Tensor, weight: Tensor, scale_w: Tensor) -> Tensor:
         return ops.linear(x, weight, scale_w, None, packed, library.name)
@@ -100,7 +99,7 @@ def jobs(
     session: Session,
     gauge: Gauge,
     groups: Sequence[Group],
-    libraries: Sequence[Tunable],
+    libraries: Sequence[CudaBackend],
     stock: Stock | None,
     patterns: Sequence[str],
 ) -> Iterator[Job]:

@@ -186,9 +186,7 @@ class _Experts:
             setattr(layer, f"{name}_weight", packed)
             scale = getattr(layer, f"{name}_weight_scale").data.float().flatten(1)
             setattr(layer, f"{name}_weight_scale", torch.nn.Parameter(scale, requires_grad=False))
-            _, n, k = weight.shape
-            backend = self.backend
-            layers.append(Layer.of(n, k, slid, phase, weight.dtype, backend.alignment, backend.coded))
+            layers.append(self.backend.layer(*weight.shape[1:], slid, phase, weight.dtype))
         self.layers = layers[0], layers[1]
 
     # What vLLM's runner asks

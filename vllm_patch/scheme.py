@@ -121,7 +121,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         compat.forget_input_quant_key(layer)
         rank = getattr(layer, "tp_rank", 0) if shard != in_features else 0
         self._first_column = rank * shard
-        self._unslid = Layer.of(weight.shape[0], shard, None, 0, weight.dtype, self.backend.alignment)
+        self._unslid = self.backend.layer(weight.shape[0], shard, None, 0, weight.dtype)
         if self.slided:
             self._require_whole_blocks(shard, in_features)
             slided = torch.empty(
@@ -148,11 +148,6 @@ class SlideSparseScheme(CompressedTensorsScheme):
         """Return the windows of a slided checkpoint's weight."""
         pattern, phase = self._slides()
         return (pattern or TWO_FOUR).layout(self._unslid.k, phase)
-
-    def _slid_layer(self) -> Layer:
-        """Return the layer as the backend sees it at the sparsest possible pattern."""
-        n, k, dtype = self._unslid.n, self._unslid.k, self._unslid.dtype
-        return Layer.of(n, k, *self._slides(), dtype, self.backend.alignment, self.backend.coded)
 
     def _is_other_head(self, dtype: torch.dtype) -> bool:
         """Return whether the outputs have a type that is not the model's and that the backend cannot write.
@@ -289,7 +284,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         setattr(layer.weight, PACKED, True)
         layer.weight_scale = torch.nn.Parameter(self._channel_scale(layer), requires_grad=False)
         layer.input_scale = None
-        self.layer = self._slid_layer()
+        self.layer = self.backend.layer(self._unslid.n, self._unslid.k, *self._slides(), self._unslid.dtype)
 
     def _channel_scale(self, layer: torch.nn.Module) -> Tensor:
         """Return scales [N, 1] float32; a per-tensor scale is repeated for the rows of its part of a fused layer."""

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from slidesparse import reference
-from slidesparse.gemm.problem import (
-    ALL_2_4,
-    MIN_INT8_ROWS,
-    TWO_FOUR,
-    Layer,
-    LibraryError,
-    Plan,
-    Problem,
-    Tensors,
-    bucket,
-)
+from slidesparse.gemm.problem import MIN_INT8_ROWS, TWO_FOUR, Layer, LibraryError, Tensors, bucket
 from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import Arithmetic, arithmetic_of
 from slidesparse.slide import require_pattern
 
 
-class Backend(Protocol):
+class Backend(ABC):
     """A way to run a linear layer.  Implementations keep no state per call.
 
     The layers of one backend for each type of device, `slidesparse.ops.NATIVE`, are run by operators of their own; any
@@ -35,12 +24,13 @@ class Backend(Protocol):
     name: str
     device_type: str  # "cuda" or "cpu": the type of device for which it is chosen automatically
     takes_dense: bool  # whether it serves weights without a pattern
-    fuses: bool  # whether its operators fuse a producer with the quantization
-    threads: bool  # whether each step of the model may run in a new thread
+    fuses = False  # whether its operators fuse a producer with the quantization
+    threads = False  # whether each step of the model may run in a new thread
     alignment: int  # rows of quantized activations are zero-padded to a multiple of this many columns
-    outputs: tuple[torch.dtype, ...]  # supported dtypes of outputs
-    coded: bool  # whether 6:8 weights are coded, not slid, and those of milder patterns are stored dense
+    outputs: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
+    coded = False  # whether 6:8 weights are coded, not slid, and those of milder patterns are stored dense
 
+    @abstractmethod
     def unusable(self, device: torch.device, capability: tuple[int, int] | None = None) -> str | None:
         """Return why this backend cannot run on ``device``, with the remedy, or None when it can.  Never raises.
 
@@ -48,6 +38,7 @@ class Backend(Protocol):
             capability: the GPU's compute capability, if CUDA must not be initialized; then nothing is loaded.
         """
 
+    @abstractmethod
     def pack(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
         """Pack a weight [N, K] INT8 or FP8 into the one tensor that operators take.
 
@@ -59,10 +50,8 @@ class Backend(Protocol):
         """
 
     def pack_experts(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
-        """Pack the weights [E, N, K] of experts, each as `pack` does, into [E, ...].
-
-        Raises PatternError for a weight that breaks the pattern.
-        """
+        """Pack the weights [E, N, K] of experts, each as `pack` does, into [E, ...]."""
+        return torch.stack([self.pack(expert, pattern, phase) for expert in weight])
 
     def refuses_experts(
         self, experts: int, pattern: SlidePattern | None, dtype: torch.dtype, asked: bool
@@ -72,62 +61,15 @@ class Backend(Protocol):
         Args:
             asked: whether a flag asks for our kernels.
         """
-
-
-class Tunable(Backend, Protocol):
-    """A backend whose GEMMs the benchmarks time; `slidesparse tune` searches the algorithms of sparse ones."""
-
-    sparse: bool  # whether it multiplies 2:4 weights
-    max_shape_distance: float  # to a tuned shape whose algorithm is used, see `tuned.nearest_algorithm`
-
-    def suits(self, problem: Problem, device: torch.device, algorithm: str) -> bool:
-        """Return whether an algorithm that was tuned for another shape may serve the problem."""
-
-    def version(self) -> str:
-        """Return the version, such as "0.8.0", that tuned tables are for.  Raises LibraryError if it cannot load."""
-
-    def output_types(self, dtype: str) -> tuple[str, ...]:
-        """Return the output types for operands of ``dtype``; serving uses the first."""
-
-    def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
-        """Return the `Problem.scale` that its epilogue can apply, on the current device if ``device`` is None."""
-
-    def operand(self, weight: Tensor, blocks: str = ALL_2_4) -> Tensor:
-        """Convert a weight [n, k] of a problem's ``blocks``, 2:4 if the backend is sparse, for `Plan.run`."""
-
-    def algorithms(self, problem: Problem, device: torch.device) -> list[str]:
-        """Return all algorithms for the problem; `plan` may still refuse some of them.
-
-        Raises LibraryError when the problem is refused.
-        """
-
-    def plan(self, problem: Problem, device: torch.device, algorithm: str | None = None) -> Plan:
-        """Make a plan; nothing is cached.  ``algorithm`` None lets the backend choose.
-
-        Raises LibraryError when it does not support the problem or the algorithm, or needs too large a workspace.
-        """
-
-
-class TwoStep(ABC):
-    """A backend whose GEMM takes activations that `quantize` has quantized."""
-
-    fuses = False
-    threads = False
-    coded = False
-
-    @abstractmethod
-    def pack(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
-        """See `Backend.pack`."""
-
-    def pack_experts(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
-        """See `Backend.pack_experts`."""
-        return torch.stack([self.pack(expert, pattern, phase) for expert in weight])
-
-    def refuses_experts(
-        self, experts: int, pattern: SlidePattern | None, dtype: torch.dtype, asked: bool
-    ) -> str | None:
-        """See `Backend.refuses_experts`: only backends with grouped products run experts."""
         return "which the backend does not run"
+
+    def layer(self, n: int, k: int, pattern: SlidePattern | None, phase: int, dtype: torch.dtype) -> Layer:
+        """Return the `Layer` of a weight [n, k] as this backend stores it."""
+        return Layer.of(n, k, pattern, phase, dtype, self.alignment, self.coded)
+
+
+class TwoStep(Backend):
+    """A backend whose GEMM takes activations that `quantize` has quantized."""
 
     @abstractmethod
     def scaled_matmul(self, tensors: Tensors) -> None:

@@ -24,6 +24,7 @@ from slidesparse.gemm.problem import (
     MIN_ROWS,
     NAMES,
     LibraryError,
+    Plan,
     Problem,
     Tensors,
     bucket,
@@ -61,18 +62,8 @@ def multiply(tensors: Tensors) -> None:
         torch.mm(activations, weight.t(), out=out)
 
 
-class TorchPlan:
-    """See `slidesparse.gemm.problem.Plan`: torch plans each call anew."""
-
-    algorithm = TORCHS_CHOICE
-
-    def run(self, tensors: Tensors) -> None:
-        """See `slidesparse.gemm.problem.Plan.run`."""
-        multiply(tensors)
-
-
 class CublasLt(LibraryBackend):
-    """See `slidesparse.gemm.backend.Tunable`."""
+    """The dense path by torch, which plans each call anew."""
 
     name = "cublaslt"
     sparse = False
@@ -81,44 +72,38 @@ class CublasLt(LibraryBackend):
     products = OUTPUTS
 
     def version(self) -> str:
-        """See `Tunable.version`: torch's."""
         return torch.__version__
 
     def unusable_library(self, capability: tuple[int, int], loads: bool) -> str | None:
-        """See `CudaBackend.unusable_library`: torch brings it."""
-        return None
+        return None  # torch brings it
 
     def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
-        """See `Tunable.epilogue`: "both" for FP8 to 16 bits where cuBLASLt scales by vectors, else "none"."""
+        """Return "both" for FP8 to 16 bits where cuBLASLt scales by vectors, else "none"."""
         if dtype != "fp8" or out not in ("bf16", "fp16"):
             return "none"
         hopper = torch.cuda.get_device_capability(device)[0] == VECTOR_MAJOR
         return "both" if hopper and numbers(torch.version.cuda or "") >= VECTOR_CUDA else "none"
 
     def operand(self, weight: Tensor, blocks: str = ALL_2_4) -> Tensor:
-        """See `Tunable.operand`: [n, k] contiguous."""
         require_operand(weight.dtype)
         return weight.contiguous()
 
     def algorithms(self, problem: Problem, device: torch.device) -> list[str]:
-        """See `Tunable.algorithms`."""
         return [TORCHS_CHOICE]
 
-    def plan(self, problem: Problem, device: torch.device, algorithm: str | None = None) -> TorchPlan:
-        """See `Tunable.plan`."""
+    def plan(self, problem: Problem, device: torch.device, algorithm: str | None = None) -> Plan:
         self.require(problem)
         if problem.scale == "both" and self.epilogue(problem.dtype, problem.out, device) == "none":
             raise LibraryError(f"cuBLASLt scales FP8 to 16 bits only, on Hopper, asked for {problem}")
         if problem.dtype == "int8" and problem.m <= MIN_ROWS:
             raise LibraryError(f"torch multiplies more than {MIN_ROWS} rows of INT8, asked for {problem}")
-        return TorchPlan()
+        return multiply
 
     def pack(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
-        """See `Backend.pack`: [N, K] padded with zeros to multiples of 16; weights are not slid."""
+        """Return [N, K] padded with zeros to multiples of 16; weights are not slid."""
         return self.operand(pad(weight, self.alignment, self.alignment))
 
     def accumulate(self, q: Tensor, packed: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-        """See `LibraryBackend.accumulate`."""
         q = pad(q, self.alignment)
         m, k = q.shape
         rows = max(MIN_INT8_ROWS, bucket(m)) if q.dtype == INT8 else m
@@ -129,7 +114,6 @@ class CublasLt(LibraryBackend):
         return out[:m, :n]
 
     def scaled_matmul(self, tensors: Tensors) -> None:
-        """See `TwoStep.scaled_matmul`."""
         q, packed, out, scale_w, scale_x, bias = tensors
         scales = len(q) > MAX_UNSCALED_TOKENS and out.shape[1] % self.alignment == 0
         if not scales or self.epilogue(NAMES[q.dtype], NAMES[out.dtype], q.device) == "none":

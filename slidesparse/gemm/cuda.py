@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from slidesparse.errors import INSTALL_CUDA
 from slidesparse.gemm import tuned
-from slidesparse.gemm.problem import LibraryError, Problem
-
-if TYPE_CHECKING:
-    from slidesparse.gemm.backend import Tunable
+from slidesparse.gemm.backend import Backend
+from slidesparse.gemm.problem import ALL_2_4, LibraryError, Plan, Problem
 
 SPARSE_CAPABILITY = (8, 0)  # Ampere: the first sparse tensor cores
 
@@ -53,13 +51,13 @@ def no_gpu(needs_device: bool = True) -> str | None:
     return None
 
 
-def subject_of(backend: Tunable, device: torch.device) -> tuned.Subject:
+def subject_of(backend: CudaBackend, device: torch.device) -> tuned.Subject:
     """Return the subject of a backend's tuned table for a GPU.  Raises LibraryError if the library cannot load."""
     gpu, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     return tuned.Subject(backend.name, backend.version(), gpu, capability)
 
 
-def tuned_algorithm(backend: Tunable, problem: Problem, device: torch.device) -> str | None:
+def tuned_algorithm(backend: CudaBackend, problem: Problem, device: torch.device) -> str | None:
     """Return the algorithm that `tuned.select_algorithm` finds, None for the backend's own choice; log an untuned one.
 
     Raises TableError for a damaged table.
@@ -71,28 +69,49 @@ def tuned_algorithm(backend: Tunable, problem: Problem, device: torch.device) ->
     return algorithm
 
 
-class CudaBackend(ABC):
-    """The base class of GPU backends, each a `slidesparse.gemm.backend.Tunable`."""
+class CudaBackend(Backend):
+    """A backend on a GPU, whose GEMMs benchmarks time; `slidesparse tune` searches the algorithms of sparse ones."""
 
-    name: str
     device_type = "cuda"
-    sparse: bool
-    coded = False
-    outputs: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
-    max_shape_distance: float = math.inf
+    sparse: bool  # whether it multiplies 2:4 weights
+    max_shape_distance: float = (
+        math.inf
+    )  # to a tuned shape whose algorithm is used, see `tuned.nearest_algorithm`
     products: dict[str, tuple[str, ...]]  # type of the operands -> output types; serving uses the first
 
     @abstractmethod
     def version(self) -> str:
-        """See `Tunable.version`."""
+        """Return the version, such as "0.8.0", that tuned tables are for.  Raises LibraryError if it cannot load."""
 
     @abstractmethod
     def unusable_library(self, capability: tuple[int, int], loads: bool) -> str | None:
         """Return why the library cannot be used on GPUs of ``capability``, or None; load it if ``loads``."""
 
+    @abstractmethod
+    def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
+        """Return the `Problem.scale` that its epilogue can apply, on the current device if ``device`` is None."""
+
+    @abstractmethod
+    def operand(self, weight: Tensor, blocks: str = ALL_2_4) -> Tensor:
+        """Convert a weight [n, k] of a problem's ``blocks``, 2:4 if the backend is sparse, for a `Plan`."""
+
+    @abstractmethod
+    def algorithms(self, problem: Problem, device: torch.device) -> list[str]:
+        """Return all algorithms for the problem; `plan` may still refuse some of them.
+
+        Raises LibraryError when the problem is refused.
+        """
+
+    @abstractmethod
+    def plan(self, problem: Problem, device: torch.device, algorithm: str | None = None) -> Plan:
+        """Make a plan; nothing is cached.  ``algorithm`` None lets the backend choose.
+
+        Raises LibraryError when it does not support the problem or the algorithm, or needs too large a workspace.
+        """
+
     def suits(self, problem: Problem, device: torch.device, algorithm: str) -> bool:
-        """See `Tunable.suits`: always true, as the libraries refuse what they cannot run."""
-        return True
+        """Return whether an algorithm that was tuned for another shape may serve the problem."""
+        return True  # the libraries refuse what they cannot run
 
     def unusable(self, device: torch.device, capability: tuple[int, int] | None = None) -> str | None:
         """See `Backend.unusable`: a GPU with sparse tensor cores, the library and Triton are needed."""
@@ -111,11 +130,7 @@ class CudaBackend(ABC):
             return "Triton is not installed; install a CUDA build of torch, which brings it"
         return self.unusable_library(gpu_capability, loads=capability is None)
 
-    def output_types(self, dtype: str) -> tuple[str, ...]:
-        """See `Tunable.output_types`."""
-        return self.products.get(dtype, ())
-
     def require(self, problem: Problem) -> None:
         """Raise LibraryError unless the backend has products of these types."""
-        if problem.out not in self.output_types(problem.dtype):
+        if problem.out not in self.products.get(problem.dtype, ()):
             raise LibraryError(f"{self.name} products are {self.products}, asked for {problem}")

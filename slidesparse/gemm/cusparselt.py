@@ -76,11 +76,11 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class CuSparseLtPlan:
-    """See `slidesparse.gemm.problem.Plan`."""
+    """A `slidesparse.gemm.problem.Plan`."""
 
     def __init__(self, handle: Any, problem: Problem, algorithm: str | None, index: int) -> None:
         """Make a plan on CUDA device ``index``, the current one.  Raises LibraryError."""
-        self.algorithm, self.index = algorithm or "", index
+        self.index = index
         what = f"{problem}, by algorithm {algorithm or 'of its own choice'}"
         sizes, types = (problem.n, problem.k, problem.m), (DATA_TYPES[problem.dtype], DATA_TYPES[problem.out])
         number = _parse_algorithm(algorithm) if algorithm else LIBRARYS_CHOICE
@@ -102,8 +102,7 @@ class CuSparseLtPlan:
         call(self._plan.compress, weight.data_ptr(), compressed.data_ptr(), buffer.data_ptr(), stream)
         return compressed
 
-    def run(self, tensors: Tensors) -> None:
-        """See `slidesparse.gemm.problem.Plan.run`."""
+    def __call__(self, tensors: Tensors) -> None:
         # From torch's allocator, so that streams have their own, and so do CUDA graphs that do not share a pool
         workspace = tensors.activations.new_empty(self.workspace, dtype=torch.uint8)
         operands = (tensor.data_ptr() for tensor in (*tensors[:3], workspace))
@@ -139,7 +138,7 @@ _thread = _Thread()
 
 
 class CuSparseLt(LibraryBackend):
-    """See `slidesparse.gemm.backend.Tunable`."""
+    """The sparse path where our own kernels do not run."""
 
     name = "cusparselt"
     takes_dense = False
@@ -148,7 +147,6 @@ class CuSparseLt(LibraryBackend):
     products = OUTPUTS
 
     def unusable_library(self, capability: tuple[int, int], loads: bool) -> str | None:
-        """See `CudaBackend.unusable_library`."""
         try:
             if loads:
                 self.version()
@@ -159,7 +157,6 @@ class CuSparseLt(LibraryBackend):
         return None
 
     def version(self) -> str:
-        """See `Tunable.version`."""
         version: tuple[int, ...] = call(extension().version)
         try:
             require_supported(version)
@@ -168,11 +165,10 @@ class CuSparseLt(LibraryBackend):
         return ".".join(map(str, version))
 
     def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
-        """See `Tunable.epilogue`: none, since the kernel that applies token scales applies both in one pass."""
-        return "none"
+        return "none"  # the kernel that applies token scales applies both in one pass
 
     def operand(self, weight: Tensor, blocks: str = ALL_2_4) -> Tensor:
-        """See `Tunable.operand`: the library's values and metadata, and slack; n and k are multiples of `ALIGNMENT`."""
+        """Return the library's values and metadata, and slack; n and k are multiples of `ALIGNMENT`."""
         dtype = require_operand(weight.dtype)
         n, k = weight.shape
         multiple = ALIGNMENT[weight.element_size()]
@@ -191,11 +187,10 @@ class CuSparseLt(LibraryBackend):
         return compressed
 
     def algorithms(self, problem: Problem, device: torch.device) -> list[str]:
-        """See `Tunable.algorithms`: ids such as "3", by the library's own division of K."""
+        """Return ids such as "3", by the library's own division of K."""
         return [str(i) for i in range(self.plan(problem, device).algorithms)]
 
     def plan(self, problem: Problem, device: torch.device, algorithm: str | None = None) -> CuSparseLtPlan:
-        """See `Tunable.plan`."""
         self.require(problem)
         if problem.scale != "none":
             raise LibraryError(f"cuSPARSELt applies no scales, asked for {problem}")
@@ -204,7 +199,7 @@ class CuSparseLt(LibraryBackend):
             return CuSparseLtPlan(_thread.handle(index), problem, algorithm, index)
 
     def pack(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
-        """See `Backend.pack`: slid into 2:4 windows and compressed, [bytes].
+        """Return the weight slid into 2:4 windows and compressed, [bytes].
 
         N and K' are padded with zeros to multiples of 32, and -0.0 becomes +0.0, because the library takes every code
         but 0 for a value.
@@ -213,7 +208,6 @@ class CuSparseLt(LibraryBackend):
         return self.operand(pad(slide(codes, pattern or TWO_FOUR, phase), self.alignment, self.alignment))
 
     def accumulate(self, q: Tensor, packed: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-        """See `LibraryBackend.accumulate`."""
         q = pad(q, self.alignment)
         (m, k), columns, index = q.shape, round_up(n, self.alignment), q.get_device()
         # the library gets only pointers; the size of the metadata is up to it
@@ -227,7 +221,7 @@ class CuSparseLt(LibraryBackend):
         with cuda.on_device(index):
             plan = _thread.plan(self._tuned_plan, problem, q.device)
             out = q.new_empty(rows, columns, dtype=dtype)
-            plan.run(Tensors(allocate_rows(q, rows), packed, out))
+            plan(Tensors(allocate_rows(q, rows), packed, out))
         return out[:m, :n]
 
     def _tuned_plan(self, problem: Problem, device: torch.device) -> CuSparseLtPlan:

@@ -42,8 +42,6 @@ class LibraryBackend(CudaBackend, TwoStep):
     GEMM and scaling.
     """
 
-    alignment: int
-
     @abstractmethod
     def accumulate(self, q: Tensor, packed: Tensor, n: int, dtype: torch.dtype) -> Tensor:
         """Return q [M, K'] @ weight.T, [M, n] of ``dtype`` with strided rows; INT32 and float32 hold full sums.
@@ -52,7 +50,6 @@ class LibraryBackend(CudaBackend, TwoStep):
         """
 
     def scaled_matmul(self, tensors: Tensors) -> None:
-        """See `TwoStep.scaled_matmul`."""
         from slidesparse.kernels.dequant_bias import dequant_bias  # late: needs Triton
 
         q, packed, out, scale_w, scale_x, bias = tensors

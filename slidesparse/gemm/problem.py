@@ -1,13 +1,14 @@
 """The types that describe a layer and a GEMM: layer, problem, tensors, plan.
 
 A `Layer` is what operators are called with.  A `Problem` is one GEMM with its types and epilogue.  An algorithm is one
-way in which a backend computes it, a short string that the backend understands.  A `Plan` is both, ready to run.
+way in which a backend computes it, a short string that the backend understands.  A `Plan` is both, ready to be called.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,9 +70,8 @@ class Layer(NamedTuple):
     n: int  # out-features; 0 for a plan that only quantizes
     k: int  # in-features
     length: int  # columns of a block of the pattern; 4 at phase 0, for 2:4 and dense weights, lifts nothing
-    phase: (
-        int  # zero columns before the first: those of its block that belong to another tensor-parallel shard
-    )
+    # zero columns before the first: those of its block that belong to another tensor-parallel shard
+    phase: int
     fp8: int  # 1 if weight and quantized activations are E4M3, 0 if they are INT8
     # width of the quantized activations: K' or `coded_columns`, and zeros up to a multiple of the alignment
     columns: int
@@ -140,16 +140,9 @@ class Tensors(NamedTuple):
     bias: Tensor | None = None  # [N]
 
 
-class Plan(Protocol):
-    """A problem and an algorithm, ready to run on one device."""
-
-    algorithm: str
-
-    def run(self, tensors: Tensors) -> None:
-        """Launch on torch's current stream, with memory from torch's allocator; never synchronizes.
-
-        Scales are given if the problem has them.  Shapes must be those of the problem; they are not checked.
-        """
+# Launches on torch's current stream of one device, with memory from torch's allocator; never synchronizes.  Scales are
+# given if the problem has them.  Shapes must be those of the problem; they are not checked.
+Plan = Callable[[Tensors], None]
 
 
 def require_operand(dtype: torch.dtype) -> str:

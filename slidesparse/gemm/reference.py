@@ -22,7 +22,6 @@ class Reference(TwoStep):
     fuses = True
     threads = True
     alignment = 4
-    outputs = (torch.bfloat16, torch.float16, torch.float32)
 
     def unusable(self, device: torch.device, capability: tuple[int, int] | None = None) -> str | None:
         """See `Backend.unusable`: it runs wherever torch does."""
@@ -38,11 +37,9 @@ class Reference(TwoStep):
     def refuses_experts(
         self, experts: int, pattern: SlidePattern | None, dtype: torch.dtype, asked: bool
     ) -> str | None:
-        """See `Backend.refuses_experts`."""
         return None
 
     def scaled_matmul(self, tensors: Tensors) -> None:
-        """See `TwoStep.scaled_matmul`."""
         q, packed, out, scale_w, scale_x, bias = tensors
         assert scale_w is not None
         assert scale_x is not None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slidesparse.blocks import BLOCK, STRIP, blocks_of, strips_of
-from slidesparse.gemm.backend import Tunable
+from slidesparse.gemm.cuda import CudaBackend
 from slidesparse.gemm.problem import ALL_2_4, CODED, DTYPES, MIXED, Plan, Problem, Tensors
 from slidesparse.pattern import SlidePattern, round_up
 from slidesparse.prune import prune
@@ -46,7 +46,7 @@ class Operands:
     def launch(self, plan: Plan) -> Launch:
         """Run ``plan`` on copy i."""
         scales = self.scale_w, self.scale_x
-        return lambda i: plan.run(Tensors(self.activations[i], self.weights[i], self.outs[i], *scales))
+        return lambda i: plan(Tensors(self.activations[i], self.weights[i], self.outs[i], *scales))
 
 
 class Inputs:
@@ -69,7 +69,7 @@ class Inputs:
         """Make a random weight [n, k], with exactly two of every four non-zero if ``sparse``."""
         return self._random(n * k, dtype, sparse).view(n, k)
 
-    def packed(self, library: Tunable, problem: Problem, copies: int) -> list[Tensor]:
+    def packed(self, library: CudaBackend, problem: Problem, copies: int) -> list[Tensor]:
         """Make ``copies`` of a random weight, packed by ``library``."""
         weight = self.weight(
             problem.dtype, problem.n, problem.k, library.sparse and problem.blocks == ALL_2_4

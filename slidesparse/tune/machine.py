@@ -11,7 +11,7 @@ import torch
 from slidesparse import gemm
 from slidesparse.errors import EnvironmentFault
 from slidesparse.gemm import cuda
-from slidesparse.gemm.backend import Tunable
+from slidesparse.gemm.cuda import CudaBackend
 from slidesparse.gemm.tuned import Subject
 
 SERVED_DTYPES = ("int8", "fp8")  # the operand types that serving runs
@@ -31,7 +31,7 @@ class Gpu:
     l2_bytes: int
     uuid: str = ""
 
-    def subject(self, library: Tunable) -> Subject:
+    def subject(self, library: CudaBackend) -> Subject:
         """The subject of the table of tuned algorithms for ``library`` on this GPU."""
         return Subject(library.name, library.version(), self.name, self.capability)
 
@@ -56,13 +56,13 @@ def tunable_names() -> tuple[str, ...]:
     return tuple(name for name in gemm.REGISTRY if hasattr(gemm.get(name), "algorithms"))
 
 
-def require_libraries(gpu: Gpu, names: Sequence[str]) -> list[Tunable]:
+def require_libraries(gpu: Gpu, names: Sequence[str]) -> list[CudaBackend]:
     """Return the backends of these names.  Raises BackendError with the reason when one cannot run on ``gpu``."""
-    return [cast("Tunable", gemm.require(name, gpu.device)) for name in names]
+    return [cast("CudaBackend", gemm.require(name, gpu.device)) for name in names]
 
 
-def usable_libraries(gpu: Gpu) -> tuple[list[Tunable], list[str]]:
+def usable_libraries(gpu: Gpu) -> tuple[list[CudaBackend], list[str]]:
     """Return the GPU backends that run on ``gpu``, and why the others do not."""
     reasons = {name: gemm.get(name).unusable(gpu.device) for name in tunable_names()}
-    usable = [cast("Tunable", gemm.get(name)) for name, reason in reasons.items() if reason is None]
+    usable = [cast("CudaBackend", gemm.get(name)) for name, reason in reasons.items() if reason is None]
     return usable, [f"{name} is skipped: {reason}" for name, reason in reasons.items() if reason]

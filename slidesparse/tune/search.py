@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slidesparse.gemm.backend import Tunable
+from slidesparse.gemm.cuda import CudaBackend
 from slidesparse.gemm.problem import LibraryError, Problem
 from slidesparse.tune.inputs import Operands
 from slidesparse.tune.measure import EXACT_US, QUICK_US, SAMPLES, Clock, Launch, Replay, Timing
@@ -40,7 +40,7 @@ class SearchResult:
 
 
 def search(
-    library: Tunable, problem: Problem, operands: Operands, clock: Clock, device: torch.device
+    library: CudaBackend, problem: Problem, operands: Operands, clock: Clock, device: torch.device
 ) -> SearchResult:
     """Time every algorithm that ``library`` has for ``problem``.
 
@@ -90,7 +90,7 @@ def _take_turns(finalists: dict[str, Replay], about_us: float) -> dict[str, Timi
 
 
 def _expected_output(
-    library: Tunable, problem: Problem, operands: Operands, device: torch.device, names: list[str]
+    library: CudaBackend, problem: Problem, operands: Operands, device: torch.device, names: list[str]
 ) -> Tensor:
     """Return the output of the library's own choice, or of the first algorithm that runs."""
     refusals: list[LibraryError] = []

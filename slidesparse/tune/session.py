@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from slidesparse.gemm.backend import Tunable
+from slidesparse.gemm.cuda import CudaBackend
 from slidesparse.gemm.problem import ALL_DENSE, MIXED, LibraryError, Problem
 from slidesparse.gemm.tuned import Tuned, save, tuned_tokens
 from slidesparse.pattern import SlidePattern, parse_pattern, round_up
@@ -37,7 +37,7 @@ class Session:
     advance: Advance = lambda label: None
     skipped: list[str] = field(default_factory=list)  # the libraries' refusals as text
 
-    def search(self, library: Tunable, problem: Problem, weights: list[Tensor]) -> SearchResult:
+    def search(self, library: CudaBackend, problem: Problem, weights: list[Tensor]) -> SearchResult:
         """Search for the fastest algorithm, and save it if serving runs the problem.  Raises LibraryError."""
         operands = self.inputs.operands(problem, weights)
         result = search(library, problem, operands, self.clock, self.gpu.device)
@@ -47,13 +47,13 @@ class Session:
         return result
 
 
-def served_outputs(library: Tunable, dtype: str) -> list[tuple[str, str]]:
+def served_outputs(library: CudaBackend, dtype: str) -> list[tuple[str, str]]:
     """Return output type and scale of the problems that serving gives to ``library`` for operands of ``dtype``.
 
     GEMMs with INT32 or FP32 output, scaled by a separate kernel, serve models in other types than BF16.  A dense
     library has nothing to tune.
     """
-    outputs = library.output_types(dtype) if library.sparse and dtype in SERVED_DTYPES else ()
+    outputs = library.products[dtype] if library.sparse and dtype in SERVED_DTYPES else ()
     if not outputs:
         return []
     problems = [(outputs[0], library.epilogue(dtype, outputs[0]))]
@@ -67,7 +67,7 @@ def served_outputs(library: Tunable, dtype: str) -> list[tuple[str, str]]:
 class Job:
     """A problem to tune at several token counts; its own m is the first of them."""
 
-    library: Tunable
+    library: CudaBackend
     problem: Problem
     tokens: tuple[int, ...]
 
@@ -78,7 +78,7 @@ COUNTS = ("tuned", "known", "algorithms", "refused", "wrong")
 
 
 def gemm_jobs(
-    libraries: Sequence[Tunable],
+    libraries: Sequence[CudaBackend],
     layers: Sequence[Layer],
     dtypes: Sequence[str],
     patterns: Sequence[str],
@@ -96,7 +96,7 @@ def gemm_jobs(
     return list(jobs.values())
 
 
-def _packed_columns(library: Tunable, layer: Layer, patterns: Sequence[str]) -> list[tuple[int, str]]:
+def _packed_columns(library: CudaBackend, layer: Layer, patterns: Sequence[str]) -> list[tuple[int, str]]:
     """Return the columns of a layer's packed weight at each pattern, and the kind of its blocks."""
     padded = round_up(layer.k, library.alignment)
     columns = []

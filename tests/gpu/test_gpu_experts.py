@@ -60,7 +60,7 @@ class Experts:
             scales.append(scale.view(-1))
         of = [expert % len(weights) for expert in range(experts)]
         return cls(
-            Layer.of(n, k, uniform, 0, dtype, Hopper.alignment, Hopper.coded),
+            Hopper().layer(n, k, uniform, 0, dtype),
             Hopper().pack_experts(torch.stack(weights), uniform)[of],
             [weights[i] for i in of],
             torch.stack(scales)[of],

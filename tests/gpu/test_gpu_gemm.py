@@ -194,7 +194,7 @@ def test_every_algorithm_gives_equal_sums(name: str, out: str) -> None:
     for algorithm in (None, *names):
         actual.fill_(-1)
         try:
-            library.plan(problem, gpu(), algorithm).run(Tensors(q, packed_layer.packed, actual))
+            library.plan(problem, gpu(), algorithm)(Tensors(q, packed_layer.packed, actual))
         except RuntimeError as error:  # some are refused when planned, others when run
             refused[str(algorithm)] = str(error)
             continue

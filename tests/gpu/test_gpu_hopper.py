@@ -227,7 +227,7 @@ class Streamed:
         self.inputs = [codes(m, k, seed) for seed in (1, 2)]
         sums = [exact(q, self.layer.weight) for q in self.inputs]
         self.expected = [scaled(one, self.layer, self.scale_x, None, torch.bfloat16) for one in sums]
-        handle = self.plan._plan.handle
+        handle = self.plan.handle
         self.scratch_bytes = native.library().slidesparse_hopper_scratch_bytes(handle, m)
         self.mismatches = torch.zeros(2, dtype=torch.int64, device=gpu())
 
@@ -236,7 +236,7 @@ class Streamed:
         out = torch.full_like(self.expected[i], torch.nan)
         used = torch.full((self.scratch_bytes,), 1, dtype=torch.uint8, device=gpu())
         del used  # the product's scratch memory, with flags that are not zero
-        self.plan.run(Tensors(self.inputs[i], self.layer.packed, out, self.layer.scale, self.scale_x))
+        self.plan(Tensors(self.inputs[i], self.layer.packed, out, self.layer.scale, self.scale_x))
         self.mismatches[i] += (out != self.expected[i]).sum()
 
     def capture(self, i: int, times: int, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
@@ -272,9 +272,7 @@ def test_graphs_of_one_stream_run_at_the_same_time(few_tiles: Streamed) -> None:
         with torch.cuda.stream(captured_on):
             q = few_tiles.inputs[0]
             out = torch.empty_like(few_tiles.expected[0])
-            few_tiles.plan.run(
-                Tensors(q, few_tiles.layer.packed, out, few_tiles.layer.scale, few_tiles.scale_x)
-            )
+            few_tiles.plan(Tensors(q, few_tiles.layer.packed, out, few_tiles.layer.scale, few_tiles.scale_x))
     torch.cuda.synchronize()
     assert few_tiles.mismatches.tolist() == [0, 0]
     assert torch.equal(out, few_tiles.expected[0])
@@ -349,7 +347,7 @@ def test_second_gpu_gives_equal_outputs() -> None:
     weight = prune(weight, pattern)
     outputs = []
     for device in ("cuda:0", "cuda:1"):  # the first stays the current one
-        made = Layer.of(200, 300, pattern, 0, INT8, BACKEND.alignment, BACKEND.coded)
+        made = BACKEND.layer(200, 300, pattern, 0, INT8)
         packed = BACKEND.pack(weight.to(device), pattern)
         scale = torch.ones(200, 1, device=device)
         outputs.append(PackedLayer("hopper", made, weight, packed, scale).linear(x.to(device)).cpu())
@@ -369,8 +367,8 @@ def test_launch_refusals_raise_library_error(small: PackedLayer) -> None:
     out = torch.empty(8, 64, dtype=torch.bfloat16, device=gpu())
     shifted = torch.zeros(q.numel() + 1, dtype=INT8, device=gpu())[1:].view(q.shape)
     with pytest.raises(LibraryError, match=r"cuTensorMapEncodeTiled refused a matrix \[8, 128\]"):
-        plan.run(Tensors(shifted, small.packed, out, small.scale, scale_x))
-    plan.run(Tensors(q, small.packed, out, small.scale, scale_x))
+        plan(Tensors(shifted, small.packed, out, small.scale, scale_x))
+    plan(Tensors(q, small.packed, out, small.scale, scale_x))
     assert torch.equal(out, small.product(q, scale_x, None, torch.bfloat16))
 
 
@@ -380,7 +378,7 @@ def test_more_tiles_than_the_grid_limit(small: PackedLayer) -> None:
     plan = BACKEND.plan(Problem("int8", "bf16", 64, 64, m, "both"), gpu(), "split:1x8/1x1/1")
     q, scale_x = codes(m, 64, 1), torch.ones(m, 1, device=gpu())
     out = torch.empty(m, 64, dtype=torch.bfloat16, device=gpu())
-    plan.run(Tensors(q, small.packed, out, small.scale, scale_x))
+    plan(Tensors(q, small.packed, out, small.scale, scale_x))
     assert torch.equal(out, small.product(q, scale_x, None, torch.bfloat16))
 
 

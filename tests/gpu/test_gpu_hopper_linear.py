@@ -71,7 +71,7 @@ def test_quantized_codes_equal_reference(source: torch.dtype, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", [INT8, FP8])
 @pytest.mark.parametrize(("k", "phase"), [(1, 7), (37, 3), (2048, 0), (3584, 4), (18944, 0)])
 def test_codes_for_coded_weights_are_in_their_order(k: int, phase: int, dtype: torch.dtype) -> None:
-    made = Layer.of(0, k, SIX_EIGHT, phase, dtype, BACKEND.alignment, BACKEND.coded)
+    made = BACKEND.layer(0, k, SIX_EIGHT, phase, dtype)
     for m in (1, 12, 150 if k < 1000 else 17):
         q, scale = reference.quant_slide(rows(m, k, torch.bfloat16), SlidePattern(4).layout(k), dtype, "cuda")
         actual = hopper_quantize(rows(m, k, torch.bfloat16).to(gpu()), made)
@@ -163,7 +163,7 @@ def random_layer(rng: random.Random, index: int, dtype: torch.dtype) -> PackedLa
     scale = torch.rand(n, 1, device=gpu()) * 0.01 + 0.001
     return PackedLayer(
         "hopper",
-        Layer.of(n, k, pattern, phase, dtype, BACKEND.alignment, BACKEND.coded),
+        BACKEND.layer(n, k, pattern, phase, dtype),
         weight,
         packed,
         scale,

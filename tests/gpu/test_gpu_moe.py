@@ -16,7 +16,6 @@ from strategies import assert_same_bits
 
 from slidesparse import ops
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.problem import Layer
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import INT8, quantize_rows
@@ -88,7 +87,7 @@ def test_int8_results_are_vllms(count: int, top_k: int, hidden: int, intermediat
         ]
         codes.append(torch.stack([weight for weight, _ in made]))
         scales.append(torch.stack([scale for _, scale in made]))
-        layers.append(Layer.of(n, k, pattern, 0, INT8, backend.alignment, backend.coded))
+        layers.append(backend.layer(n, k, pattern, 0, INT8))
     experts = ops.Experts(
         (backend.pack_experts(codes[0], pattern), backend.pack_experts(codes[1], pattern)),
         (scales[0].flatten(1), scales[1].flatten(1)),

@@ -88,7 +88,7 @@ def test_streams_and_graphs_have_their_own_workspaces() -> None:
         mismatches = torch.zeros((), dtype=torch.int64, device=gpu())
         plan, out = library.plan(problem, gpu(), algorithm), torch.empty_like(expected[index])
         for _ in range(300):
-            plan.run(Tensors(inputs[index], packed, out))
+            plan(Tensors(inputs[index], packed, out))
             mismatches += (out != expected[index]).sum()
         return mismatches
 
@@ -99,7 +99,7 @@ def test_streams_and_graphs_have_their_own_workspaces() -> None:
         outs.append(torch.empty_like(expected[0]))
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(10):
-                plan.run(Tensors(q, packed, outs[-1]))
+                plan(Tensors(q, packed, outs[-1]))
 
     def replay(index: int) -> Tensor:
         mismatches = torch.zeros((), dtype=torch.int64, device=gpu())
@@ -113,7 +113,7 @@ def test_streams_and_graphs_have_their_own_workspaces() -> None:
 
 def _run(library: CuSparseLt, problem: Problem, algorithm: str, q: Tensor, packed: Tensor) -> Tensor:
     out = torch.empty(problem.m, problem.n, dtype=torch.int32, device=gpu())
-    library.plan(problem, gpu(), algorithm).run(Tensors(q, packed, out))
+    library.plan(problem, gpu(), algorithm)(Tensors(q, packed, out))
     return out
 
 

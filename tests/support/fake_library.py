@@ -26,7 +26,7 @@ class FakePlan:
     problem: Problem
     algorithm: str
 
-    def run(self, tensors: Tensors) -> None:
+    def __call__(self, tensors: Tensors) -> None:
         activations, weight, out, scale_w, scale_x, _ = tensors
         self.library.ran.append(self.algorithm)
         if self.algorithm.startswith("fails"):
@@ -69,9 +69,9 @@ class FakeLibrary:
     def version(self) -> str:
         return "1.2.3"
 
-    def output_types(self, dtype: str) -> tuple[str, ...]:
-        fp8 = ("bf16", "fp32") if "fp32" in self.outs else ("bf16",)
-        return {"int8": self.outs, "fp8": fp8}.get(dtype, ())
+    @property
+    def products(self) -> dict[str, tuple[str, ...]]:
+        return {"int8": self.outs, "fp8": ("bf16", "fp32") if "fp32" in self.outs else ("bf16",)}
 
     def epilogue(self, dtype: str, out: str) -> str:
         return "none" if out == "int32" else self.scale

@@ -209,7 +209,7 @@ def layer(backend: str, pattern: str, dtype: torch.dtype, n: int, k: int) -> Pac
         weight = prune(codes(n, k, n * k), parsed)
         scale = torch.linspace(0.005, 0.015, n, device=gpu()).reshape(n, 1)
     implementation, slides = gemm.get(backend), None if backend == "cublaslt" else parsed
-    made = Layer.of(n, k, slides, 0, dtype, implementation.alignment, implementation.coded)
+    made = implementation.layer(n, k, slides, 0, dtype)
     return PackedLayer(backend, made, weight, implementation.pack(weight, slides), scale)
 
 

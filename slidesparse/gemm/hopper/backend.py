@@ -59,16 +59,11 @@ ALIGNMENT = 16  # bytes: alignment of the rows that TMA reads
 _planning = threading.Lock()
 
 
-class HopperPlan:
-    """See `slidesparse.gemm.problem.Plan`.  It runs any number of tokens; out is BF16 or FP16, a bias of any float."""
+class HopperPlan(native.Plan):
+    """A `slidesparse.gemm.problem.Plan` for any number of tokens; out is BF16 or FP16, a bias of any float."""
 
-    def __init__(self, problem: Problem, algorithm: str) -> None:
-        self.algorithm = algorithm
-        self._plan = native.Plan(product_layer(problem), algorithm)
-
-    def run(self, tensors: Tensors) -> None:
-        """See `slidesparse.gemm.problem.Plan.run`."""
-        multiply(self._plan.handle, tensors)
+    def __call__(self, tensors: Tensors) -> None:
+        multiply(self.handle, tensors)
 
 
 def multiply(plan: int, tensors: Tensors) -> None:
@@ -87,7 +82,7 @@ def multiply(plan: int, tensors: Tensors) -> None:
 
 
 class Hopper(CudaBackend):
-    """See `slidesparse.gemm.backend.Tunable`."""
+    """The sparse path by our own kernels."""
 
     name = "hopper"
     takes_dense = True
@@ -100,16 +95,16 @@ class Hopper(CudaBackend):
     # tokens takes 37 us with rows of 5744 codes, 24 with rows of 5760, on an H200.
     alignment = BLOCK
     products = dict.fromkeys(("int8", "fp8"), tuple(NAMES[dtype] for dtype in OUTPUTS))
-    outputs: tuple[torch.dtype, ...] = OUTPUTS
+    outputs = OUTPUTS
     coded = True
 
     def version(self) -> str:
-        """See `Tunable.version`: the version of the configurations."""
+        """Return the version of the configurations."""
         native.call("unusable")
         return VERSION
 
     def unusable_library(self, capability: tuple[int, int], loads: bool) -> str | None:
-        """See `CudaBackend.unusable_library`: compute capability 9.0, the kernels or nvcc, and a driver for them."""
+        """Require compute capability 9.0, the kernels or nvcc, and a driver for them."""
         if capability != HOPPER_CAPABILITY:
             return (
                 "its kernels need compute capability 9.0 (Hopper), but this GPU has "
@@ -127,7 +122,6 @@ class Hopper(CudaBackend):
     def refuses_experts(
         self, experts: int, pattern: SlidePattern | None, dtype: torch.dtype, asked: bool
     ) -> str | None:
-        """See `Backend.refuses_experts`."""
         if experts > MAX_EXPERTS:
             return f"of more than {MAX_EXPERTS} a layer"
         # In INT8 vLLM 0.25.1 would give other texts: it does not quantize the inputs of experts
@@ -135,30 +129,29 @@ class Hopper(CudaBackend):
         return None if served else "that are not pruned (SLIDESPARSE=require serves them)"
 
     def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
-        """See `Tunable.epilogue`: always "both" scales."""
         return "both"
 
     def operand(self, weight: Tensor, blocks: str = ALL_2_4) -> Tensor:
-        """See `Tunable.operand`: packed (`slidesparse.gemm.hopper.format`), with dense blocks where needed."""
+        """Return the weight packed (`slidesparse.gemm.hopper.format`), with dense blocks where needed."""
         require_operand(weight.dtype)
         return pack_without_plan(weight, SIX_EIGHT if blocks == CODED else None)
 
     def algorithms(self, problem: Problem, device: torch.device) -> list[str]:
-        """See `Tunable.algorithms`: the CANDIDATES configurations that the cost model predicts to be fastest."""
+        """Return the CANDIDATES configurations that the cost model predicts to be fastest."""
         self._require_supported(problem)
         with cuda.on_device(cuda.device_index(device)):
             return [configuration for configuration, _ in _candidates(problem, CANDIDATES)]
 
     def suits(self, problem: Problem, device: torch.device, algorithm: str) -> bool:
-        """See `Tunable.suits`: whether the cost model predicts it to be nearly as fast as the best."""
+        """Return whether the cost model predicts it to be nearly as fast as the best."""
         predicted = _predictions(problem, cuda.device_index(device))
         return predicted.get(algorithm, math.inf) <= MAX_PREDICTED * min(predicted.values(), default=0.0)
 
     def plan(self, problem: Problem, device: torch.device, algorithm: str | None = None) -> HopperPlan:
-        """See `Tunable.plan`; its own choice is the first of `algorithms`."""
+        """Make a plan; its own choice is the first of `algorithms`."""
         self._require_supported(problem)
         with cuda.on_device(cuda.device_index(device)):
-            return HopperPlan(problem, algorithm or _candidates(problem, 1)[0][0])
+            return HopperPlan(product_layer(problem), algorithm or _candidates(problem, 1)[0][0])
 
     def _require_supported(self, problem: Problem) -> None:
         self.require(problem)
@@ -174,27 +167,26 @@ class Hopper(CudaBackend):
             bool(dense_blocks(one).any()) for one in weight
         )
         packed = [pack_without_plan(one, pattern, phase, mixed) for one in weight]
-        if weight.is_cuda:
-            with cuda.on_device(weight.get_device()):
-                _, n, k = weight.shape
-                layer = Layer.of(n, k, pattern, phase, weight.dtype, self.alignment, self.coded)
-                plan_layer(layer, weight.get_device())
+        self._plan_layer(weight, pattern, phase)
         return torch.nn.utils.rnn.pad_sequence(packed, batch_first=True)
 
     def pack(self, weight: Tensor, pattern: SlidePattern | None, phase: int = 0) -> Tensor:
-        """See `Backend.pack`: the packed windows or codes, N padded to whole strips and K' or K to whole blocks.
+        """Return the packed windows or codes, N padded to whole strips and K' or K to whole blocks.
 
         A weight without a pattern, or of one beyond 6:8, is stored in blocks of 64 out-features x 128 columns, 2:4
         where their zeros allow it.
         Little temporary memory is used.  Raises LibraryError for dtypes other than INT8 and FP8.
         """
         packed = pack_without_plan(weight, pattern, phase)
-        if packed.is_cuda and packed.numel():
-            with cuda.on_device(packed.get_device()):
-                n, k = weight.shape
-                layer = Layer.of(n, k, pattern, phase, weight.dtype, self.alignment, self.coded)
-                plan_layer(layer, packed.get_device())
+        self._plan_layer(weight, pattern, phase)
         return packed
+
+    def _plan_layer(self, weight: Tensor, pattern: SlidePattern | None, phase: int) -> None:
+        """Plan the layer of a weight [..., N, K], so that it can run while a CUDA graph is captured."""
+        if weight.is_cuda and weight.numel():
+            *_, n, k = weight.shape
+            with cuda.on_device(weight.get_device()):
+                plan_layer(self.layer(n, k, pattern, phase, weight.dtype), weight.get_device())
 
 
 def plan_layer(layer: Layer, device: int) -> int:
