@@ -22,12 +22,10 @@ from slidesparse.cli.tune import (
     Limit,
     Shapes,
     Tokens,
-    cell_counts,
     open_session,
     parse_models,
     parse_token_counts,
     print_result,
-    start_progress,
 )
 from slidesparse.errors import FAILED
 
@@ -78,16 +76,10 @@ def _fill(
     """Measure jobs until their table is complete or the time is up, and print the outcome."""
     from benchmarks.measure import CudaGauge, fill
 
-    with open_session(gpu, began, limit) as (session, bar):
-        start_progress(bar, count)
+    with open_session(gpu, began, limit, count) as session:
         finished = fill(session, records, jobs(session, CudaGauge(session.clock, gpu.uuid)))
-        cells = cell_counts(bar)
-    print_result(
-        finished,
-        session.skipped,
-        {"rows": len(records.rows), "table": str(records.path), **cells},
-        as_json,
-    )
+    result = {"rows": len(records.rows), "table": str(records.path), "cells": session.cells, "planned": count}
+    print_result(finished, session.skipped, result, as_json)
 
 
 def _parse_patterns(text: str | None, mixed: bool = False) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.energy import EnergyCounter
 from benchmarks.records import ENERGY, TIMES, Records, Row
-from slidesparse.tune.measure import EXACT_US, QUICK_US, Clock, Launch, Replay, Timing
+from slidesparse.tune.measure import EXACT_US, QUICK_US, CudaClock, Launch, Replay, Timing
 from slidesparse.tune.session import Session
 
 ROUNDS = 3
@@ -87,7 +87,7 @@ def take_turns(gauge: Gauge, launches: Sequence[tuple[Launch, int]]) -> list[Fig
 class CudaGauge:
     """The gauge of one GPU, on its clock's stream."""
 
-    def __init__(self, clock: Clock, uuid: str) -> None:
+    def __init__(self, clock: CudaClock, uuid: str) -> None:
         self._clock, self._counter = clock, EnergyCounter(uuid)
 
     def prepare(self, launch: Launch, copies: int) -> Replay:

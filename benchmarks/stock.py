@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from slidesparse.errors import EnvironmentFault
 from slidesparse.tune.inputs import Operands
-from slidesparse.tune.machine import MissingError
 from slidesparse.tune.measure import Launch
 
 NEEDED = ("cutlass_scaled_mm", "dynamic_scaled_int8_quant", "dynamic_per_token_scaled_fp8_quant")
@@ -47,7 +47,7 @@ class Stock:
 
 
 def find() -> Stock | None:
-    """Load the kernels of the installed vLLM; None if it is not installed.  Raises MissingError if it lacks them."""
+    """Load the installed vLLM's kernels; None if it is not installed.  Raises EnvironmentFault if it lacks them."""
     spec = importlib.util.find_spec("vllm")
     folders = (spec.submodule_search_locations if spec else None) or []
     libraries = [path for folder in folders for path in sorted(Path(folder).glob(LIBRARIES))]
@@ -61,7 +61,7 @@ def find() -> Stock | None:
             refusals.append(f"; {library} cannot be loaded: {error}")
     missing = [name for name in NEEDED if not hasattr(torch.ops._C, name)]
     if missing:
-        raise MissingError(
+        raise EnvironmentFault(
             f"vLLM's kernels {', '.join(missing)} are not in {', '.join(map(str, libraries))}{''.join(refusals)}; "
             "install a CUDA build of vLLM for this torch, or leave stock out of --provider"
         )

@@ -38,6 +38,7 @@ from benchmarks.e2e.plan import (
 )
 from benchmarks.records import E2E, SHARED_CONDITIONS, Records
 from slidesparse.checkpoint.storage import text_config
+from slidesparse.errors import EnvironmentFault
 from slidesparse.evaluate.engine import summaries
 from slidesparse.gemm import DENSE as DENSE_PATH
 from slidesparse.gemm import SPARSE as SPARSE_PATH
@@ -70,7 +71,7 @@ def conditions() -> dict[str, Any]:
 def _conditions() -> dict[str, Any]:
     try:
         gpu = machine.require_gpu()
-    except machine.MissingError:
+    except EnvironmentFault:
         return cpu_conditions()
     usable, _ = machine.usable_libraries(gpu)
     return gpu_conditions(gpu, {library.name: library.version() for library in usable})

@@ -90,11 +90,11 @@ def tune(
     if m is None and any(gemm.get(name).fuses for name in names):
         tokens = (*FEW_TOKENS, *tokens)
     todo = gemm_jobs(machine.require_libraries(gpu, names), layers, dtypes, patterns, tokens)
-    with open_session(gpu, began, time_limit) as (session, bar):
-        start_progress(bar, sum(len(job.tokens) for job in todo))
+    planned = sum(len(job.tokens) for job in todo)
+    with open_session(gpu, began, time_limit, planned) as session:
         finished, counts = run(session, todo, force)
-        cells = cell_counts(bar)
-    print_result(finished, session.skipped, {**counts, "tables": str(tables_folder()), **cells}, as_json)
+    result = {**counts, "tables": str(tables_folder()), "cells": session.cells, "planned": planned}
+    print_result(finished, session.skipped, result, as_json)
 
 
 def _converted_types(models: str | None) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
@@ -117,8 +117,8 @@ def _converted_types(models: str | None) -> tuple[tuple[str, ...], tuple[str, ..
 
 
 @contextmanager
-def open_session(gpu: Gpu, began: float, limit: float | None) -> Iterator[tuple[Session, Progress]]:
-    """Open a session with progress on stderr; it ends ``limit`` seconds after ``began`` (time.monotonic)."""
+def open_session(gpu: Gpu, began: float, limit: float | None, planned: int) -> Iterator[Session]:
+    """Open a session of ``planned`` cells, shown on stderr; it ends ``limit`` seconds after ``began`` (monotonic)."""
     from slidesparse.tune.inputs import Inputs
     from slidesparse.tune.measure import CudaClock, Deadline
     from slidesparse.tune.session import Session
@@ -126,22 +126,12 @@ def open_session(gpu: Gpu, began: float, limit: float | None) -> Iterator[tuple[
     deadline = Deadline(None if limit is None else began + limit - time.monotonic())
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with CudaClock(gpu.device) as clock, Progress(*columns, console=err, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
+        task = bar.add_task("starting", total=planned)
 
-        def advance(label: str) -> None:
+        def show(label: str) -> None:
             bar.update(task, advance=1, description=label)
 
-        yield Session(gpu, clock, Inputs(gpu.device, gpu.l2_bytes), deadline, advance), bar
-
-
-def start_progress(bar: Progress, count: int) -> None:
-    bar.update(bar.task_ids[0], total=count)
-
-
-def cell_counts(bar: Progress) -> dict[str, int]:
-    """Return the numbers of measured and planned cells."""
-    task = bar.tasks[0]
-    return {"cells": int(task.completed), "planned": int(task.total or 0)}
+        yield Session(gpu, clock, Inputs(gpu.device, gpu.l2_bytes), deadline, show)
 
 
 def parse_token_counts(text: str | None) -> tuple[int, ...]:

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from slidesparse.blocks import BLOCK, STRIP, blocks_of, strips_of
 from slidesparse.gemm.cuda import CudaBackend
-from slidesparse.gemm.problem import ALL_2_4, CODED, DTYPES, MIXED, Plan, Problem, Tensors
-from slidesparse.pattern import SlidePattern, round_up
+from slidesparse.gemm.problem import ALL_2_4, CODED, DTYPES, MIXED, SIX_EIGHT, Plan, Problem, Tensors
+from slidesparse.pattern import round_up
 from slidesparse.prune import prune
-from slidesparse.tune.measure import Launch, copies_for
+from slidesparse.tune.measure import Launch
 
-SIX_EIGHT = SlidePattern(8)
+L2_MULTIPLE = 2.5  # size of all copies together, relative to the L2 cache
+MAX_COPIES = 128  # so calls of less than 1 MB (square matrices below 512) stay in the L2 cache in part
 # Per-token and per-channel scales put the largest of thousands of normal numbers, at 3.6 sigma, at 127.  Uniform codes
 # would toggle more bits, which costs a GPU at its power limit some percent of its clock.
 INT8_MAX, INT8_SIGMA = 127, 35.0
@@ -62,8 +63,8 @@ class Inputs:
         return self.copies_exceeding_l2((n * k + m * k) * size + m * n * _size(problem.out))
 
     def copies_exceeding_l2(self, call_bytes: int) -> int:
-        """Return how many copies of ``call_bytes`` exceed the L2 cache."""
-        return copies_for(call_bytes, self._l2_bytes)
+        """Return how many copies of ``call_bytes`` are L2_MULTIPLE times as large as the L2 cache; at least 1."""
+        return max(1, min(MAX_COPIES, -(-int(L2_MULTIPLE * self._l2_bytes) // max(1, call_bytes))))
 
     def weight(self, dtype: str, n: int, k: int, sparse: bool) -> Tensor:
         """Make a random weight [n, k], with exactly two of every four non-zero if ``sparse``."""

@@ -17,10 +17,6 @@ from slidesparse.gemm.tuned import Subject
 SERVED_DTYPES = ("int8", "fp8")  # the operand types that serving runs
 
 
-class MissingError(EnvironmentFault, RuntimeError):
-    """Something that a command needs is missing on this machine; the message names it and the remedy."""
-
-
 @dataclass(frozen=True)
 class Gpu:
     """A device to measure."""
@@ -37,9 +33,9 @@ class Gpu:
 
 
 def require_gpu() -> Gpu:
-    """Return the current CUDA device.  Raises MissingError."""
+    """Return the current CUDA device.  Raises EnvironmentFault without one."""
     if reason := cuda.no_gpu():
-        raise MissingError(f"this command measures an NVIDIA GPU, but {reason}")
+        raise EnvironmentFault(f"this command measures an NVIDIA GPU, but {reason}")
     device = torch.device("cuda", torch.cuda.current_device())
     properties = torch.cuda.get_device_properties(device)
     return Gpu(

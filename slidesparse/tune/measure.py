@@ -14,17 +14,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
 
 import torch
+
+from slidesparse.pattern import round_up
 
 Launch = Callable[[int], object]
 
 SAMPLES = 15  # samples of an exact timing
 QUICK_US, EXACT_US = 150.0, 400.0  # the shortest sample; the gap between two replays is about 2 us
 MAX_LAUNCHES = 512  # launches in a graph; capturing one takes about 5 us of CPU time
-MAX_COPIES = 128  # so calls of less than 1 MB (square matrices below 512) stay in the L2 cache in part
-L2_MULTIPLE = 2.5  # size of all copies together, relative to the L2 cache
 
 
 @dataclass(frozen=True)
@@ -61,27 +60,6 @@ class Replay:
         return [float(start.elapsed_time(end)) * 1e3 / self.launches for start, end in events]
 
 
-class Clock(Protocol):
-    """A clock that times launches: the GPU's, or a test's."""
-
-    def time_once(self, launch: Launch) -> float:
-        """Run one launch eagerly; its time in microseconds, which includes gaps."""
-
-    def prepare(self, launch: Launch, copies: int, about_us: float, target_us: float) -> Replay:
-        """Make samples of about ``target_us`` of a launch that takes ``about_us``, and warm up."""
-
-
-def copies_for(call_bytes: int, l2_bytes: int) -> int:
-    """Return how many copies of a call's operands are L2_MULTIPLE times as large as the L2 cache; at least 1."""
-    return max(1, min(MAX_COPIES, -(-int(L2_MULTIPLE * l2_bytes) // max(1, call_bytes))))
-
-
-def launches_for(copies: int, about_us: float, target_us: float) -> int:
-    """Return the launches of one sample: whole rounds through the copies, of about ``target_us``."""
-    launches = min(MAX_LAUNCHES, -(-target_us // max(about_us, 0.1)))
-    return int(-(-launches // copies)) * copies
-
-
 class CudaClock:
     """Times launches on one GPU, in its own stream, because graphs cannot be captured in the default one.
 
@@ -104,7 +82,7 @@ class CudaClock:
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def time_once(self, launch: Launch) -> float:
-        """See `Clock.time_once`; the launch has finished when this returns."""
+        """Run one launch eagerly, to its end; return its time in microseconds, which includes gaps."""
         start, end = _events()
         start.record()
         launch(0)
@@ -113,8 +91,11 @@ class CudaClock:
         return float(start.elapsed_time(end)) * 1e3
 
     def prepare(self, launch: Launch, copies: int, about_us: float, target_us: float) -> Replay:
-        """See `Clock.prepare`.  Falls back to eager launches, and says so, when capture fails."""
-        count = launches_for(copies, about_us, target_us)
+        """Make samples of about ``target_us`` of a launch that takes ``about_us``, and warm up.
+
+        A sample is of whole rounds through the copies.  Falls back to eager launches, and says so, when capture fails.
+        """
+        count = round_up(int(min(MAX_LAUNCHES, -(-target_us // max(about_us, 0.1)))), copies)
         results: deque[object] = deque(maxlen=copies)  # not overwritten while in the cache either
 
         def enqueue() -> None:

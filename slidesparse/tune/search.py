@@ -16,7 +16,7 @@ from torch import Tensor
 from slidesparse.gemm.cuda import CudaBackend
 from slidesparse.gemm.problem import LibraryError, Problem
 from slidesparse.tune.inputs import Operands
-from slidesparse.tune.measure import EXACT_US, QUICK_US, SAMPLES, Clock, Launch, Replay, Timing
+from slidesparse.tune.measure import EXACT_US, QUICK_US, SAMPLES, CudaClock, Launch, Replay, Timing
 
 FINALISTS = 6  # that are timed precisely; quick estimates of equally fast algorithms differ by some percent
 ROUNDS = 5  # in which the finalists take turns, every other one in reverse
@@ -40,7 +40,7 @@ class SearchResult:
 
 
 def search(
-    library: CudaBackend, problem: Problem, operands: Operands, clock: Clock, device: torch.device
+    library: CudaBackend, problem: Problem, operands: Operands, clock: CudaClock, device: torch.device
 ) -> SearchResult:
     """Time every algorithm that ``library`` has for ``problem``.
 
@@ -102,7 +102,7 @@ def _expected_output(
     raise refusals[0]
 
 
-def _estimate_us(clock: Clock, launch: Launch, copies: int, best: float) -> float:
+def _estimate_us(clock: CudaClock, launch: Launch, copies: int, best: float) -> float:
     """Estimate the microseconds of a launch; less exactly if it is much slower than ``best``."""
     us = min(clock.time_once(launch), clock.time_once(launch))  # the first one also loads the kernel
     if us > min(LONG_US, MAX_SLOWDOWN * best + NOISE_US):

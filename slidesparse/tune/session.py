@@ -19,11 +19,9 @@ from slidesparse.gemm.tuned import Tuned, save, tuned_tokens
 from slidesparse.pattern import SlidePattern, parse_pattern, round_up
 from slidesparse.tune.inputs import Inputs
 from slidesparse.tune.machine import SERVED_DTYPES, Gpu
-from slidesparse.tune.measure import Clock, Deadline
+from slidesparse.tune.measure import CudaClock, Deadline
 from slidesparse.tune.search import SearchResult, search
 from slidesparse.tune.shapes import Layer, packed_columns
-
-Advance = Callable[[str], None]  # called with a label when a cell is done or was already there
 
 
 @dataclass
@@ -31,11 +29,17 @@ class Session:
     """The state of one measuring command."""
 
     gpu: Gpu
-    clock: Clock
+    clock: CudaClock
     inputs: Inputs
     deadline: Deadline
-    advance: Advance = lambda label: None
+    show: Callable[[str], None] = lambda label: None
+    cells: int = 0  # that are done, or were already there
     skipped: list[str] = field(default_factory=list)  # the libraries' refusals as text
+
+    def advance(self, label: str) -> None:
+        """Count a cell, and show its label."""
+        self.cells += 1
+        self.show(label)
 
     def search(self, library: CudaBackend, problem: Problem, weights: list[Tensor]) -> SearchResult:
         """Search for the fastest algorithm, and save it if serving runs the problem.  Raises LibraryError."""

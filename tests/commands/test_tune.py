@@ -103,7 +103,7 @@ def test_tune_saves_resumes_and_can_be_forced() -> None:
     todo = gemm_jobs([library], LAYERS, ["int8"], ["6:8"], [16, 48])
     steps: list[str] = []
     run = session(library)
-    run.advance = steps.append
+    run.show = steps.append
     counts = {"tuned": 8, "known": 0, "algorithms": 32, "refused": 8, "wrong": 8}
     assert (tune(run, todo), run.skipped) == ((True, counts), [])
     assert len(steps) == 8
