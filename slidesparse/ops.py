@@ -34,7 +34,6 @@ from torch import Tensor
 from slidesparse import gemm, reference
 from slidesparse.gemm.backend import TwoStep, quantize
 from slidesparse.gemm.problem import Layer
-from slidesparse.kernels import RmsNorm, SiluMul
 
 ABI = 10  # version of operators and packed weights; part of vLLM's compile-cache key
 
@@ -80,30 +79,20 @@ def _linear_fake(
 
 def _rms_norm_linear(x: Tensor, norm: Tensor, eps: float, *layer: Any) -> Tensor:
     """Run ``linear`` on RMSNorm(x), norm [K]."""
-    return _linear(reference.produce(x, RmsNorm(norm, eps)), *layer)
-
-
-def _rms_norm_linear_fake(x: Tensor, norm: Tensor, eps: float, *layer: Any) -> Tensor:
-    return _linear_fake(x, *layer)
+    return _linear(reference.rms_norm(x, norm, eps)[0], *layer)
 
 
 def _add_rms_norm_linear(
     x: Tensor, residual: Tensor, norm: Tensor, eps: float, *layer: Any
 ) -> tuple[Tensor, Tensor]:
     """Run ``linear`` on RMSNorm(x + residual); return also the sum [M, K] in x's dtype, the next residual."""
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return _linear(reference.produce(x, RmsNorm(norm, eps, residual, total)), *layer), total
-
-
-def _add_rms_norm_linear_fake(
-    x: Tensor, residual: Tensor, norm: Tensor, eps: float, *layer: Any
-) -> tuple[Tensor, Tensor]:
-    return _linear_fake(x, *layer), x.new_empty(x.shape)
+    normed, total = reference.rms_norm(x, norm, eps, residual)
+    return _linear(normed, *layer), total.contiguous()
 
 
 def _silu_mul_linear(x: Tensor, *layer: Any) -> Tensor:
     """Run ``linear`` on silu(gate) * up, where x [M, 2 K] holds gate before up."""
-    return _linear(reference.produce(x, SiluMul()), *layer)
+    return _linear(reference.silu_mul(x), *layer)
 
 
 def _route(topk_ids: Tensor, expert_map: Tensor | None, experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -174,11 +163,6 @@ def _grouped_linear(
     return y.to(out_dtype)
 
 
-def _grouped_linear_fake(x: Tensor, order: Tensor, *others: Any) -> Tensor:
-    *_, layer, out_dtype = others
-    return x.new_empty(order.shape[0], Layer(*layer).n, dtype=out_dtype)
-
-
 def _combine(y: Tensor, rows: Tensor, top_k: int) -> Tensor:
     """Sum the rows of each token's slots in float32: y [T * top_k, N] and rows from `route` -> [T, N].
 
@@ -192,10 +176,6 @@ def _combine(y: Tensor, rows: Tensor, top_k: int) -> Tensor:
     return total.to(y.dtype)
 
 
-def _combine_fake(y: Tensor, rows: Tensor, top_k: int) -> Tensor:
-    return y.new_empty(rows.shape[0] // top_k, y.shape[1])
-
-
 def _register(
     name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any], key: str = "CPU"
 ) -> None:
@@ -207,13 +187,20 @@ def _register(
     _library.impl(name, implementation, key)
 
 
-_NORM, _ADD_NORM = "Tensor x, Tensor norm, float eps", "Tensor x, Tensor residual, Tensor norm, float eps"
-
 _register("linear", f"(Tensor x, {LAYER}) -> Tensor", _linear, _linear_fake)
-_register("rms_norm_linear", f"({_NORM}, {LAYER}) -> Tensor", _rms_norm_linear, _rms_norm_linear_fake)
+_register(
+    "rms_norm_linear",
+    f"(Tensor x, Tensor norm, float eps, {LAYER}) -> Tensor",
+    _rms_norm_linear,
+    lambda x, norm, eps, *layer: _linear_fake(x, *layer),
+)
 _register("silu_mul_linear", f"(Tensor x, {LAYER}) -> Tensor", _silu_mul_linear, _linear_fake)
-_both = f"({_ADD_NORM}, {LAYER}) -> (Tensor, Tensor)"
-_register("add_rms_norm_linear", _both, _add_rms_norm_linear, _add_rms_norm_linear_fake)
+_register(
+    "add_rms_norm_linear",
+    f"(Tensor x, Tensor residual, Tensor norm, float eps, {LAYER}) -> (Tensor, Tensor)",
+    _add_rms_norm_linear,
+    lambda x, residual, norm, eps, *layer: (_linear_fake(x, *layer), x.new_empty(x.shape)),
+)
 _register(
     "route",
     "(Tensor topk_ids, Tensor? expert_map, SymInt experts) -> (Tensor, Tensor, Tensor)",
@@ -225,9 +212,14 @@ _register(
     "(Tensor x, Tensor order, SymInt top_k, Tensor weight, Tensor scale_w, Tensor offsets, Tensor? slot_scale, "
     "bool silu_mul, SymInt[] layer, ScalarType out_dtype) -> Tensor",
     _grouped_linear,
-    _grouped_linear_fake,
+    lambda x, order, *others: x.new_empty(order.shape[0], Layer(*others[-2]).n, dtype=others[-1]),
 )
-_register("combine", "(Tensor y, Tensor rows, SymInt top_k) -> Tensor", _combine, _combine_fake)
+_register(
+    "combine",
+    "(Tensor y, Tensor rows, SymInt top_k) -> Tensor",
+    _combine,
+    lambda y, rows, top_k: y.new_empty(rows.shape[0] // top_k, y.shape[1]),
+)
 _any_device = "CompositeExplicitAutograd"
 _register("linear_by", f"(Tensor x, {LAYER}, str backend) -> Tensor", _linear_by, _linear_fake, _any_device)
 

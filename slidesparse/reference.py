@@ -13,7 +13,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slidesparse.kernels import Producer, RmsNorm, SiluMul
 from slidesparse.pattern import SlideLayout
 from slidesparse.quantize import INT8, Arithmetic, quantize_rows
 from slidesparse.slide import lift_layout
@@ -53,17 +52,6 @@ def silu_mul_of_experts(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, -1)
     gate = gate.float()
     return (gate / (1 + gate.neg().exp())).to(x.dtype) * up
-
-
-def produce(x: Tensor, producer: Producer) -> Tensor:
-    """Return x [M, K], or the result of ``producer`` for x; a norm's sum is written to its ``total``."""
-    if isinstance(producer, SiluMul):
-        return silu_mul(x)
-    if isinstance(producer, RmsNorm):
-        x, total = rms_norm(x, producer.weight, producer.eps, producer.residual)
-        if producer.total is not None:
-            producer.total.copy_(total)
-    return x
 
 
 def matmul(q: Tensor, weight: Tensor) -> Tensor:

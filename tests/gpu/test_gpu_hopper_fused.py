@@ -12,14 +12,13 @@ from functools import cache
 
 import pytest
 import torch
-from gpu_layers import gpu, hopper_quantize, layer, normal
+from gpu_layers import SILU_MUL, RmsNorm, gpu, hopper_quantize, layer, normal
 from strategies import assert_same_bits
 from token_rows import HOPPER_GEOMETRIES, HOPPER_LARGE, INF, NAN, assert_same_codes, rows, without_nan_signs
 from torch import Tensor
 
 from slidesparse import ops, reference
 from slidesparse.gemm.problem import Layer
-from slidesparse.kernels import RmsNorm, SiluMul
 from slidesparse.pattern import SlideLayout, SlidePattern
 from slidesparse.quantize import FP8, INT8
 
@@ -131,7 +130,7 @@ def test_quantize_with_activations_equals_inductor(
     layout = windows.layout
     expected = reference.quant_slide(compiled_activation()(x).cpu(), layout, dtype)
     for tokens in (x, wide_of(x, 8), wide_of(x, 3)):
-        q, scale = hopper_quantize(tokens, windows, SiluMul())
+        q, scale = hopper_quantize(tokens, windows, SILU_MUL)
         assert_same_codes((q[:, : layout.slided], scale), expected)
         assert not bool(q[:, layout.slided :].view(INT8).any())
 
@@ -143,7 +142,7 @@ def test_quantize_with_activations_of_every_bfloat16_gate() -> None:
         up = (normal(1, 2**16, 3, torch.float32)[0] * size).to(torch.bfloat16)
         x = torch.stack([gate.to(gpu()), up], 1).reshape(64, 1024, 2).transpose(1, 2).reshape(64, 2048)
         expected = reference.quant_slide(compiled_activation()(x).cpu(), SlidePattern(6).layout(1024), INT8)
-        q, scale = hopper_quantize(x, Layer.of(0, 1024, SlidePattern(6), 0, INT8, ALIGNMENT), SiluMul())
+        q, scale = hopper_quantize(x, Layer.of(0, 1024, SlidePattern(6), 0, INT8, ALIGNMENT), SILU_MUL)
         assert_same_codes((q[:, : expected[0].shape[1]], scale), expected)
 
 
@@ -166,7 +165,7 @@ def test_fused_operators_equal_two_calls(pattern: str, k: int, dtype: torch.dtyp
             for tokens, producer in (
                 (x, RmsNorm(norm, EPS)),
                 (x, RmsNorm(norm, EPS, residual, total)),
-                (gate_up, SiluMul()),
+                (gate_up, SILU_MUL),
             ):
                 q, scale_x = hopper_quantize(tokens, packed_layer.layer, producer)
                 parts.append(packed_layer.product(q, scale_x, bias, source))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import pytest
 import torch
@@ -20,7 +20,6 @@ from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.backend import multiply, plan_layer, product_layer
 from slidesparse.gemm.hopper.native import TYPES
 from slidesparse.gemm.problem import ALL_2_4, CODED, NAMES, SIX_EIGHT, Layer, Problem, Tensors
-from slidesparse.kernels import Producer, SiluMul
 from slidesparse.pattern import SlideLayout, SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8, quantize_rows
@@ -82,6 +81,19 @@ def dense_sums(q: Tensor, weight: Tensor) -> Tensor:
     return sums
 
 
+class RmsNorm(NamedTuple):
+    """Quantize RMSNorm(x), or with a residual RMSNorm(x + residual)."""
+
+    weight: Tensor  # [K] of x's dtype
+    eps: float
+    residual: Tensor | None = None  # [M, K] of x's dtype
+    total: Tensor | None = None  # with a residual: contiguous memory [M, K] of x's dtype, for the sum
+
+
+SILU_MUL = "silu_mul"  # quantize silu(gate) * up for x [M, 2 K], gate before up
+Producer = RmsNorm | Literal["silu_mul"] | None
+
+
 def hopper_quantize(x: Tensor, layer: Layer, producer: Producer = None) -> tuple[Tensor, Tensor]:
     """Quantize by the Hopper kernels alone: codes [M, columns] and scales [M, 1]."""
     m = x.shape[0]
@@ -121,14 +133,14 @@ def run_hopper(
 def input_arguments(x: Tensor, producer: Producer) -> tuple[Any, ...]:
     """Return the kernels' arguments: x, type, stride, prologue, eps, weight of the norm, residual, its stride, sum."""
     tokens = x.data_ptr(), TYPES[x.dtype], x.stride(0)
-    if producer is None or isinstance(producer, SiluMul):
-        prologue = native.NO_PROLOGUE if producer is None else native.SILU_MUL
-        return *tokens, prologue, 0.0, None, None, 0, None
+    nothing, norm, add_norm, silu_mul = range(4)  # SlidesparsePrologue
+    if producer is None or producer == SILU_MUL:
+        return *tokens, silu_mul if producer else nothing, 0.0, None, None, 0, None
     gain, eps, residual, total = producer
     if residual is None or total is None:
-        return *tokens, native.RMS_NORM, eps, gain.data_ptr(), None, 0, None
+        return *tokens, norm, eps, gain.data_ptr(), None, 0, None
     added = residual.data_ptr(), residual.stride(0), total.data_ptr()
-    return *tokens, native.ADD_RMS_NORM, eps, gain.data_ptr(), *added
+    return *tokens, add_norm, eps, gain.data_ptr(), *added
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from slidesparse.gemm.problem import ALL_2_4, BLOCKS, CODED, Layer, LibraryError
 from slidesparse.quantize import FP8
 
 TYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # SlidesparseType
-NO_PROLOGUE, RMS_NORM, ADD_RMS_NORM, SILU_MUL = range(4)  # SlidesparsePrologue
 TEXT_BYTES = 32  # SLIDESPARSE_TEXT_BYTES
 
 _LAYER = POINTER(c_int32)  # SlidesparseLayer
