@@ -2,12 +2,12 @@
 
 from itertools import combinations
 
+import hopper_packers as fmt
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slidesparse.gemm.hopper import format as fmt
 from slidesparse.pattern import PatternError
 
 PAIRS = list(combinations(range(8), 2))  # of the columns of a coded group, in the order of their numbers

@@ -1,4 +1,4 @@
-"""Sliding and packing for the Hopper kernels, against `hopper_format.pack`: bit for bit, on a CPU and on a GPU.
+"""Sliding and packing for the Hopper kernels, against `hopper_packers.pack`: bit for bit, on a CPU and on a GPU.
 
 On a CPU, csrc/hopper/pack.cuh is compiled by a C++ compiler and runs one thread after another.
 """
@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 
+import hopper_packers
 import pytest
 import torch
 from gpu_layers import coded_order, require_hopper
@@ -22,7 +23,6 @@ from slidesparse.blocks import dense_blocks
 from slidesparse.build.compile import FLAGS, compile_with, sources_folder
 from slidesparse.build.find import compiler
 from slidesparse.gemm import cuda
-from slidesparse.gemm.hopper import format as hopper_format
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.backend import Hopper, pack_by_kernel
 from slidesparse.gemm.problem import SIX_EIGHT, SLID_BY_CODERS, TWO_FOUR, Layer, LibraryError
@@ -165,9 +165,9 @@ def packed_by_torch(weight: Tensor, pattern: SlidePattern, phase: int) -> Tensor
     """Pack by torch, with -0.0 replaced by +0.0."""
     if pattern == SIX_EIGHT:
         weight = torch.where(is_zero(weight), 0, raw(weight)).view(weight.dtype)
-        return hopper_format.pack_coded(weight, phase)
+        return hopper_packers.pack_coded(weight, phase)
     windows = slide(weight, pattern, phase)
-    return hopper_format.pack(torch.where(is_zero(windows), 0, raw(windows)).view(windows.dtype))
+    return hopper_packers.pack(torch.where(is_zero(windows), 0, raw(windows)).view(windows.dtype))
 
 
 def check(weight: Tensor, pattern: SlidePattern, phase: int, device: torch.device) -> None:
@@ -206,7 +206,7 @@ def test_pack_kernel_keeps_dense_blocks(
         assert bool(dense.all())
     packed, broken = pack_by_kernel(codes.to(device), TWO_FOUR, dense=dense.to(device))
     assert broken == 0
-    assert_same_bits(packed.cpu(), hopper_format.pack_mixed(codes, dense))
+    assert_same_bits(packed.cpu(), hopper_packers.pack_mixed(codes, dense))
 
 
 @given(cases(dtypes=(INT8, FP8), lengths=(*SLID_BY_CODERS, 8)))
@@ -233,7 +233,7 @@ def test_pack_kernel_handles_every_2_4_mask(device: torch.device, dtype: torch.d
     order = torch.arange(64 * 64) * 7 % len(masks)  # 7 and 11 have no common divisor
     values = torch.randint(1, 127, (64, 256), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
     weight = (masks[order].reshape(64, 256) * values).view(dtype).to(device)
-    size = 2 * hopper_format.BLOCK_BYTES
+    size = 2 * hopper_packers.BLOCK_BYTES
     packed = torch.full((size + 32,), 0x55, dtype=torch.uint8, device=device)
     broken = torch.zeros(3, dtype=torch.int32, device=device)
     if device.type == "cuda":
@@ -243,7 +243,7 @@ def test_pack_kernel_handles_every_2_4_mask(device: torch.device, dtype: torch.d
         *(native.integers(Layer.of(64, 256, TWO_FOUR, 0, dtype, 128)), weight.data_ptr(), 256, False),
         *(packed[16:].data_ptr(), broken[1:].data_ptr(), None),
     )
-    assert_same_bits(packed[16:-16].cpu(), hopper_format.pack(weight.cpu()))
+    assert_same_bits(packed[16:-16].cpu(), hopper_packers.pack(weight.cpu()))
     assert bool((packed[:16] == 0x55).all())
     assert bool((packed[-16:] == 0x55).all())
     assert broken.tolist() == [0, 0, 0]
@@ -252,7 +252,7 @@ def test_pack_kernel_handles_every_2_4_mask(device: torch.device, dtype: torch.d
 def test_coded_weights_are_decoded(tmp_path: Path) -> None:
     """The registers of dense wgmmas, by the PTX ISA, hold the weight with its columns in the quantizer's order."""
     weight = obeying(SIX_EIGHT, 64, 128, 0, INT8, "mixed", 8)
-    block = hopper_format.pack_coded(weight)
+    block = hopper_packers.pack_coded(weight)
     words = torch.zeros(128, 4, 4, dtype=torch.int32)
     decoder = compile_source(tmp_path, DECODER)
     decoder.decode(ctypes.c_void_p(block.data_ptr()), ctypes.c_void_p(words.data_ptr()))

@@ -20,8 +20,8 @@ from slidesparse.blocks import BLOCK, dense_blocks
 from slidesparse.gemm import cuda, tuned
 from slidesparse.gemm.backend import require_unbroken_blocks
 from slidesparse.gemm.cuda import CudaBackend
-from slidesparse.gemm.hopper import format as hopper_format
 from slidesparse.gemm.hopper import native
+from slidesparse.gemm.hopper.format import allocate_mixed
 from slidesparse.gemm.hopper.native import TYPES
 from slidesparse.gemm.problem import (
     ALL_2_4,
@@ -40,7 +40,7 @@ from slidesparse.gemm.problem import (
 )
 from slidesparse.pattern import HARDWARE_LENGTH, SlidePattern, round_up
 from slidesparse.quantize import FP8, INT8
-from slidesparse.slide import require_pattern, slide
+from slidesparse.slide import require_pattern
 
 HOPPER_CAPABILITY = (9, 0)  # sm_90a: neither earlier nor later GPUs have its instructions
 VERSION = "4"  # version of the configurations; tables of other versions are not read
@@ -279,18 +279,14 @@ def pack_without_plan(
         raise LibraryError(
             f"a weight of {weight.dtype}; the Hopper kernels take {INT8} and {FP8}: quantize it"
         )
+    if not weight.is_cuda:
+        raise LibraryError(f"a weight on {weight.device}; the Hopper kernels pack it on a GPU: move it there")
     if (stored := stored_pattern(pattern, Hopper.coded)) is None and pattern is not None:
         require_pattern(weight, pattern, "weight", phase)
     pattern, phase = stored, phase if stored else 0
     dense = dense_blocks(weight) if pattern is None else None
     if dense is not None and not mixed and not bool(dense.any()):
         dense = None
-    if not weight.is_cuda:
-        if dense is not None:
-            return hopper_format.pack_mixed(weight, dense)
-        if pattern == SIX_EIGHT:
-            return hopper_format.pack_coded(weight, phase)
-        return hopper_format.pack(slide(weight, pattern or TWO_FOUR, phase))
     packed, broken = pack_by_kernel(weight, pattern or TWO_FOUR, phase, dense)
     require_unbroken_blocks(weight, pattern, phase, broken)
     return packed
@@ -311,7 +307,7 @@ def pack_by_kernel(
         size = native.library().slidesparse_hopper_pack_bytes(layer)
         packed = weight.new_empty(size, dtype=torch.uint8)
     else:
-        packed = hopper_format.allocate_mixed(dense)
+        packed = allocate_mixed(dense)
     if not packed.numel():
         return packed, 0
     broken = weight.new_zeros(1, dtype=torch.int32)
