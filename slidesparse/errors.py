@@ -37,9 +37,13 @@ class CheckFailed(SlideSparseError):  # noqa: N818  a result, not an error
 
 
 class EnvironmentFault(SlideSparseError):  # noqa: N818  EnvironmentError is a builtin
-    """This machine lacks what the request needs."""
+    """This machine lacks what the request needs: what was found, and the remedy, which the words may hold already."""
 
     exit_code = ENVIRONMENT
+
+    def __init__(self, what: str, remedy: str = "") -> None:
+        super().__init__(f"{what}; {remedy}" if remedy else what)
+        self.what, self.remedy = what, remedy
 
 
 def shown(value: object) -> str:

@@ -37,15 +37,17 @@ def own_folder(folder: Path, instead: str = "name another place") -> Path:
             missing.mkdir(mode=0o755, exist_ok=True)
         status = folder.lstat()
     except OSError as error:
-        raise EnvironmentFault(f"{folder} cannot be created: {error.strerror}; {instead}") from error
+        raise EnvironmentFault(f"{folder} cannot be created: {error.strerror}", instead) from error
     if not stat.S_ISDIR(status.st_mode):
-        raise EnvironmentFault(f"{folder} is a link or a file; remove it, or {instead}")
+        raise EnvironmentFault(f"{folder} is a link or a file", f"remove it, or {instead}")
     if status.st_uid != os.geteuid():
-        raise EnvironmentFault(f"{folder} belongs to another user; remove it, or {instead}")
+        raise EnvironmentFault(f"{folder} belongs to another user", f"remove it, or {instead}")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise EnvironmentFault(f"{folder} cannot be written; run chmod u+wx on it, or {instead}")
+        raise EnvironmentFault(f"{folder} cannot be written", f"run chmod u+wx on it, or {instead}")
     if status.st_mode & SHARED and not status.st_mode & stat.S_ISVTX:
-        raise EnvironmentFault(f"{folder} may be changed by other users; run chmod go-w on it, or {instead}")
+        raise EnvironmentFault(
+            f"{folder} may be changed by other users", f"run chmod go-w on it, or {instead}"
+        )
     return folder
 
 

@@ -27,7 +27,6 @@ from pathlib import Path
 
 from slidesparse.build import find
 from slidesparse.build.find import ToolchainError
-from slidesparse.errors import EnvironmentFault
 from slidesparse.files import SHARED, locked, own_folder, sync, write_atomically
 
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
@@ -87,7 +86,7 @@ class Recipe:
 
 
 def build(target: str | Target) -> Path:
-    """Compile a target, or the one of TARGETS with this name, unless the cache holds it.  Raises ToolchainError.
+    """Compile a target, or the one of TARGETS with this name, unless the cache holds it.  Raises EnvironmentFault.
 
     A finished file is published by one rename; concurrent processes wait for the first one to compile it.
     """
@@ -149,16 +148,12 @@ def cache_folder() -> Path:
         ) from None
 
 
-def make_folder(path: Path) -> None:
-    """Make a folder in the cache, and the cache itself, writable by this user alone under any umask.
+def make_folder(path: Path) -> Path:
+    """Make a folder in the cache, and the cache itself, writable by this user alone under any umask; return it.
 
-    Raises ToolchainError where it cannot be made, or written.
+    Raises EnvironmentFault where it cannot be made, or written.
     """
-    try:
-        own_folder(path, "set SLIDESPARSE_CACHE to a folder that can be written")
-    except EnvironmentFault as error:
-        what, _, remedy = str(error).partition("; ")
-        raise ToolchainError(what, remedy) from None
+    return own_folder(path, "set SLIDESPARSE_CACHE to a folder that can be written")
 
 
 def _require_trusted(path: Path) -> None:

@@ -39,10 +39,6 @@ NVCC_INSTALL = (
 class ToolchainError(EnvironmentFault, RuntimeError):
     """A library or a compiler is missing or broken: what was found and tried, and the remedy."""
 
-    def __init__(self, what: str, remedy: str) -> None:
-        super().__init__(f"{what}; {remedy}")
-        self.what, self.remedy = what, remedy
-
 
 @dataclass(frozen=True)
 class FoundFile:

@@ -18,7 +18,6 @@ from rich.table import Table
 
 from slidesparse import __version__
 from slidesparse.build.compile import TARGETS, build, cache_folder, target_path
-from slidesparse.build.find import ToolchainError
 from slidesparse.cli import convert, evaluate, tune
 from slidesparse.cli.console import Json, Layout, application, byte_progress, err, out, show, whole
 from slidesparse.errors import FAILED, EnvironmentFault, SlideSparseError
@@ -157,7 +156,7 @@ def build_targets(
             if state == "built":
                 err.print(f"building the {TARGETS[name].title} ...")
             result = {"state": state, "path": str(build(name))}
-        except ToolchainError as error:
+        except EnvironmentFault as error:
             failed.append(f"the {TARGETS[name].title}: {error}")
             result = {"state": "failed", "what": error.what, "remedy": error.remedy}
         results.append({"name": name, **result, "seconds": round(time.monotonic() - began, 1)})

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slidesparse import files
-from slidesparse.build.compile import cache_folder
+from slidesparse.build.compile import cache_folder, make_folder
 from slidesparse.calibrate.losses import GroupLoss, LayerGroup, Losses, layer_groups, layer_losses, whole_loss
 from slidesparse.calibrate.pipeline import calibrate
 from slidesparse.calibrate.resume import CHOICE, LOSSES, WorkFolder
@@ -94,7 +94,7 @@ class Outcome:
 
 def loss_cache() -> Path:
     """Create the folder of measured losses in the user's cache.  Raises EnvironmentFault if it cannot be used."""
-    return files.own_folder(cache_folder() / "losses", "set SLIDESPARSE_CACHE to another folder")
+    return make_folder(cache_folder() / "losses")
 
 
 def require_usable(task: Task, budget: Budget) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from slidesparse.build.compile import build
 from slidesparse.build.find import ToolchainError, find_cusparselt, require_supported
+from slidesparse.errors import EnvironmentFault
 from slidesparse.gemm import cuda, tuned
 from slidesparse.gemm.library import LibraryBackend, allocate_rows, pad
 from slidesparse.gemm.problem import (
@@ -62,7 +63,7 @@ def extension() -> Any:
         loader.exec_module(module)
         major = int(torch.version.cuda.split(".")[0]) if torch.version.cuda else None
         module.load(find_cusparselt(major).path)
-    except (ToolchainError, ImportError, RuntimeError) as error:
+    except (EnvironmentFault, ImportError, RuntimeError) as error:
         raise LibraryError(f"cuSPARSELt: {error}") from None
     return module
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from slidesparse.build.compile import build
-from slidesparse.build.find import ToolchainError
+from slidesparse.errors import EnvironmentFault
 from slidesparse.gemm.problem import ALL_2_4, BLOCKS, CODED, Layer, LibraryError
 from slidesparse.quantize import FP8
 
@@ -90,7 +90,7 @@ def compile_kernels() -> tuple[Path, Path]:
     """Return the files of the kernels and of torch's operators, compiled if needed.  Raises LibraryError."""
     try:
         return build("hopper"), build("hopper_operators")
-    except ToolchainError as error:
+    except EnvironmentFault as error:
         raise LibraryError(f"the Hopper kernels: {error}") from None
 
 
