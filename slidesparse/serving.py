@@ -55,21 +55,16 @@ class NotServedError(CheckFailed):
 
 @dataclass(frozen=True)
 class ServedLayer:
-    """A linear layer of vLLM, and the tensors that are loaded into it."""
+    """A linear layer of vLLM."""
 
     name: str  # as vLLM calls it, by which targets and ignore find it
-    path: str  # of the module in vLLM's model
     rows: int  # N
     columns: int  # K
     quantized: bool
     reason: str  # why SlideSparse does not serve it, as in the log; "" if it does
-    tensors: Mapping[str, list[str]]  # parameter, such as weight -> tensors of the checkpoint
-
-    @property
-    def weights(self) -> list[str]:
-        """The checkpoint's names of its weights, such as those of q, k and v, without ``.weight``."""
-        names = [*self.tensors.get("weight", []), *self.tensors.get("compressed", [])]
-        return [name.rpartition(".")[0] for name in names]
+    weights: list[
+        str
+    ]  # the checkpoint's names of what it is made of, such as q, k and v, without ``.weight``
 
 
 @dataclass(frozen=True)
@@ -77,9 +72,7 @@ class Serving:
     """A checkpoint as the server takes it."""
 
     layers: tuple[ServedLayer, ...]
-    left: Mapping[
-        str, str
-    ]  # layer that vLLM's own kernels serve, experts among them -> reason, as in the log
+    left: Mapping[str, str]  # layer that vLLM's own kernels serve, also of experts -> reason, as in the log
     resolution: Resolution | None  # None if the plugin does not serve the checkpoint
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from slidesparse.vllm_patch import compat
 from slidesparse.vllm_patch.loading import AGAIN, require_numbers
-from slidesparse.vllm_patch.scheme import PACKED, ROWS, conclude, release_unused
+from slidesparse.vllm_patch.scheme import PACKED, conclude, obeys, release_unused, slid
 from slidesparse.vllm_patch.summary import Found
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -23,12 +23,10 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 
 from slidesparse import gemm, ops
 from slidesparse.checkpoint.storage import CheckpointError
-from slidesparse.gemm import SPARSE
 from slidesparse.gemm.problem import DTYPES, Layer
 from slidesparse.pattern import Pattern, PatternError, SlidePattern
 from slidesparse.prune import prune
 from slidesparse.resolve import BREAKS, ResolveError, batch_invariant, left_to_vllm
-from slidesparse.slide import violations
 
 if TYPE_CHECKING:
     from slidesparse.vllm_patch.config import SlideSparseConfig
@@ -120,13 +118,14 @@ class _Experts:
                     f"{self.name}: the checkpoint lacks experts, or their scales hold NaN; {AGAIN}"
                 )
         columns = [0, self.moe.moe_parallel_config.tp_rank * weights[1].shape[2]]  # the first of this process
-        if self.dummy and (slid := self._slides(self.patterns[0][0])):
+        if self.dummy:
+            slides = [slid(self.config, self.patterns[0][0], first) for first in columns]
             weights = [
-                prune(weight.flatten(0, 1), slid, slid.shard_phase(first)).view(weight.shape)
-                for weight, first in zip(weights, columns, strict=True)
+                prune(weight.flatten(0, 1), pattern, phase).view(weight.shape) if pattern else weight
+                for weight, (pattern, phase) in zip(weights, slides, strict=True)
             ]
         found = [
-            next((pattern for pattern in patterns if self._obeys(weight, pattern, first)), None)
+            next((p for p in patterns if obeys(weight.flatten(0, 1), *slid(self.config, p, first))), None)
             for weight, patterns, first in zip(weights, self.patterns, columns, strict=True)
         ]
         obeyed = [pattern for pattern in found if pattern]
@@ -153,23 +152,12 @@ class _Experts:
 
     def left(self, pattern: Pattern) -> str | None:
         """Return why vLLM's method serves experts that obey a pattern, or None."""
-        slid = pattern if isinstance(pattern, SlidePattern) else None
+        slides = pattern if isinstance(pattern, SlidePattern) else None
         resolution = self.config.resolution
         refused = self.backend.refuses_experts(
-            self.moe.num_local_experts, slid, DTYPES[self.quant], resolution.asked
+            self.moe.num_local_experts, slides, DTYPES[self.quant], resolution.asked
         )
         return left_to_vllm(resolution, pattern) or refused
-
-    def _slides(self, pattern: Pattern) -> SlidePattern | None:
-        """Return the pattern that a weight is slid for, None if it is not."""
-        is_slid = self.config.resolution.path == SPARSE and isinstance(pattern, SlidePattern)
-        return pattern if is_slid else None
-
-    def _obeys(self, weight: Tensor, pattern: Pattern, first_column: int) -> bool:
-        """Return whether all experts [E, N, K] obey a pattern; a few rows tell at once of most that do not."""
-        slid, rows = self._slides(pattern), weight.flatten(0, 1)
-        phase = slid.shard_phase(first_column) if slid else 0
-        return slid is None or not (violations(rows[:ROWS], slid, phase) or violations(rows, slid, phase))
 
     def _serve(self, layer: Any, weights: list[Tensor], patterns: list[Pattern], columns: list[int]) -> None:
         """Replace the loaded weights by packed ones."""
@@ -178,15 +166,14 @@ class _Experts:
         for name, weight, pattern, first_column in zip(
             ("w13", "w2"), weights, patterns, columns, strict=True
         ):
-            slid = self._slides(pattern)
-            phase = slid.shard_phase(first_column) if slid else 0
+            slides, phase = slid(self.config, pattern, first_column)
             release_unused(weight)
-            packed = torch.nn.Parameter(self.backend.pack_experts(weight, slid, phase), requires_grad=False)
+            packed = torch.nn.Parameter(self.backend.pack_experts(weight, slides, phase), requires_grad=False)
             setattr(packed, PACKED, True)
             setattr(layer, f"{name}_weight", packed)
             scale = getattr(layer, f"{name}_weight_scale").data.float().flatten(1)
             setattr(layer, f"{name}_weight_scale", torch.nn.Parameter(scale, requires_grad=False))
-            layers.append(self.backend.layer(*weight.shape[1:], slid, phase, weight.dtype))
+            layers.append(self.backend.layer(*weight.shape[1:], slides, phase, weight.dtype))
         self.layers = layers[0], layers[1]
 
     # What vLLM's runner asks

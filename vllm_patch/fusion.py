@@ -49,10 +49,9 @@ TO_THE_END = 2**63 - 1  # end of an open slice
 
 aten, prims, ours = torch.ops.aten, torch.ops.prims, torch.ops.slidesparse
 
-NORM, ADD_NORM, SILU_MUL = range(3)  # kinds of producers of a layer's input
-
-# The fused operator of a layer and each kind of producer.
-FUSED = (ours.rms_norm_linear.default, ours.add_rms_norm_linear.default, ours.silu_mul_linear.default)
+# The fused operators of a layer and each kind of producer
+NORM, ADD_NORM = ours.rms_norm_linear.default, ours.add_rms_norm_linear.default
+SILU_MUL = ours.silu_mul_linear.default
 
 
 def register(key: str, resolution: Resolution) -> str:
@@ -126,7 +125,7 @@ def _log(counts: tuple[tuple[str, int], ...]) -> None:
 class Producer:
     """The nodes that compute the input of a layer."""
 
-    kind: int  # NORM, ADD_NORM, SILU_MUL
+    operator: Any  # NORM, ADD_NORM or SILU_MUL
     inputs: tuple[Any, ...]  # leading arguments of the fused operator
     nodes: tuple[Node, ...]  # nodes that become unused, each before those that it uses
     sums: tuple[Node, ...] = ()  # nodes that hold the sum, the last result of the operator
@@ -168,10 +167,10 @@ def _producer(layer: Node) -> Producer | None:
 def _replace(layer: Node, producer: Producer) -> None:
     """Replace ``layer`` by the fused operator; its result stays, and a sum becomes a second result."""
     like, value = layer.args[0].meta["val"], layer.meta["val"]  # type: ignore[union-attr]
-    layer.target = FUSED[producer.kind]
+    layer.target = producer.operator
     layer.args = (*producer.inputs, *layer.args[1:])
     layer.meta.pop("eager_input_vals", None)  # it describes the former arguments
-    if producer.kind == ADD_NORM:
+    if producer.operator is ADD_NORM:
         layer.meta["val"] = (value, like)
         first = _result(layer, 0)
         layer.replace_all_uses_with(first, delete_user_cb=lambda user: user is not first)
@@ -197,12 +196,12 @@ def _norm(source: Node, value: torch.Tensor) -> Producer | None:
     ``rms_norm(x, weight, eps, variance_size=None)`` or, with a residual and a pair of results,
     ``fused_add_rms_norm(x, residual, weight, eps, variance_size=None)``.
     """
-    kind, rows, nodes, sums = NORM, 1, [source], ()
+    fused, rows, nodes, sums = NORM, 1, [source], ()
     if not _calls(source, "vllm_ir::rms_norm"):
         call = source.args[0] if source.target is operator.getitem and source.args[1] == 0 else None
         if not isinstance(call, Node) or not _calls(call, "vllm_ir::fused_add_rms_norm"):
             return None
-        kind, rows, nodes = ADD_NORM, 2, [source, call]
+        fused, rows, nodes = ADD_NORM, 2, [source, call]
         sums = tuple(user for user in call.users if user.args[1] == 1)
     *tensors, eps = nodes[-1].args[: rows + 2]
     if any(extra is not None for extra in nodes[-1].args[rows + 2 :]):
@@ -214,7 +213,7 @@ def _norm(source: Node, value: torch.Tensor) -> Producer | None:
         return None
     if weight.dtype != value.dtype or not weight.is_contiguous():
         return None
-    return Producer(kind, (*tensors, eps), tuple(nodes), sums)
+    return Producer(fused, (*tensors, eps), tuple(nodes), sums)
 
 
 def _activation(source: Node, value: torch.Tensor) -> Producer | None:

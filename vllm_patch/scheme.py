@@ -95,8 +95,8 @@ class SlideSparseScheme(CompressedTensorsScheme):
                 "the original model again"
             )
         self.in_features = in_features
-        slid = self.patterns[0] if self.slided else None
-        columns = slid.layout(in_features).slided if isinstance(slid, SlidePattern) else in_features
+        stored = self.patterns[0] if self.slided else None
+        columns = stored.layout(in_features).slided if isinstance(stored, SlidePattern) else in_features
         remedy = UNLISTED if self.config.resolution.layout == "slided" and not self.pruned_by_us else AGAIN
         strict = not self.unasked or self.config.resolution.layout != "dense"
         self.load_check = LoadCheck(self.name, columns, len(kwargs["output_partition_sizes"]), remedy, strict)
@@ -135,14 +135,8 @@ class SlideSparseScheme(CompressedTensorsScheme):
             )
 
     def _slides(self, pattern: Pattern | None = None) -> tuple[SlidePattern | None, int]:
-        """Return the pattern that the weight is slid for at ``pattern``, by default the sparsest one, and its phase.
-
-        On the dense path, and for blocks that are not slid, there is none.
-        """
-        pattern = pattern or self.patterns[0]
-        if self.config.resolution.path != SPARSE or not isinstance(pattern, SlidePattern):
-            return None, 0
-        return pattern, pattern.shard_phase(self._first_column)
+        """Return what the weight is `slid` for at ``pattern``, by default the sparsest one."""
+        return slid(self.config, pattern or self.patterns[0], self._first_column)
 
     def _layout(self) -> SlideLayout:
         """Return the windows of a slided checkpoint's weight."""
@@ -238,7 +232,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         release_unused(weight)
         *sparser, last = self.patterns
         for pattern in sparser:
-            if self._obeys(weight[:ROWS], pattern) and self._obeys(weight, pattern):
+            if obeys(weight, *self._slides(pattern)):
                 last = pattern
                 break
         self.patterns = [last]
@@ -273,11 +267,6 @@ class SlideSparseScheme(CompressedTensorsScheme):
             return weight, TWO_FOUR, 0
         return unslide(weight, pattern, self._unslid.k, phase), pattern, phase
 
-    def _obeys(self, weight: Tensor, pattern: Pattern) -> bool:
-        """Return whether rows [rows, K] of the layer's shard obey a pattern."""
-        slides, phase = self._slides(pattern)
-        return slides is None or violations(weight, slides, phase) is None
-
     def _serve(self, layer: torch.nn.Module, packed: Tensor) -> None:
         """Replace the loaded weight by the packed one."""
         layer.weight = torch.nn.Parameter(packed, requires_grad=False)
@@ -311,6 +300,20 @@ class SlideSparseScheme(CompressedTensorsScheme):
         if self.layer is None:
             return self.inner.apply_weights(layer, x, bias)
         return ops.linear(x, layer.weight, layer.weight_scale, bias, self.layer, self.backend.name)
+
+
+def slid(config: SlideSparseConfig, pattern: Pattern, first_column: int) -> tuple[SlidePattern | None, int]:
+    """Return the pattern that a weight is slid for, and its phase: on the dense path, and for blocks, there is none."""
+    if config.resolution.path != SPARSE or not isinstance(pattern, SlidePattern):
+        return None, 0
+    return pattern, pattern.shard_phase(first_column)
+
+
+def obeys(weight: Tensor, pattern: SlidePattern | None, phase: int) -> bool:
+    """Return whether [rows, K] obeys what it is `slid` for; a few rows tell at once of most that do not."""
+    return pattern is None or not (
+        violations(weight[:ROWS], pattern, phase) or violations(weight, pattern, phase)
+    )
 
 
 def conclude(config: SlideSparseConfig) -> None:

@@ -69,7 +69,7 @@ def build(folder: str, tensors: Tensors, options: Mapping[str, Any], plan: bool)
     ours = config.quant_config if isinstance(config.quant_config, SlideSparseConfig) else None
     return {
         "layers": [
-            _layer(path, module, fed.get(path, {}))
+            _layer(module, fed.get(path, {}))
             for path, module in model.named_modules()
             if isinstance(module, LinearBase) and hasattr(module, "weight")
         ],
@@ -99,7 +99,7 @@ def _without_attention(self: torch.nn.Module, *_: Any, **__: Any) -> None:
     torch.nn.Module.__init__(self)
 
 
-def _layer(path: str, module: LinearBase, tensors: Mapping[str, list[str]]) -> dict[str, Any]:
+def _layer(module: LinearBase, tensors: Mapping[str, list[str]]) -> dict[str, Any]:
     scheme = getattr(module, "scheme", None)
     quantized = not isinstance(module.quant_method, UnquantizedLinearMethod)
     method = type(scheme or module.quant_method).__name__.removeprefix("CompressedTensors")
@@ -108,12 +108,13 @@ def _layer(path: str, module: LinearBase, tensors: Mapping[str, list[str]]) -> d
         reason = scheme.dense_because or ""
     return {
         "name": module.prefix,
-        "path": path,
         "rows": module.output_size,
         "columns": module.input_size,
         "quantized": quantized,
         "reason": reason,
-        "tensors": tensors,
+        "weights": [
+            name.rpartition(".")[0] for kind in ("weight", "compressed") for name in tensors.get(kind, [])
+        ],
     }
 
 
