@@ -259,7 +259,7 @@ def whole_loss(task: Task, samples: Samples, reader: Reader, work: WorkFolder, p
         assert run.dense
         quantized = [
             name
-            for name in run.names
+            for name in run.block.linears
             if run.full_name(name) in task.layers or run.full_name(name) in task.skipped
         ]
         for stream in (run.pruned, run.dense):

@@ -17,8 +17,8 @@ than the BF16 that models are served in, and whose sums are float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import Any
 
@@ -99,6 +99,7 @@ class Model:
                 module._buffers[name] = buffer.to(device)
         self._calls: dict[tuple[int, int], list[Call]] = {}
         self._groups: dict[str, Groups] = {}
+        self.roles: dict[str, Any] = {}  # what `slidesparse.calibrate.roles` found of blocks of a `structure`
         self._require_equal_calls()
 
     def __reduce__(self) -> tuple[Any, ...]:  # for other processes, which make it anew
@@ -198,11 +199,9 @@ class Model:
     @cached_property
     def other_outputs(self) -> tuple[Any, ...] | None:
         """The values that a block returns in a tuple behind its hidden states; None if it returns no tuple."""
-        first, *others = (_StandIn(block) for block in self.skeleton.blocks)
-        first.stops = True
         ids = torch.zeros(1, TRACED_TOKENS, dtype=torch.long)
         with torch.inference_mode(False), torch.no_grad():
-            self.run_ends(self._placeholders(self.skeleton.model, 0.0), ids, [first, *others])
+            first = self.reach_blocks(self._placeholders(self.skeleton.model, 0.0), ids)
             args, kwargs = first.call
             block = self.skeleton.blocks[0]
             with self._explained():
@@ -216,6 +215,13 @@ class Model:
             for name, parameter in module.named_parameters()
             if not name.startswith(self.skeleton.list_path + ".")
         }
+
+    def reach_blocks(self, weights: Mapping[str, Tensor], ids: Tensor) -> _StandIn:
+        """Run the model on ids [samples, tokens] up to its first block; return what stands for that."""
+        first, *others = (_StandIn(block) for block in self.skeleton.blocks)
+        first.stops = True
+        self.run_ends(weights, ids, [first, *others])
+        return first
 
     def run_ends(self, weights: Mapping[str, Tensor], ids: Tensor, stand_ins: list[Any]) -> Any:
         """Run the model on ids [samples, tokens] with ``stand_ins`` for its blocks; None if one of them stops.
@@ -288,20 +294,15 @@ class Model:
         inputs: list[Tensor] = []  # kept, so that no two have the same address
         groups: dict[tuple[int, torch.Size], list[str]] = {}
 
-        def record(name: str, args: tuple[Any, ...]) -> None:
-            inputs.append(args[0])
-            members = groups.setdefault((args[0].data_ptr(), args[0].shape), [])
+        def record(name: str, x: Tensor) -> None:
+            inputs.append(x)
+            members = groups.setdefault((x.data_ptr(), x.shape), [])
             if not any(name in group for group in groups.values()):
                 members.append(name)
 
         x = torch.zeros(1, TRACED_TOKENS, self.hidden, device=self.device)
         args, kwargs = self.call(number, 1, TRACED_TOKENS)
-        with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
-            for name in linears:
-                module = block.get_submodule(name)
-                hook = module.register_forward_pre_hook(lambda _, args, name=name: record(name, args))
-                stack.callback(hook.remove)
-            stack.enter_context(self._explained())
+        with torch.inference_mode(False), torch.no_grad(), reading(block, linears, record), self._explained():
             functional_call(block, self._placeholders(block, 0.0), (x, *args), kwargs)
         order = {name: i for i, name in enumerate(self.skeleton.linears(number))}
         return tuple(tuple(sorted(group, key=order.__getitem__)) for group in groups.values() if group)
@@ -369,11 +370,7 @@ class Ends:
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the input of the first block, float32 [samples, tokens, hidden], for ids [samples, tokens]."""
-        model = self._model
-        first, *others = (_StandIn(block, model.other_outputs) for block in model.skeleton.blocks)
-        first.stops = True
-        model.run_ends(self.weights, ids, [first, *others])
-        return first.x
+        return self._model.reach_blocks(self.weights, ids).x
 
     def logits(self, x: Tensor) -> Tensor:
         """Return a language model's logits, [..., vocabulary], for the output [..., hidden] of its last block."""
@@ -412,6 +409,11 @@ class Block:
         """The module of transformers, without weights."""
         return self.model.skeleton.blocks[self.number]
 
+    @property
+    def linears(self) -> list[str]:
+        """The names of all linear layers, in order of execution."""
+        return [name for group in self.groups for name in group]
+
     def copy(self) -> Block:
         """Return a block that shares this one's tensors; replacing some in one does not affect the other."""
         return Block(self.model, self.number, dict(self.weights), self.scales)
@@ -419,12 +421,7 @@ class Block:
     def output(self, x: Tensor) -> Tensor:
         """Return the block's output for its input, both [samples, tokens, hidden]."""
         args, kwargs = self.model.call(self.number, x.shape[0], x.shape[1])
-        with ExitStack() as stack:
-            if read := self.read:
-                for name in (name for group in self.groups for name in group):
-                    module = self.module.get_submodule(name)
-                    hook = module.register_forward_pre_hook(lambda _, args, n=name: (read(n, args[0]),))
-                    stack.callback(hook.remove)
+        with reading(self.module, self.linears, self.read) if self.read else nullcontext():
             out = functional_call(self.module, self.weights, (x, *args), kwargs)
         y: Tensor = out[0] if isinstance(out, tuple) else out
         return y
@@ -433,15 +430,24 @@ class Block:
         """Return the input of a linear layer, [..., K], for the block's input."""
         caught: list[Tensor] = []
 
-        def catch(_: nn.Module, args: tuple[Any, ...]) -> None:
-            caught.append(args[0])
+        def catch(_: str, found: Tensor) -> None:
+            caught.append(found)
             raise _Stop
 
-        with ExitStack() as stack:
-            stack.callback(self.module.get_submodule(layer).register_forward_pre_hook(catch).remove)
-            with suppress(_Stop):
-                self.output(x)
+        with reading(self.module, [layer], catch), suppress(_Stop):
+            self.output(x)
         return caught[0]
+
+
+@contextmanager
+def reading(module: nn.Module, names: Iterable[str], read: Callable[[str, Tensor], Any]) -> Iterator[None]:
+    """Call ``read`` with name and input of each of these linear layers that runs; a result replaces the input."""
+    with ExitStack() as stack:
+        for name in names:
+            layer = module.get_submodule(name)
+            hook = layer.register_forward_pre_hook(lambda _, args, name=name: read(name, args[0]))
+            stack.callback(hook.remove)
+        yield
 
 
 def _tensors(value: Any) -> list[Tensor]:

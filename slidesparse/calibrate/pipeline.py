@@ -54,11 +54,6 @@ class BlockRun:
         """The block, whose weights are replaced by the dequantized ones."""
         return self.pruned.block
 
-    @property
-    def names(self) -> list[str]:
-        """The names within the block of all its linear layers, in order of execution."""
-        return [name for group in self.block.groups for name in group]
-
     @cached_property
     def experts(self) -> dict[str, Expert]:
         """The checkpoint's names of the matrices of routed experts that are quantized, and their places."""
@@ -254,14 +249,14 @@ def _finetune_block(run: BlockRun, dense: Stream, weights: Mapping[str, Tensor])
     if not pruned:
         return None
     dense.advance()
-    skipped = (name for name in run.names if run.full_name(name) in task.skipped)
+    skipped = (name for name in run.block.linears if run.full_name(name) in task.skipped)
     quantized = {*weights, *skipped}
     return finetune(run.pruned, dense.states, pruned, quantized, NAMES[task.quant], task.epochs)
 
 
 def quantize_skipped(run: BlockRun) -> None:
     """Replace the weights of layers that are quantized but not pruned by their dequantized values."""
-    for name in run.names:
+    for name in run.block.linears:
         if run.full_name(name) in run.task.skipped:
             _quantize_layer(run, name, run.block.weights[name + WEIGHT], {})
     quantize_experts(run, run.block, (name for name in run.experts if name in run.task.skipped))
@@ -291,7 +286,7 @@ def _quantize_layer(run: BlockRun, name: str, w: Tensor, tensors: dict[str, Tens
 def restore_block(run: BlockRun, work: WorkFolder) -> None:
     """Replace the weights of a block by those of its finished layers."""
     with (finished := work.tensors()).reader() as reader:
-        for name in run.names:
+        for name in run.block.linears:
             full = run.full_name(name)
             if full + WEIGHT in finished.tensors:
                 codes, scale = (reader.whole(full + suffix) for suffix in (WEIGHT, SCALE))

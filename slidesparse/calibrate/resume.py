@@ -49,9 +49,7 @@ from slidesparse.errors import CalibrationError, shown
 STATE, LOSSES, CHOICE = "state.json", "losses.json", "choice.json"
 ROTATION, SMOOTHING = f"rotation{SUFFIX}", f"smoothing{SUFFIX}"
 DISTILLED, DISTILLING = f"distilled{SUFFIX}", f"distilling{SUFFIX}"
-SUM = (
-    "sha256"  # tensor of each file: of the name of the file, and of the names, shapes and bytes of its others
-)
+SUM = "sha256"  # tensor of each file: of the file's name, and of the names, shapes and bytes of its others
 ELSEWHERE = "name another output folder"
 DIGEST = "sha256:"  # begins the values of a state that nobody can read
 
@@ -96,11 +94,8 @@ class WorkFolder:
         self, name: str, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]
     ) -> None:
         """Write a safetensors file of the tensors ``specs``, one after the other, with a checksum, atomically."""
-        partial, sums, by_name = (
-            self.folder / f".{name}",
-            dict[str, bytes](),
-            {spec.name: spec for spec in specs},
-        )
+        partial, by_name = self.folder / f".{name}", {spec.name: spec for spec in specs}
+        sums: dict[str, bytes] = {}
         partial.unlink(missing_ok=True)
         with Writer(partial, [*specs, TensorSpec(SUM, "U8", (32,))]) as writer:
             for tensor_name, tensor in tensors:

@@ -15,7 +15,7 @@ A wrong guess changes results by about as much as they are; a right one by round
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from slidesparse.calibrate.changes import Change, Changes, add_change, changed
-from slidesparse.calibrate.model import Block, Model
+from slidesparse.calibrate.model import Block, Model, reading
 from slidesparse.checkpoint.names import BIAS, SCALE, WEIGHT
 from slidesparse.checkpoint.storage import Reader
 
@@ -95,7 +95,7 @@ class Roles:
 
 def find_roles(block: Block) -> Roles:
     """Return the roles of a block's layers; found once for all blocks of the same structure."""
-    known = _known_roles(block.model)
+    known: dict[str, Roles] = block.model.roles
     structure = block.model.structure(block.number)
     if structure not in known:
         with torch.inference_mode(False), torch.no_grad():
@@ -108,18 +108,11 @@ def find_roles(block: Block) -> Roles:
 
 def roles_of(model: Model, reader: Reader) -> list[Roles]:
     """Return the roles in each block of a model; a block of each structure is read and run."""
-    known = _known_roles(model)
     structures = [model.structure(number) for number in range(model.blocks)]
     for number, structure in enumerate(structures):
-        if structure not in known:
+        if structure not in model.roles:
             find_roles(model.load(reader, number))
-    return [known[structure] for structure in structures]
-
-
-def _known_roles(model: Model) -> dict[str, Roles]:
-    """Return the roles found so far, by the structure of the block."""
-    known: dict[str, Roles] = model.__dict__.setdefault("roles", {})
-    return known
+    return [model.roles[structure] for structure in structures]
 
 
 # Pairs
@@ -257,11 +250,10 @@ def _guess_residual(block: Block, x: Tensor) -> Residual | None:
         for name, module in block.module.named_modules()
         if {n: tuple(p.shape) for n, p in module.named_parameters()} == {"weight": (hidden,)}
     }
-    layers = {name: block.module.get_submodule(name) for group in block.groups for name in group}
-    norms = find_readers(candidates, layers, lambda: block.output(x))
+    norms = find_readers(candidates, block.module, block.linears, lambda: block.output(x))
     readers = {name for names in norms.values() for name in names}
     writers = tuple(
-        name for name in layers if len(block.weights[name + WEIGHT]) == hidden and name not in readers
+        name for name in block.linears if len(block.weights[name + WEIGHT]) == hidden and name not in readers
     )
     if not readers or not writers:
         return None
@@ -270,9 +262,9 @@ def _guess_residual(block: Block, x: Tensor) -> Residual | None:
 
 
 def find_readers(
-    norms: Mapping[str, nn.Module], layers: Mapping[str, nn.Module], run: Callable[[], object]
+    norms: Mapping[str, nn.Module], module: nn.Module, layers: Iterable[str], run: Callable[[], object]
 ) -> dict[str, tuple[str, ...]]:
-    """Return the names of the ``layers`` that read the output of each of the ``norms``, both run by ``run``."""
+    """Return which of the ``layers`` of a module read the output of each of the ``norms``, both run by ``run``."""
     outputs: dict[tuple[int, int], str] = {}  # by address and width
     found: dict[str, tuple[str, ...]] = {}
     kept: list[Tensor] = []  # so that no two have the same address
@@ -282,17 +274,15 @@ def find_readers(
             kept.append(out)
             outputs[out.data_ptr(), out.shape[-1]] = name
 
-    def read(name: str, args: tuple[Any, ...]) -> None:
-        if (norm := outputs.get((args[0].data_ptr(), args[0].shape[-1]))) is not None:
+    def read(name: str, x: Tensor) -> None:
+        if (norm := outputs.get((x.data_ptr(), x.shape[-1]))) is not None:
             found[norm] = (*found.get(norm, ()), name)
 
     with ExitStack() as stack:
-        for name, module in norms.items():
-            hook = module.register_forward_hook(lambda _, args, out, name=name: wrote(name, out))
+        for name, norm in norms.items():
+            hook = norm.register_forward_hook(lambda _, args, out, name=name: wrote(name, out))
             stack.callback(hook.remove)
-        for name, module in layers.items():
-            hook = module.register_forward_pre_hook(lambda _, args, name=name: read(name, args))
-            stack.callback(hook.remove)
+        stack.enter_context(reading(module, layers, read))
         run()
     return found
 

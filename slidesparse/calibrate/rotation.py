@@ -134,7 +134,7 @@ class _EndsRoles:
             and not name.startswith(inside)
         }
         x = torch.randn(1, TOKENS, model.hidden, device=model.device)
-        norms = find_readers(candidates, {head: network.get_submodule(head)}, lambda: ends.logits(x))
+        norms = find_readers(candidates, network, [head], lambda: ends.logits(x))
         norm = next(iter(norms), None)
         unit = unit_of(candidates[norm], model) if norm else None
         if norm is None or unit is None:
