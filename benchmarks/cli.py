@@ -91,7 +91,7 @@ def _parse_patterns(text: str | None, mixed: bool = False) -> tuple[str, ...]:
 def _subjects(conditions: Path, providers: str | None) -> tuple[Gpu, list[CudaBackend], Stock | None]:
     """Return the GPU, the backends and vLLM's kernels to measure, and write the conditions of their table."""
     from benchmarks import stock
-    from benchmarks.conditions import gpu_conditions
+    from benchmarks.conditions import gpu_conditions, usable_libraries
     from benchmarks.kernel import STOCK
     from benchmarks.records import write_conditions
     from slidesparse.tune import machine
@@ -102,7 +102,7 @@ def _subjects(conditions: Path, providers: str | None) -> tuple[Gpu, list[CudaBa
         names = parse_choice("--provider", providers, (STOCK, *machine.tunable_names()))
         libraries = machine.require_libraries(gpu, [name for name in names if name != STOCK])
     else:
-        libraries, notes = machine.usable_libraries(gpu)
+        libraries, notes = usable_libraries(gpu)
         for line in notes:
             err.print(escape(f"note: {line}"))
     kernels = stock.find() if not providers or STOCK in names else None

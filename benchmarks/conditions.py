@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from slidesparse import __version__, versions
+from slidesparse import __version__, gemm, versions
+from slidesparse.gemm.cuda import CudaBackend
+from slidesparse.tune import machine
 from slidesparse.tune.machine import Gpu
 
 # name in the conditions -> field of nvidia-smi
@@ -22,6 +24,13 @@ SMI_FIELDS = {
     "max_memory_clock_mhz": "clocks.max.mem",
     "power_limit_w": "power.limit",
 }
+
+
+def usable_libraries(gpu: Gpu) -> tuple[list[CudaBackend], list[str]]:
+    """Return the GPU backends that run on ``gpu``, and why the others do not."""
+    reasons = {name: gemm.get(name).unusable(gpu.device) for name in machine.tunable_names()}
+    usable = machine.require_libraries(gpu, [name for name, reason in reasons.items() if reason is None])
+    return usable, [f"{name} is skipped: {reason}" for name, reason in reasons.items() if reason]
 
 
 def gpu_conditions(gpu: Gpu, libraries: Mapping[str, str]) -> dict[str, Any]:

@@ -383,7 +383,7 @@ def efficiency() -> str:
             speedup = at.loc[dtype]
             figures = []
             for pattern in PATTERNS:
-                bound = float(parse_pattern(pattern).speedup_bound)
+                bound = float(1 / parse_pattern(pattern).density)
                 share = speedup[pattern] / (speedup[TWO_FOUR] / 2) / bound
                 figures.append(f"{share:.1%} ({ratio(speedup[pattern])} of {ratio(bound)})")
             rows.append((label, dtype.upper(), *figures))

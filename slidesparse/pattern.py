@@ -98,18 +98,13 @@ class SlidePattern:
 
     @property
     def density(self) -> Fraction:
-        """The largest share of non-zeros: (2N-2)/2N, 1 for 2_inf."""
+        """The largest share of non-zeros: (2N-2)/2N, 1 for 2_inf; its inverse, N/(N-1), bounds the speedup."""
         return Fraction(1) if self.length is None else Fraction(self.length - ZEROS, self.length)
 
     @property
     def expansion(self) -> Fraction:
         """gamma, slided in-features over in-features: 2 - 2/N, 2 for 2_inf."""
         return 2 * self.density
-
-    @property
-    def speedup_bound(self) -> Fraction:
-        """N/(N-1), the most that sparse tensor cores of twice the dense rate can give; 1 for 2_inf."""
-        return 1 / self.density
 
     def layout(self, in_features: int, phase: int = 0) -> SlideLayout:
         """Return where the windows of a row of ``in_features`` weights lie.
@@ -188,11 +183,6 @@ class MixedPattern:
     def density(self) -> Fraction:
         """The largest share of non-zeros."""
         return 1 - self.share / 2
-
-    @property
-    def speedup_bound(self) -> Fraction:
-        """The most that sparse tensor cores of twice the dense rate can give."""
-        return 1 / self.density
 
 
 Pattern = SlidePattern | MixedPattern

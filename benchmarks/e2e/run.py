@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import IO, Any
 
-from benchmarks.conditions import cpu_conditions, gpu_conditions
+from benchmarks.conditions import cpu_conditions, gpu_conditions, usable_libraries
 from benchmarks.e2e.plan import (
     CUBLASLT,
     DECODE,
@@ -73,7 +73,7 @@ def _conditions() -> dict[str, Any]:
         gpu = machine.require_gpu()
     except EnvironmentFault:
         return cpu_conditions()
-    usable, _ = machine.usable_libraries(gpu)
+    usable, _ = usable_libraries(gpu)
     return gpu_conditions(gpu, {library.name: library.version() for library in usable})
 
 

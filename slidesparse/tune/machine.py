@@ -55,10 +55,3 @@ def tunable_names() -> tuple[str, ...]:
 def require_libraries(gpu: Gpu, names: Sequence[str]) -> list[CudaBackend]:
     """Return the backends of these names.  Raises BackendError with the reason when one cannot run on ``gpu``."""
     return [cast("CudaBackend", gemm.require(name, gpu.device)) for name in names]
-
-
-def usable_libraries(gpu: Gpu) -> tuple[list[CudaBackend], list[str]]:
-    """Return the GPU backends that run on ``gpu``, and why the others do not."""
-    reasons = {name: gemm.get(name).unusable(gpu.device) for name in tunable_names()}
-    usable = [cast("CudaBackend", gemm.get(name)) for name, reason in reasons.items() if reason is None]
-    return usable, [f"{name} is skipped: {reason}" for name, reason in reasons.items() if reason]

@@ -11,11 +11,12 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.cli import app as benchmarks
+from benchmarks.conditions import usable_libraries
 from slidesparse.cli.main import app
 from slidesparse.gemm import tuned
 from slidesparse.gemm.problem import LibraryError, Problem
 from slidesparse.tune.inputs import Inputs
-from slidesparse.tune.machine import require_gpu, usable_libraries
+from slidesparse.tune.machine import require_gpu
 from slidesparse.tune.measure import CudaClock
 from slidesparse.tune.search import search
 
