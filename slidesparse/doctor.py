@@ -293,9 +293,7 @@ class Report:
     backend: str | None = None
     backend_reason: str = ""
     layers: list[Layers] = field(default_factory=list)
-    left: dict[str, int] = field(
-        default_factory=dict
-    )  # reason -> number of layers that vLLM's own kernels serve
+    left: dict[str, int] = field(default_factory=dict)  # reason -> number of layers that vLLM itself serves
     missing: list[dict[str, str]] = field(default_factory=list)
     code: int = 0
     verdict: str = ""

@@ -62,9 +62,7 @@ class ServedLayer:
     columns: int  # K
     quantized: bool
     reason: str  # why SlideSparse does not serve it, as in the log; "" if it does
-    weights: list[
-        str
-    ]  # the checkpoint's names of what it is made of, such as q, k and v, without ``.weight``
+    weights: list[str]  # checkpoint's names of those it is made of, such as q, k, v, without ``.weight``
 
 
 @dataclass(frozen=True)

@@ -40,13 +40,13 @@ from slidesparse.checkpoint.storage import (
     CONFIG,
     MODEL,
     NAMES,
-    QUANTIZATION,
     Checkpoint,
     CheckpointError,
     Reader,
     StoredTensor,
     TensorSpec,
     parse_json,
+    unquantized_config,
 )
 from slidesparse.checkpoint.w8a8 import KINDS
 from slidesparse.convert.options import ConvertOptions
@@ -131,7 +131,8 @@ def _config(config: str | Path, quant: str, layers: int | None) -> dict[str, Any
         raise CheckpointError(
             f"{str(config)!r} is neither one of {', '.join(PUBLIC)}, nor a {CONFIG}, nor a folder that holds one"
         )
-    values = {key: value for key, value in values.items() if key not in (*QUANTIZATION, "auto_map")}
+    values = unquantized_config(values)
+    values.pop("auto_map", None)
     total = values.get("num_hidden_layers")
     if layers is not None:
         if type(total) is not int or not 1 <= layers <= total:

@@ -17,7 +17,7 @@ from slidesparse.checkpoint.names import SCALE, WEIGHT, is_expert, layer_names
 from slidesparse.checkpoint.skeleton import Skeleton
 from slidesparse.checkpoint.storage import Checkpoint, Reader
 from slidesparse.pattern import MixedPattern, SlidePattern
-from slidesparse.slide import violations
+from slidesparse.slide import obeys
 
 RATIOS = ("2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16")  # sparsest first
 # Suffixes for weights that are not read: those of compressed-tensors in 4 bits, of GPTQ and AWQ, of torchao
@@ -103,7 +103,7 @@ def _inspect_layer(
             except DamagedError as error:
                 broken, first = broken + error.violation.total, first or str(error)
                 candidates = []
-        candidates = [pattern for pattern in candidates if violations(values, pattern) is None]
+        candidates = [pattern for pattern in candidates if obeys(values, pattern)]
         dense += [dense_blocks(values)] if mixed else []
     if mixed and (broken := missing(torch.cat(dense), mixed)):
         first = f"{name}: {broken} blocks more must be 2:4; convert the original model again"

@@ -26,13 +26,12 @@ from slidesparse.checkpoint.names import BIAS, EXPERT, WEIGHT, architecture_of, 
 from slidesparse.checkpoint.storage import (
     CONFIG,
     FLOATS,
-    QUANTIZATION,
-    TEXT_CONFIG,
     Checkpoint,
     CheckpointError,
     StoredTensor,
     TensorSpec,
     is_embedding_model,
+    unquantized_config,
 )
 from slidesparse.errors import shown
 
@@ -254,7 +253,8 @@ class Skeleton:
         block = re.compile(re.escape(self.list_path) + r"\.(\d+)\.")
         numbers = {name: match for name in self.checkpoint.tensors if (match := block.match(name))}
         other = next((name for name, match in numbers.items() if int(match[1]) >= len(self.blocks)), None)
-        if other and not self._has_experts():
+        # models with routed experts may have further blocks, to predict further tokens
+        if other and not any(is_converted for _, is_converted in self._targets.values()):
             raise CheckpointError(
                 f"tensor {other} belongs to none of the {len(self.blocks)} blocks of config.json; fetch it again"
             )
@@ -282,10 +282,6 @@ class Skeleton:
                 raise CheckpointError(
                     f"{target} has {found} matrices of experts, but config.json describes {count}; fetch it again"
                 )
-
-    def _has_experts(self) -> bool:
-        """Return whether the model has routed experts; some such models have further blocks, to predict further."""
-        return any(is_converted for _, is_converted in self._targets.values())
 
     # Tensors and parameters
 
@@ -390,9 +386,7 @@ def _read_config(checkpoint: Checkpoint) -> Any:
     # transformers writes infinite numbers in a way of its own, which this function reads
     read, _ = transformers.PreTrainedConfig.get_config_dict(checkpoint.folder, local_files_only=True)
     _require_few_layers(read, checkpoint.folder)
-    values = {key: value for key, value in read.items() if key not in QUANTIZATION}
-    if isinstance(text := values.get(TEXT_CONFIG), Mapping):
-        values[TEXT_CONFIG] = {key: value for key, value in text.items() if key not in QUANTIZATION}
+    values = unquantized_config(read)
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         raise CheckpointError(

@@ -243,6 +243,14 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text if isinstance(text, dict) else config
 
 
+def unquantized_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of a model, and in it that of its language model, without their quantization."""
+    kept = {key: value for key, value in config.items() if key not in QUANTIZATION}
+    if isinstance(text := kept.get(TEXT_CONFIG), Mapping):
+        kept[TEXT_CONFIG] = {key: value for key, value in text.items() if key not in QUANTIZATION}
+    return kept
+
+
 def _joined(checkpoint: Checkpoint, reader: Reader) -> dict[str, StoredTensor]:
     """Return the tensors, with weights instead of their parts.  Raises CheckpointError for inconsistent parts."""
     tensors, weights, part_names = checkpoint.tensors, {}, set()

@@ -199,11 +199,6 @@ def new_block(
     }
 
 
-def _method(block: Mapping[str, Any]) -> Any:
-    """Return the quant_method; the oldest blocks, of pruning alone, name none."""
-    return block.get("quant_method") or (COMPRESSED_TENSORS if block.get("sparsity_config") else None)
-
-
 def _arguments(quant: str, strategy: str = "channel") -> dict[str, Any]:
     common = {"num_bits": 8, "type": KINDS[quant][0], "symmetric": True}
     return {
@@ -259,7 +254,9 @@ def parse_block(block: Mapping[str, Any], tensors: Iterable[str] = ()) -> Quanti
 
 
 def _parsed(block: Mapping[str, Any], tensors: Iterable[str]) -> Quantization:
-    method = _method(block)
+    method = block.get("quant_method")
+    if not method and block.get("sparsity_config"):  # the oldest blocks, of pruning alone
+        method = COMPRESSED_TENSORS
     if method == FP8_METHOD:
         return _fp8(block, tensors)
     if method not in (COMPRESSED_TENSORS, QUANT_METHOD):

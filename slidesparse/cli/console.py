@@ -64,35 +64,28 @@ def fail(code: int, message: object) -> NoReturn:
     raise typer.Exit(code)
 
 
-@contextmanager
-def report_errors() -> Iterator[None]:
-    """Convert an error that a user can act on to a message and the exit code of its class."""
-    try:
-        yield
-    except SlideSparseError as error:
-        fail(error.exit_code, error)
-    except ImportError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in LIBRARIES:
-            raise
-        reason = f"this command needs {missing}, which cannot be imported ({error})"
-        fail(ENVIRONMENT, f"{reason}: pip install {missing}, or upgrade it")
-    except BrokenPipeError:
-        raise  # the reader of the output, such as `head`, has closed the pipe: Typer ends the command without a message
-    except OSError as error:
-        fail(ENVIRONMENT, f"{error.strerror or error}: {error.filename or 'while reading or writing'}")
-    except KeyboardInterrupt as error:  # its arguments may say how to continue
-        err.print(escape("; ".join(["interrupted", *map(str, error.args)])))
-        raise typer.Exit(INTERRUPTED) from None
-
-
 class Commands(TyperGroup):
-    """A group of commands whose errors are shown as messages."""
+    """A group of commands."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the requested command."""
-        with report_errors():
+        """Run the requested command; turn an error that a user can act on into a message and its class's exit code."""
+        try:
             return super().invoke(ctx)
+        except SlideSparseError as error:
+            fail(error.exit_code, error)
+        except ImportError as error:
+            missing = (error.name or "").partition(".")[0]
+            if missing not in LIBRARIES:
+                raise
+            reason = f"this command needs {missing}, which cannot be imported ({error})"
+            fail(ENVIRONMENT, f"{reason}: pip install {missing}, or upgrade it")
+        except BrokenPipeError:
+            raise  # its reader, such as `head`, has closed the pipe: Typer ends the command without a message
+        except OSError as error:
+            fail(ENVIRONMENT, f"{error.strerror or error}: {error.filename or 'while reading or writing'}")
+        except KeyboardInterrupt as error:  # its arguments may say how to continue
+            err.print(escape("; ".join(["interrupted", *map(str, error.args)])))
+            raise typer.Exit(INTERRUPTED) from None
 
 
 def application(help_text: str, **settings: Any) -> typer.Typer:

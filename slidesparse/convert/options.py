@@ -29,9 +29,7 @@ class ConvertOptions:
     # regexes and patterns, None for that of the budget; the last match counts
     layer_patterns: tuple[tuple[str, Pattern | None], ...] = ()
     budget: Budget | None = None  # chooses the pattern of each layer, instead of ``pattern``
-    calibration: Calibration | None = (
-        None  # for float weights and BitNet; else weights are pruned by magnitude
-    )
+    calibration: Calibration | None = None  # for float weights and BitNet; else they are pruned by magnitude
 
     def __post_init__(self) -> None:
         choices = {

@@ -25,12 +25,11 @@ from slidesparse.checkpoint.storage import (
     CONFIG,
     FLOATS,
     INDEX,
-    QUANTIZATION,
-    TEXT_CONFIG,
     Checkpoint,
     CheckpointError,
     TensorSpec,
     plan_file,
+    unquantized_config,
 )
 from slidesparse.checkpoint.w8a8 import KINDS
 from slidesparse.convert.options import ConvertOptions
@@ -371,9 +370,7 @@ class Planner:
         return list(dict.fromkeys(names))
 
     def _config(self, block: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
-        config = {key: value for key, value in self.checkpoint.config.items() if key not in QUANTIZATION}
-        if isinstance(text := config.get(TEXT_CONFIG), dict):
-            config[TEXT_CONFIG] = {key: value for key, value in text.items() if key not in QUANTIZATION}
+        config = unquantized_config(self.checkpoint.config)
         config.pop("auto_map", None)  # names code, which is not copied; transformers has the model
         block["quant_method"] = COMPRESSED_TENSORS if metadata.layout == "dense" else QUANT_METHOD
         block.pop("sparsity_config", None)  # refused by newer vLLM; our metadata replace it

@@ -17,10 +17,9 @@ from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.converted import require_shape, restore
 from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, Metadata
 from slidesparse.checkpoint.names import BIAS, HEAD, WEIGHT, ZERO_POINT, layer_names
-from slidesparse.checkpoint.storage import DTYPES, FLOATS, Checkpoint, CheckpointError, Reader
+from slidesparse.checkpoint.storage import FLOATS, Checkpoint, CheckpointError, Reader
 from slidesparse.checkpoint.w8a8 import (
     FP8_METHOD,
-    KINDS,
     Quantization,
     Scheme,
     kv_scale_names,
@@ -31,7 +30,7 @@ from slidesparse.checkpoint.w8a8 import (
     rewritten_block,
 )
 from slidesparse.errors import CalibrationError
-from slidesparse.quantize import dequantize_blocks, dequantize_rows, quantize_rows
+from slidesparse.quantize import NAMES, dequantize_blocks, dequantize_rows, quantize_rows
 
 UNQUANTIZED = Quantization({}, {})
 Prune = Callable[[Tensor], Tensor]  # rows [n, K] -> the same rows, pruned, in their dtype
@@ -47,9 +46,7 @@ class Source(ABC):
     metadata: Metadata | None = None  # of a source that was pruned before
     heads: Mapping[str, Scheme] = {}  # lm_heads that are quantized and must be written as floats
     requantizes = False  # whether scales and activations are not the source's
-    replaces_ignore = (
-        True  # whether the output's ignore list is written anew, not the source's with additions
-    )
+    replaces_ignore = True  # whether the output's ignore list is new, not the source's with additions
 
     def __init__(
         self, checkpoint: Checkpoint, quant: str | None, quantization: Quantization = UNQUANTIZED
@@ -133,7 +130,7 @@ class Floats(Source):
 
     def codes(self, reader: Reader, layer: str, rows: slice, prune: Prune) -> tuple[Tensor, Tensor | None]:
         values = prune(reader.rows(layer + WEIGHT, rows))
-        return quantize_rows(values, DTYPES[KINDS[self._quant][1]], "cuda")
+        return quantize_rows(values, NAMES[self._quant], "cuda")
 
     def config(self, layers: Collection[str], ignored: Collection[str]) -> dict[str, Any]:
         return new_block(self._quant, ignored, self.quantization.kv_cache)
@@ -195,7 +192,7 @@ class Quantized(Source):
         if scheme.block:
             scale = reader.whole(layer + scheme.scale).float()
             values = prune(dequantize_blocks(values, scale, scheme.block, rows.start))
-            return quantize_rows(values, DTYPES[KINDS[self._quant_of(scheme)][1]], "cuda")
+            return quantize_rows(values, NAMES[self._quant_of(scheme)], "cuda")
         if self.copies_scale(layer):
             return prune(values), None
         scale = reader.whole(layer + scheme.scale).float()

@@ -386,9 +386,8 @@ def write_output(
 def _require_room(plan: ConversionPlan, task: Task | None, out: Path) -> None:
     """Raise EnvironmentFault unless the output, and what calibration keeps until then, fit on the disk."""
     others = sum((plan.checkpoint.folder / name).stat().st_size for name in _other_files(plan.checkpoint)[0])
-    kept = (
-        plan.disk_bytes() + distillation_bytes(task) if task else 0
-    )  # codes of finished blocks are as large
+    # The codes of finished blocks are as large as the output
+    kept = plan.disk_bytes() + distillation_bytes(task) if task else 0
     require_space(out, plan.disk_bytes() + others + kept)
 
 
