@@ -304,13 +304,12 @@ def test_model_that_nobody_asked_us_for_is_never_refused(
     weight.view(torch.uint8)[0] = 0x7F
     tensors: dict[str, Any] = {f"{DOWN}.weight": weight, f"{K_PROJ}.weight_scale": nan(scale[:64])}
     model = Path(edited(model, tmp_path / "nan", tensors, {}))
-    answer = engines.serve(model, env=auto)
+    answer = engines.as_stock(model, auto)
     assert (
         answer.log.count("vLLM's own kernels serve this model: model.layers.0.mlp.down_proj: weight holds")
         == 1
     )
     assert "7 layers in blocks" in answer.summary
-    assert answer.tokens == engines.serve(model, env=STOCK).tokens
     refused(engines, str(model), {"SLIDESPARSE": "require"}, "holds NaN")
 
 
@@ -362,12 +361,11 @@ def test_unsupported_schemes_are_left_to_vllm_and_counted(
         "slidesparse": None,
     }
     model = edited(pruned, tmp_path / "mixed", tensors, config)
-    sparse = engines.serve(model, env=SPARSE_FLAGS)
+    sparse = engines.as_stock(model, SPARSE_FLAGS)
     assert sparse.summary.startswith(
         "6:8 (2 of every 8 pruned): 4 layers sparse, 5 dense (1 asymmetric activations, 1 lm_head, 1 not quantized, "
         "1 static activations, 1 whose weights break the pattern)"
     ), sparse.summary
-    assert sparse.tokens == engines.serve(model, env=STOCK).tokens
 
 
 def test_weights_decide_of_layers_that_the_metadata_do_not_list(
@@ -377,9 +375,8 @@ def test_weights_decide_of_layers_that_the_metadata_do_not_list(
     change = metadata(lambda layers: [layers.pop(f"model.layers.{i}.mlp.down_proj") for i in (0, 1)])
     dense = {f"{DOWN}.weight": torch.ones(QWEN.hidden, QWEN.intermediate, dtype=torch.int8)}
     model = edited(checkpoints["dense"], tmp_path / "partly", dense, change(checkpoints["dense"]))
-    answer = engines.serve(model)
+    answer = engines.as_stock(model)
     assert "7 layers sparse, 1 not pruned (by the same backend), 1 dense (1 lm_head)" in answer.summary
-    assert answer.tokens == engines.serve(model, env=STOCK).tokens
 
 
 def test_stamp_in_the_checkpoint_is_ignored(

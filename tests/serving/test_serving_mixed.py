@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import convert
-from engines import STOCK, Engines
+from engines import Engines
 from models import QWEN, Decoder, shrink_codes, write_w8a8
 from safetensors.torch import load_file, save_file
 from tool_sources import compressed
@@ -28,13 +28,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_mixed_patterns_tokens_equal_stock(engines: Engines, source: Path, tmp_path: Path) -> None:
     for layout in ("dense", "slided"):
-        model = tmp_path / layout
-        convert(source, model, layer=[*RULES, r"1.*o_proj=dense"], layout=layout)
-        if layout == "dense":
-            expected = engines.serve(model, env=STOCK)
-            assert not expected.summary
-        answer = engines.serve(model)
-        assert answer.tokens == expected.tokens
+        convert(source, tmp_path / layout, layer=[*RULES, r"1.*o_proj=dense"], layout=layout)
+    answers = engines.as_stock(tmp_path / "dense"), engines.serve(tmp_path / "slided")
+    assert answers[0].tokens == answers[1].tokens
+    for answer in answers:
         assert answer.summary.startswith(
             "6:8 (2 of every 8 pruned): 7 layers sparse (1 at 4:6, 4 at 6:8, 2 at 8:10), "
             "1 not pruned (by the same backend), 1 dense (1 lm_head)"
@@ -45,9 +42,7 @@ def test_mixed_patterns_tokens_equal_stock(engines: Engines, source: Path, tmp_p
 def test_mixed_patterns_tp2_tokens_equal_stock(engines: Engines, source: Path, tmp_path: Path) -> None:
     """Shards have 64 and 160 columns: whole blocks of 10 and 8, cut blocks of 6."""
     convert(source, tmp_path / "out", "4:6", layer=["down_proj=8:10"])
-    expected = engines.serve(tmp_path / "out", env=STOCK, options={"tensor_parallel_size": 2})
-    answer = engines.serve(tmp_path / "out", options={"tensor_parallel_size": 2})
-    assert answer.tokens == expected.tokens
+    answer = engines.as_stock(tmp_path / "out", options={"tensor_parallel_size": 2})
     assert "8 layers sparse (6 at 4:6, 2 at 8:10)" in answer.summary
 
 
@@ -66,10 +61,7 @@ def test_quantization_groups_of_compressed_tensors(engines: Engines, tmp_path: P
     }
     source = compressed(tmp_path / "source", groups, ["lm_head", "re:.*layers.0.*o_proj"], QWEN)
     convert(source, tmp_path / "out")
-    model = shrink_codes(tmp_path / "out")
-    expected = engines.serve(model, env=STOCK)
-    answer = engines.serve(model)
-    assert answer.tokens == expected.tokens
+    answer = engines.as_stock(shrink_codes(tmp_path / "out"))
     assert "7 layers sparse, 2 dense (1 lm_head, 1 not quantized)" in answer.summary, answer.summary
 
 
@@ -84,10 +76,7 @@ def test_quantized_lm_head_tokens_equal_stock(
 
     source = compressed(tmp_path / "source", {"group_0": preset_name_to_scheme("W8A8", targets)}, [], QWEN)
     assert fragment in convert(source, tmp_path / "out").plan.rewritten
-    model = shrink_codes(tmp_path / "out")
-    expected = engines.serve(model, env=STOCK)
-    answer = engines.serve(model)
-    assert answer.tokens == expected.tokens
+    answer = engines.as_stock(shrink_codes(tmp_path / "out"))
     assert "8 layers sparse, 1 dense (1 lm_head)" in answer.summary
 
 
@@ -109,9 +98,7 @@ def test_half_pruned_blocks_tokens_equal_stock(engines: Engines, tmp_path: Path,
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"][KEY] = Metadata(parse_pattern("2:4@50%"), "dense", layers).to_json()
     (folder / "config.json").write_text(json.dumps(config))
-    expected = engines.serve(folder, env=STOCK, options={"tensor_parallel_size": size})
-    answer = engines.serve(folder, options={"tensor_parallel_size": size})
-    assert answer.tokens == expected.tokens
+    answer = engines.as_stock(folder, options={"tensor_parallel_size": size})
     assert answer.summary.startswith(
         "2:4@50% (2 of every 4 pruned in 50% of the blocks): 7 layers sparse (6 at 2:4@50%, 1 at 6:8), "
         "1 not pruned (by the same backend), 1 dense (1 lm_head)"
@@ -130,10 +117,8 @@ def test_model_part_without_pruned_layers_is_served(engines: Engines, tmp_path: 
     layers = {"model.layers.7.mlp.down_proj": LayerEntry(SlidePattern(8), QWEN.intermediate)}
     config["quantization_config"][KEY] = Metadata(SlidePattern(8), "dense", layers).to_json()
     (folder / "config.json").write_text(json.dumps(config))
-    expected = engines.serve(folder, env=STOCK)
     for env in ({}, {"USE_CUSPARSELT": "1"}):
-        answer = engines.serve(folder, env=env)
-        assert answer.tokens == expected.tokens
+        answer = engines.as_stock(folder, env)
         assert "0 layers sparse, 8 not pruned (by the same backend), 1 dense (1 lm_head)" in answer.summary
         assert answer.summary.endswith(NO_PRUNED_LAYERS)
 

@@ -142,6 +142,14 @@ class Engines:
         assert not answer.error, f"{answer.error}\n{answer.log[-4000:]}"
         return answer
 
+    def as_stock(self, model: Path | str, env: dict[str, str] | None = None, **settings: Any) -> Answer:
+        """Serve a model, with the tokens of stock vLLM, which the plugin does not serve."""
+        stock = self.serve(model, env=STOCK, **settings)
+        assert not stock.summary
+        answer = self.serve(model, env=env or {}, **settings)
+        assert answer.tokens == stock.tokens
+        return answer
+
     def close(self) -> None:
         """End the process by closing its standard input."""
         self.process.communicate()
