@@ -387,10 +387,8 @@ def read_header(path: Path) -> list[StoredTensor]:
     Raises CheckpointError for a file that is not whole by the safetensors library, or holds what is not read here.
     """
     try:
-        with (
-            safe_open(path, "numpy"),
-            path.open("rb") as file,
-        ):  # validates names, shapes, positions and the size
+        # safe_open validates names, shapes, positions and the size
+        with safe_open(path, "numpy"), path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header: dict[str, Any] = json.loads(file.read(length))
     except (SafetensorError, OSError) as error:

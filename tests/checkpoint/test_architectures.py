@@ -29,9 +29,7 @@ QWEN3_VISION = {**QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_em
 MODELS = {**ARCHITECTURES, "qwen3_vl": multimodal(QWEN3_VISION, **HEAD, **MROPE)}
 del MODELS["bitnet"]  # of another quantization, in test_bitnet.py
 IN_BLOCKS = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks)\.\d+\.")
-OTHERS = re.compile(
-    r"vision|visual|\.(?:router|gate|router\.layer|gate\.wg|shared_expert_gate)\Z"
-)  # and routers
+OTHERS = re.compile(r"vision|visual|\.(?:router|gate|router\.layer|gate\.wg|shared_expert_gate)\Z")
 SPLIT = {"nomic_bert": re.compile(r"self_attn\.[qkv]_proj\Z")}  # stored as one matrix, Wqkv
 
 

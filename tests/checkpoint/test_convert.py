@@ -165,11 +165,10 @@ def test_encoder_with_files_beside_the_weights_but_no_code_or_links_out(tmp_path
     names = {*beside, "1_Pooling/config.json", "modules.json", "special_tokens_map.json"}
     assert set(snapshot(tmp_path / "out")) == names | {"config.json", "tokenizer.json", MODEL}
     assert set(report.left_out) == {*left_out, "added_tokens.json"}
-    ignore = set(
-        block_of(tmp_path / "out")["ignore"]
-    )  # vLLM puts "model." before the names of a bare encoder,
+    ignore = set(block_of(tmp_path / "out")["ignore"])
+    # vLLM puts "model." before the names of a bare encoder, and calls its attention by another name
     assert {"model.encoder.layer.1.intermediate.dense", "pooler.dense", "model.pooler.dense"} <= ignore
-    for attention in ("attention.self", "attention.output"):  # and calls its attention by another name
+    for attention in ("attention.self", "attention.output"):
         assert {f"model.encoder.layer.0.{attention}.{last}" for last in ("query", "key", "value")} <= ignore
 
 

@@ -16,12 +16,8 @@ from slidesparse.serving import Skeletons
 
 pytestmark = pytest.mark.vllm
 
-PROJECTIONS = (
-    "in_proj",
-    "x_proj",
-    "dt_proj",
-    "out_proj",
-)  # of Mamba 1, which vLLM builds without quantization
+# Of Mamba 1, which vLLM builds without quantization
+PROJECTIONS = ("in_proj", "x_proj", "dt_proj", "out_proj")
 MIXER = [f"model.layers.0.mamba.{name}" for name in PROJECTIONS]
 
 

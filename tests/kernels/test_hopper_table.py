@@ -21,11 +21,8 @@ CPU = torch.device("cpu")
 SUBJECT = Subject("hopper", hopper.VERSION, "NVIDIA Test 100", (9, 0))
 PROBLEM = Problem("int8", "bf16", 64, 256, 1, "both")
 DENSE = Layer.of(64, 256, None, 0, INT8, 128)
-PREDICTED = {
-    "split:2x64/1x4/2": 1.0,
-    "stream:3x128/2/1": 1.05,
-    "stream:1x64/1/1": 1.3,
-}  # us, by the cost model
+# us, by the cost model
+PREDICTED = {"split:2x64/1x4/2": 1.0, "stream:3x128/2/1": 1.05, "stream:1x64/1/1": 1.3}
 BEST, NEAR, SLOW = PREDICTED
 
 

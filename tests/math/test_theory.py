@@ -176,9 +176,8 @@ def test_paired_windows_hold_any_two_blocks(z: int, length: int, whole_pairs: bo
     """Windows of 8 values, 4 apart, with two pairs each, take the values of any two blocks."""
     values = range(0, length, 2) if whole_pairs else range(length)
     size = 2 if whole_pairs else 1
-    blocks = {
-        frozenset(value // 2 for value in chosen) for chosen in combinations(values, z // size)
-    }  # the pairs of a block with a non-zero
+    # The pairs of a block with a non-zero
+    blocks = {frozenset(value // 2 for value in chosen) for chosen in combinations(values, z // size)}
     windows = Windows(*paired(z, length, whole_pairs))
     assert windows.nonzeros == 2 * max(map(len, blocks))
     results = []

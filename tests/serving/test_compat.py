@@ -146,9 +146,8 @@ def test_no_environment_and_no_renamed_class_stops_vllm() -> None:
     refusal = "CompatibilityError: SlideSparse does not run in this vLLM: it does not fit (ImportError"
     for answers, refused in ((absent, (True, True, False)), (asked, (True, True, True))):
         assert [str(answer).startswith(refusal) for answer in answers[1:]] == list(refused)
-    assert (
-        disabled == [False] + ["ValueError: Invalid quantization method: slidesparse"] * 3
-    )  # as without the plugin
+    # As without the plugin
+    assert disabled == [False] + ["ValueError: Invalid quantization method: slidesparse"] * 3
 
 
 def test_package_logs_as_vllm_does_unless_the_user_decided(

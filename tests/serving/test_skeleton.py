@@ -45,10 +45,8 @@ GRANITE = {"mamba_expand": 2, "shared_intermediate_size": 256, "position_embeddi
 GRANITE |= {"num_local_experts": 0, "num_experts_per_tok": 0}
 LFM2 = {"block_ff_dim": 256, "block_auto_adjust_ff_dim": False}
 LFM2 |= {"conv_dim": 128, "block_dim": 128}  # in published configs, and read by vLLM alone
-IN_BFLOAT16 = {
-    "dtype": "bfloat16",
-    "mamba_ssm_dtype": "float32",
-}  # all that its gated delta rule takes on CPUs
+# All that vLLM's gated delta rule takes on CPUs
+IN_BFLOAT16 = {"dtype": "bfloat16", "mamba_ssm_dtype": "float32"}
 # Small models with layers of other names in vLLM, large enough for its kernels: model_type -> settings
 HYBRIDS: dict[str, dict[str, Any]] = {
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 256, "head_dim": 32},

@@ -105,9 +105,8 @@ def folder_is_packed(folder: Path) -> bool:
 
 def serve_here(folder: Path, damage: str, outcomes: dict[str, str]) -> str:
     """Return the outcome of loading: "right", "refused" by the plugin, or the class of an error of vLLM's own."""
-    if (
-        damage.startswith(fuzz.FOREIGN) or ", exchange: " in damage
-    ):  # without metadata, a flag asks for the plugin
+    if damage.startswith(fuzz.FOREIGN) or ", exchange: " in damage:
+        # without metadata, a flag asks for the plugin
         os.environ |= {"USE_CUSPARSELT": "1", "SPARSITY": "6:8"}
     try:
         with fuzz.limits():

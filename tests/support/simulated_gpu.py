@@ -92,9 +92,8 @@ class _Placement(TorchFunctionMode):
             return on_gpu(args[0])
         if name in ("numpy", "__array__") and on_gpu(args[0]):
             raise TypeError("cannot convert a tensor on cuda:0 to NumPy; call .cpu() first")
-        destination = (
-            False if name == "cpu" else None
-        )  # whether the result is on the GPU; None: as the operands
+        # Whether the result is on the GPU; None: as the operands
+        destination = False if name == "cpu" else None
         replaced = []
         for value in args:
             if _is_device(value):

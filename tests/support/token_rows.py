@@ -46,13 +46,7 @@ def rows(m: int, k: int, source: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(m * 7919 + k)
     x = torch.randn(max(m, 12), k, generator=generator)
     x[1] = torch.randint(-254, 255, (k,), generator=generator) / 2  # ties
-    for row, size in (
-        (2, 1e-3),
-        (3, 1e-7),
-        (4, 2e-38),
-        (5, 1e-43),
-        (6, 3e4),
-    ):  # 4 and 5: near and below normal
+    for row, size in ((2, 1e-3), (3, 1e-7), (4, 2e-38), (5, 1e-43), (6, 3e4)):  # 4, 5: near and below normal
         x[row] *= size
     if source != torch.float16:
         x[7] *= 1e37
