@@ -145,7 +145,10 @@ def convert(
     planner, rotation = _planner(checkpoint, options)
     unserved = ask(planner, skeletons) if skeletons else ""
     plan = planner.plan()
-    task = _task(planner, plan, progress) if options.calibration else None
+    task, calibration = None, options.calibration
+    if calibration:
+        layers, skipped, hold_back = plan.patterns, plan.skipped, options.budget is not None
+        task = prepare(planner.model, layers, skipped, plan.quant, calibration, hold_back, progress)
     distillation = require_memory(task) if task and task.texts else ""
     if task and options.budget:  # what it lacks is refused here, not after the model was rotated
         require_usable(task, options.budget)
@@ -215,21 +218,6 @@ def _sparse(planner: Planner, reader: Reader) -> str | None:
         if obeys(reader.rows(spec.name, next(spec.chunks())), pattern):
             return f"{spec.name} already satisfies {pattern.ratio}, which rotation would undo"
     return None
-
-
-def _task(planner: Planner, plan: ConversionPlan, progress: Progress) -> Task:
-    """Return the task of a plan with calibration data."""
-    options = plan.options
-    assert options.calibration
-    return prepare(
-        planner.model,
-        plan.patterns,
-        plan.skipped,
-        plan.quant,
-        options.calibration,
-        options.budget is not None,
-        progress,
-    )
 
 
 def _asked(options: ConvertOptions, calibration: Calibration) -> dict[str, Any]:
