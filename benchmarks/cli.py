@@ -5,6 +5,7 @@ Without a GPU, a command that needs one reports what is missing and exits with 3
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -265,10 +266,9 @@ def e2e(
     from benchmarks.e2e.plan import runs as plan
     from benchmarks.e2e.run import CONDITIONS, E2eBench, conditions
     from benchmarks.records import write_conditions
-    from slidesparse.tune.measure import Deadline
     from slidesparse.tune.shapes import parse_choice, parse_patterns, parse_tokens, split_list
 
-    deadline = Deadline(time_limit)
+    deadline = math.inf if time_limit is None else time.monotonic() + time_limit
     work = Workload(prompt, parse_tokens(context), prefill_steps, decode_steps, tuple(shlex.split(vllm_args)))
     given = {PREFILL: m, DECODE: decode_m}
     tokens = {**TOKENS, **{stage: parse_tokens(text) for stage, text in given.items() if text}}

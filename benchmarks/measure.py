@@ -138,7 +138,7 @@ def fill(session: Session, records: Records, jobs: Iterable[Job]) -> bool:
     """Measure the jobs that are not complete in a table; return False if the time limit was reached first."""
     for job in jobs:
         if not all(records.has(key) for key in job.keys):
-            if session.deadline.passed:
+            if time.monotonic() >= session.deadline:
                 return False
             for key, values in zip(job.keys, job.measure(), strict=True):
                 records.add({**key, **values})

@@ -43,7 +43,6 @@ from slidesparse.evaluate.engine import summaries
 from slidesparse.gemm import DENSE as DENSE_PATH
 from slidesparse.gemm import SPARSE as SPARSE_PATH
 from slidesparse.tune import machine
-from slidesparse.tune.measure import Deadline
 
 CONDITIONS = (*SHARED_CONDITIONS, "cpu", "workload")  # that all rows of a table share
 RUN_SECONDS = 1800.0  # of starting an engine, and of one run
@@ -251,7 +250,7 @@ class E2eBench:
     """
 
     def __init__(
-        self, out: Path, workload: Workload, deadline: Deadline, run_seconds: float = RUN_SECONDS
+        self, out: Path, workload: Workload, deadline: float, run_seconds: float = RUN_SECONDS
     ) -> None:
         self._out, self._workload, self._deadline, self._run_seconds = out, workload, deadline, run_seconds
         self.records = Records(out, E2E)
@@ -273,7 +272,7 @@ class E2eBench:
         self._start(missing, len(runs) - len(missing))
         for done, run in enumerate(missing, len(runs) - len(missing)):
             self.begin(done, run.label)
-            if self._deadline.passed:
+            if time.monotonic() >= self._deadline:
                 return False
             try:
                 figures = self._measure(run)
@@ -323,9 +322,7 @@ class E2eBench:
         return self._out / "logs" / f"{name}.json"
 
     def _seconds(self, started: float) -> float:
-        left = self._deadline.seconds_left
-        limit = max(0.0, self._run_seconds - (time.monotonic() - started))
-        return limit if left is None else min(left, limit)
+        return max(0.0, min(self._deadline, started + self._run_seconds) - time.monotonic())
 
     def _measure(self, run: Run) -> dict[str, float | None] | None:
         """Return a run's figures, or None if the command's time limit was reached.  Raises RunError."""
@@ -342,7 +339,7 @@ class E2eBench:
             raise
         if not answered:
             self._broken[engine] = "an earlier run of the engine did not end in time"
-            if self._deadline.passed:
+            if time.monotonic() >= self._deadline:
                 return None
             raise RunError(f"it took more than the {self._run_seconds:g} s of --run-limit")
         if line := check_log(run, worker.text()):

@@ -6,6 +6,7 @@ Without a GPU these commands report what is missing and exit with code 3.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -120,12 +121,12 @@ def _converted_types(models: str | None) -> tuple[tuple[str, ...], tuple[str, ..
 def open_session(gpu: Gpu, began: float, limit: float | None, planned: int) -> Iterator[Session]:
     """Open a session of ``planned`` cells, shown on stderr; it ends ``limit`` seconds after ``began`` (monotonic)."""
     from slidesparse.tune.inputs import Inputs
-    from slidesparse.tune.measure import CudaClock, Deadline
+    from slidesparse.tune.measure import own_stream
     from slidesparse.tune.session import Session
 
-    deadline = Deadline(None if limit is None else began + limit - time.monotonic())
+    deadline = math.inf if limit is None else began + limit
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with CudaClock(gpu.device) as clock, Progress(*columns, console=err, transient=True) as bar:
+    with own_stream(gpu.device) as clock, Progress(*columns, console=err, transient=True) as bar:
         task = bar.add_task("starting", total=planned)
 
         def show(label: str) -> None:

@@ -8,12 +8,10 @@ model, where hundreds of other layers run in between.
 from __future__ import annotations
 
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 
@@ -61,25 +59,7 @@ class Replay:
 
 
 class CudaClock:
-    """Times launches on one GPU, in its own stream, because graphs cannot be captured in the default one.
-
-    Use it as a context manager: within it, the stream is torch's current one, so operands are made in it too.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._context = torch.cuda.stream(self._stream)
-
-    def __enter__(self) -> CudaClock:
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        self._context.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._context.__exit__(kind, error, trace)
-        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+    """Times launches in torch's current stream, which `own_stream` makes one that graphs can be captured in."""
 
     def time_once(self, launch: Launch) -> float:
         """Run one launch eagerly, to its end; return its time in microseconds, which includes gaps."""
@@ -112,6 +92,21 @@ class CudaClock:
 
 
 @contextmanager
+def own_stream(device: torch.device) -> Iterator[CudaClock]:
+    """Make a stream of its own torch's current one, in which operands are made too, and yield a clock for it.
+
+    Graphs cannot be captured in the default stream.
+    """
+    outer, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    stream.wait_stream(outer)
+    try:
+        with torch.cuda.stream(stream):
+            yield CudaClock()
+    finally:
+        outer.wait_stream(stream)
+
+
+@contextmanager
 def _captured(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
     """Like `torch.cuda.graph`, without its garbage collection, which takes longer than many measurements."""
     pool = torch.cuda.graph_pool_handle()
@@ -129,21 +124,3 @@ def _captured(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
 
 def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
     return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-
-class Deadline:
-    """A time limit that loops check between measurements."""
-
-    def __init__(self, seconds: float | None, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._end = None if seconds is None else now() + seconds
-
-    @property
-    def passed(self) -> bool:
-        """Whether the time is up; always False without a limit."""
-        return self._end is not None and self._now() >= self._end
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Seconds until the time is up, at least 0; None without a limit."""
-        return None if self._end is None else max(0.0, self._end - self._now())

@@ -6,6 +6,7 @@ command continues an interrupted run.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from slidesparse.gemm.tuned import Tuned, save, tuned_tokens
 from slidesparse.pattern import SlidePattern, parse_pattern, round_up
 from slidesparse.tune.inputs import Inputs
 from slidesparse.tune.machine import SERVED_DTYPES, Gpu
-from slidesparse.tune.measure import CudaClock, Deadline
+from slidesparse.tune.measure import CudaClock
 from slidesparse.tune.search import SearchResult, search
 from slidesparse.tune.shapes import Layer, packed_columns
 
@@ -31,7 +32,7 @@ class Session:
     gpu: Gpu
     clock: CudaClock
     inputs: Inputs
-    deadline: Deadline
+    deadline: float  # by time.monotonic(), infinite without a limit
     show: Callable[[str], None] = lambda label: None
     cells: int = 0  # that are done, or were already there
     skipped: list[str] = field(default_factory=list)  # the libraries' refusals as text
@@ -128,7 +129,7 @@ def _tune_job(session: Session, job: Job, force: bool, counts: Counter[str]) -> 
     for problem in (replace(job.problem, m=m) for m in job.tokens):
         if not force and problem.m in tuned_tokens(subject, problem):
             counts["known"] += 1
-        elif session.deadline.passed:
+        elif time.monotonic() >= session.deadline:
             return False
         else:
             try:

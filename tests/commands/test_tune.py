@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import bert
-from fake_library import CPU, GPU, FakeClock, FakeLibrary, Ticks, session
+from fake_library import CPU, GPU, FakeClock, FakeLibrary, session
 from typer.testing import CliRunner
 
 from slidesparse import gemm
@@ -119,10 +121,13 @@ def test_tune_saves_resumes_and_can_be_forced() -> None:
     assert tuned.tuned_algorithm(GPU.subject(library), todo[0].problem) == "slow"
 
 
-def test_tune_keeps_results_at_the_time_limit() -> None:
+def test_tune_keeps_results_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     library = FakeLibrary()
     todo = gemm_jobs([library], LAYERS, ["fp8"], ["2:4", "6:8"], [16, 32])
-    finished, stopped = tune(session(library, limit=3.5, now=Ticks()), todo)
+    with monkeypatch.context() as patch:
+        ticks = SimpleNamespace(monotonic=itertools.count(1).__next__)
+        patch.setattr("slidesparse.tune.session.time", ticks)
+        finished, stopped = tune(session(library, deadline=3.5), todo)
     assert (stopped["tuned"], finished) == (3, False)
     finished, resumed = tune(session(library), todo)
     assert (resumed["tuned"], resumed["known"], finished) == (5, 3, True)
@@ -144,7 +149,7 @@ def test_tune_command_tunes_layers_of_a_converted_checkpoint(
     monkeypatch.setattr(
         "slidesparse.tune.session.gemm_jobs", lambda *arguments: received.append(arguments[2:4]) or []
     )
-    monkeypatch.setattr(measure, "CudaClock", lambda device: nullcontext(FakeClock(FakeLibrary())))
+    monkeypatch.setattr(measure, "own_stream", lambda device: nullcontext(FakeClock(FakeLibrary())))
     defaults = (("int8", "fp8"), (*shapes.PATTERNS, *shapes.MIXED_PATTERNS))
     for folder, options, expected in (
         (out, [], (("fp8",), ("4:6", "6:8", "dense"))),

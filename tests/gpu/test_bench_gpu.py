@@ -17,7 +17,7 @@ from slidesparse.gemm import tuned
 from slidesparse.gemm.problem import LibraryError, Problem
 from slidesparse.tune.inputs import Inputs
 from slidesparse.tune.machine import require_gpu
-from slidesparse.tune.measure import CudaClock
+from slidesparse.tune.measure import own_stream
 from slidesparse.tune.search import search
 
 pytestmark = pytest.mark.gpu
@@ -31,7 +31,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_clock_falls_back_to_events_if_capture_fails() -> None:
     gpu = require_gpu()
     x = torch.ones(1024, device=gpu.device)
-    with CudaClock(gpu.device) as clock:
+    with own_stream(gpu.device) as clock:
         assert not clock.prepare(lambda i: x.sum().item(), 1, 1.0, 1.0).graphed
         torch.cuda.empty_cache()  # refuses while the allocator assumes a capture
         assert clock.prepare(lambda i: x.sum(), 1, 1.0, 1.0).graphed
@@ -55,7 +55,7 @@ def test_search_finds_an_algorithm_with_a_correct_result(name: str, dtype: str) 
         pytest.skip(f"{name} is not for {gpu.name}")
     for out in library.products.get(dtype, ())[:2]:
         problem = Problem(dtype, out, 256, 512, 128, library.epilogue(dtype, out))
-        with CudaClock(gpu.device) as clock:
+        with own_stream(gpu.device) as clock:
             inputs = Inputs(gpu.device, gpu.l2_bytes)
             weight = inputs.weight(dtype, 256, 512, library.sparse)
             operands = inputs.operands(problem, [library.operand(weight)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,7 @@ from slidesparse.gemm.problem import ALL_2_4, DTYPES, TWO_FOUR, LibraryError, Pr
 from slidesparse.slide import obeys
 from slidesparse.tune.inputs import Inputs
 from slidesparse.tune.machine import Gpu
-from slidesparse.tune.measure import Deadline, Launch, Replay
+from slidesparse.tune.measure import Launch, Replay
 from slidesparse.tune.session import Session
 
 CPU = torch.device("cpu")
@@ -124,19 +124,5 @@ class _FakeReplay(Replay):
         return [self._us + 0.01 * i for i in range(count)]
 
 
-def session(
-    library: FakeLibrary, limit: float | None = None, now: Callable[[], float] | None = None
-) -> Session:
-    deadline = Deadline(limit, now) if now else Deadline(limit)
+def session(library: FakeLibrary, deadline: float = math.inf) -> Session:
     return Session(GPU, FakeClock(library), Inputs(CPU, GPU.l2_bytes), deadline)
-
-
-class Ticks:
-    """A clock of seconds that advances by one each time it is read."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self) -> float:
-        self.seconds += 1.0
-        return self.seconds
