@@ -24,6 +24,7 @@ from vllm.platforms import current_platform
 
 from slidesparse import flags
 from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, KEY, QUANT_METHOD, LayerEntry, Metadata
+from slidesparse.checkpoint.names import FUSED
 from slidesparse.errors import shown
 from slidesparse.flags import REQUIRED, SPARSITY, Flags
 from slidesparse.gemm import SPARSE
@@ -51,7 +52,6 @@ logger = init_logger("vllm.slidesparse")
 
 CONVERT_AGAIN = "convert the original model again"
 WEIGHT_ONLY = "CompressedTensorsW8A16Fp8"
-FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 HEADS = {"total_num_heads": "num_attention_heads", "total_num_kv_heads": "num_key_value_heads"}
 
 

@@ -26,6 +26,17 @@ SCALE = ".weight_scale"
 ZERO_POINT = ".weight_zero_point"  # vLLM cannot load it with W8A8; 0 for symmetric weights
 
 
+# Layers that most models of vLLM fuse, by the names of the fused ones
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def fused_name(layer: str) -> str | None:
+    """Return the name of the layer that most models of vLLM fuse a layer into, or None; experts have no names there."""
+    head, _, last = layer.rpartition(".")
+    fused = next((name for name, parts in FUSED.items() if last in parts), None)
+    return f"{head}.{fused}" if head and fused and not is_expert(layer) else None
+
+
 def layer_names(tensors: Iterable[str]) -> list[str]:
     """Return the names of tensors that are weights, without ``.weight``."""
     return [name.removesuffix(WEIGHT) for name in tensors if name.endswith(WEIGHT)]

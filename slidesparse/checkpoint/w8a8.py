@@ -17,7 +17,7 @@ from typing import Any
 import regex  # type: ignore[import-untyped]  # as vLLM does
 
 from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, QUANT_METHOD, SPARSE_FORMATS, sparsity_of
-from slidesparse.checkpoint.names import HEAD, SCALE, WEIGHT, layer_names, search
+from slidesparse.checkpoint.names import HEAD, SCALE, WEIGHT, fused_name, layer_names, search
 from slidesparse.checkpoint.storage import FLOATS, Checkpoint, CheckpointError, TensorSpec
 from slidesparse.errors import shown
 
@@ -73,9 +73,12 @@ class Quantization:
         )
 
     def ignores(self, layer: str) -> bool:
-        """Return whether the ignore list contains a layer, by name or by a ``re:`` regex."""
+        """Return whether the ignore list contains a layer: its name, a ``re:`` regex of it, or its `fused_name`.
+
+        As in vLLM, a regex of the fused name does not count.
+        """
         names, regexes = self._ignored
-        return layer in names or any(_names(regex, layer) for regex in regexes)
+        return not names.isdisjoint((layer, fused_name(layer))) or any(_names(r, layer) for r in regexes)
 
     @cached_property
     def _ignored(self) -> tuple[frozenset[str], list[str]]:
@@ -97,17 +100,18 @@ class Quantization:
     def scheme(self, layer: str, dtype: str) -> Scheme | None:
         """Return the scheme of a layer whose weight has ``dtype``, or None if it is not quantized.
 
-        As in vLLM, the first target that names the layer counts, or else its class, which for a float lm_head is not
-        Linear.  vLLM's own classes, such as RowParallelLinear, are those of some layers: the dtype tells which.  With
+        As in vLLM, the first target that names the layer, or else what it is fused into, counts, or else its class,
+        which for a float lm_head is not Linear.  vLLM's own classes, such as RowParallelLinear, are those of some layers: the dtype tells which.  With
         quant_method fp8, which has no targets, all layers are quantized but those in float dtypes.
         """
         if self.ignores(layer) or (self.method == FP8_METHOD and dtype in FLOATS):
             return None
         if dtype in FLOATS and HEAD.search(layer) and not self.names(layer):
             return None
-        for target, scheme in self.targets.items():
-            if _names(target, layer):
-                return scheme
+        for name in filter(None, (layer, fused_name(layer))):
+            for target, scheme in self.targets.items():
+                if _names(target, name):
+                    return scheme
         for target, scheme in self.targets.items():
             is_class = _names(target, "Linear") or ("." not in target and "linear" in target.lower())
             if target.lower() == "linear" or (is_class and scheme and scheme.dtype == dtype):

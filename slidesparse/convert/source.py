@@ -6,6 +6,7 @@ write a `Source`, and return it from `source_of`.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -33,6 +34,8 @@ from slidesparse.errors import CalibrationError
 from slidesparse.quantize import NAMES, dequantize_blocks, dequantize_rows, quantize_rows
 
 UNQUANTIZED = Quantization({}, {})
+# In the names of what quantizers and their observers leave beside weights
+_OF_QUANTIZATION = re.compile("scale|zero_point|quant|observer|min_val|max_val|amax|g_idx|shape")
 Prune = Callable[[Tensor], Tensor]  # rows [n, K] -> the same rows, pruned, in their dtype
 
 
@@ -85,7 +88,8 @@ class Source(ABC):
     def dropped(self, layers: Collection[str]) -> dict[str, str]:
         """Return the tensors of ``layers`` that the output's format lacks, each with what is said of it, or "".
 
-        A layer has a weight, a bias and a scale, and possibly scales of the KV cache.
+        A layer has a weight, a bias and a scale, and possibly scales of the KV cache.  Raises CheckpointError for a
+        tensor that no quantizer left, such as an adapter's: without it, the layer may have other outputs.
         """
         known = (WEIGHT, BIAS)
         dropped = {}
@@ -95,6 +99,11 @@ class Source(ABC):
             layer = next((prefix for prefix in prefixes if prefix in layers), None)
             suffix = name.removeprefix(layer or "")
             if layer and suffix not in known and not kv_scale_names(name) and not self.keeps(layer, suffix):
+                if not _OF_QUANTIZATION.search(suffix):
+                    raise CheckpointError(
+                        f"tensor {name} is no part of a linear layer, and without it the layer may have other outputs; "
+                        "merge adapters into the weights, or remove it"
+                    )
                 dropped[name] = self.reason(suffix)
         return dropped
 

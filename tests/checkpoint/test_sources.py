@@ -435,6 +435,40 @@ def test_tensors_that_w8a8_lacks_are_dropped_with_a_line(
     assert "actorder" not in json.dumps(block_of(tmp_path / "out"))
 
 
+@pytest.mark.parametrize("make", [w8a8, llama], ids=["w8a8", "float"])
+@pytest.mark.parametrize("name", ["lora_A.weight", "rms_norm.weight", "weight_g"])
+def test_learned_tensors_of_a_layer_are_not_dropped(
+    tmp_path: Path, make: Callable[[Path], Path], name: str
+) -> None:
+    """Their part of the outputs would be lost; vLLM serves no such model."""
+    source = make(tmp_path / "source")
+    rewrite(source, **{f"{Q}.{name}": torch.ones(3)})
+    refused(source, f"tensor {Q}.{name} is no part of a linear layer", "merge adapters into the weights")
+
+
+@pytest.mark.vllm
+def test_layers_are_named_by_what_vllm_fuses_them_into(tmp_path: Path) -> None:
+    """By the fused name alone in an ignore list, by that or a regex of it among targets, as in vLLM."""
+    fused = Q.replace("q_proj", "qkv_proj")
+    parts = [Q.replace("q_proj", f"{part}_proj") for part in "qkv"]
+    source = compressed(tmp_path / "source", {"group_0": scheme("W8A8", ["Linear"])}, ["lm_head", *parts])
+    edit_block(source, ignore=["lm_head", fused])
+    report = convert(source, tmp_path / "out")
+    assert {report.plan.kept[part] for part in parts} == {"not quantized in the source"}
+    assert block_of(tmp_path / "out")["ignore"] == ["lm_head", fused]
+    edit_block(source, ignore=["lm_head", "re:.*qkv_proj"])  # to vLLM, they are quantized
+    refused(source, f"tensor {Q}.weight is BF16, but quantization_config promises I8", out="x")
+
+    source = compressed(tmp_path / "named", {"group_0": scheme("W8A8", parts)}, ["lm_head"])
+    groups = block_of(source)["config_groups"]
+    for number, target in enumerate((fused, "re:.*1.self_attn.qkv_proj$")):
+        groups["group_0"]["targets"] = [target]
+        edit_block(source, config_groups=groups)
+        report = convert(source, tmp_path / f"named {number}")
+        assert report.plan.patterns.keys() == {*parts}
+        assert report.plan.kept.keys() == {"lm_head", *LINEARS} - {*parts}
+
+
 def transforms(*locations: str) -> dict[str, Any]:
     """Return a transform_config with a rotation for each location."""
     schemes = [{"apply": [{"location": location, "targets": ["re:.*down_proj$"]}]} for location in locations]
