@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zipfile import BadZipFile
 
 import numpy as np
@@ -16,12 +16,21 @@ from slidesparse.errors import SlideSparseError, shown
 
 TOKENIZER = "tokenizer.json"
 MAX_IDS = 2**28  # ids in a file, 2 GiB
-TEXT, MESSAGES = "text", "messages"  # keys of a document, as a text or as the turns of a conversation
+# Keys of a document, as a text or as the turns of a conversation and the tools that its template describes
+TEXT, MESSAGES, TOOLS = "text", "messages", "tools"
 SPLIT = "train"  # of a dataset on the Hub
 BUFFER = 1000  # of its documents, from which the next one is drawn
 _PAGE = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/datasets/(.+?)/?")
 
-Document = str | list[dict[str, Any]]  # a text, or the messages of a conversation
+
+class Conversation(NamedTuple):
+    """The messages of a conversation, and the tools that the model may call."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+
+
+Document = str | Conversation
 FORMS = (
     'FILE.jsonl or FILE.parquet (a "text", or chat "messages", a line), FILE.txt, FILE.npy (token ids) or the ORG/NAME '
     "of a dataset on the Hub"
@@ -41,8 +50,9 @@ def read_text(path: Path) -> str:
 def read_documents(data: str) -> Iterator[Document]:
     """Yield the documents of a file in one of the `FORMS` but .npy, or of a dataset on the Hub.
 
-    A line of a .jsonl file is a string, or an object with "text" or "messages"; empty ones are skipped.  A .txt file is
-    one document.  Raises SlideSparseError, with the line number, for anything else.
+    A line of a .jsonl file is a string, or an object with "text", or with "messages" and perhaps "tools", as OpenAI has
+    them; empty ones are skipped.  A .txt file is one document.  Raises SlideSparseError, with the line number, for
+    anything else.
     """
     path = Path(data)
     suffix = path.suffix.lower() if path.is_file() else ""
@@ -88,13 +98,12 @@ def _document(value: Any, where: str) -> list[Document]:
     value = {TEXT: value} if isinstance(value, str) else value
     try:
         if isinstance(messages := value.get(MESSAGES), list) and value.get(TEXT) is None:
-            wrong = [
-                m for m in messages if not isinstance(m["role"], str) or not isinstance(m["content"], str)
-            ]
-            if wrong:
-                raise TypeError(f"{shown(wrong[0])} has no text as its content")
-            json.dumps(messages, ensure_ascii=False, default=str).encode()
-            return [messages] if messages else []
+            tools = value.get(TOOLS)  # in Parquet often as text
+            chat = Conversation(
+                [*map(_message, messages)], json.loads(tools) if isinstance(tools, str) else tools
+            )
+            json.dumps(chat, ensure_ascii=False, default=str).encode()
+            return [chat] if messages else []
         if not isinstance(text := value[TEXT], str):
             raise TypeError(f"the text is a {type(text).__name__}")
         text.encode()  # half of a surrogate pair is no text for tokenizers
@@ -106,11 +115,32 @@ def _document(value: Any, where: str) -> list[Document]:
         ) from reason
 
 
+def _message(message: Any) -> dict[str, Any]:
+    """Return a message as vLLM's server gives it to chat templates.
+
+    Its content is a text: the parts of one are joined, and a call of tools may lack it.  The arguments of a call are no
+    JSON but objects.  Keys without a value, which Parquet has where other rows have one, are left out.
+    """
+    role, content = message["role"], message.get("content")
+    calls = [dict(call) for call in message.get("tool_calls") or ()]
+    for call in calls:
+        function = call["function"]
+        if isinstance(arguments := function.get("arguments"), str):
+            call["function"] = {**function, "arguments": json.loads(arguments or "{}")}
+    if isinstance(content, list) and all(part["type"] == TEXT for part in content):
+        content = "\n".join(part[TEXT] for part in content)
+    content = "" if content is None and calls else content
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise TypeError(f"{shown(message)} has no text as its content")
+    known = {key: item for key, item in message.items() if item is not None}
+    return {**known, "content": content, **({"tool_calls": calls} if calls else {})}
+
+
 def _parquet_rows(path: Path) -> list[Any]:
     from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped]
 
     try:  # other columns may be large, or of types that Python lacks
-        return list(ParquetFile(path).read([TEXT, MESSAGES]).to_pylist())
+        return list(ParquetFile(path).read([TEXT, MESSAGES, TOOLS]).to_pylist())
     except Exception as error:  # of the library
         raise SlideSparseError(
             f"{path} cannot be read as Parquet: {' '.join(str(error).split())[:300]}"
@@ -212,7 +242,7 @@ def tokenizer_of(folder: Path) -> Callable[[Document], list[int]]:
             return encode(document, True)
         chat = automatic(folder)
         try:
-            text = chat.apply_chat_template(document, tokenize=False)
+            text = chat.apply_chat_template(document.messages, tools=document.tools, tokenize=False)
         except Exception as error:  # of Jinja, or of the template
             reason = " ".join(str(error).split())
             raise SlideSparseError(

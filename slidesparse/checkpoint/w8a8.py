@@ -101,8 +101,9 @@ class Quantization:
         """Return the scheme of a layer whose weight has ``dtype``, or None if it is not quantized.
 
         As in vLLM, the first target that names the layer, or else what it is fused into, counts, or else its class,
-        which for a float lm_head is not Linear.  vLLM's own classes, such as RowParallelLinear, are those of some layers: the dtype tells which.  With
-        quant_method fp8, which has no targets, all layers are quantized but those in float dtypes.
+        which for a float lm_head is not Linear.  vLLM's own classes, such as RowParallelLinear, are those of some
+        layers: the dtype tells which.  With quant_method fp8, which has no targets, all layers are quantized but those
+        in float dtypes.
         """
         if self.ignores(layer) or (self.method == FP8_METHOD and dtype in FLOATS):
             return None

@@ -106,6 +106,38 @@ def test_conversations_have_the_ids_of_their_chat_template(decoder: Model, tmp_p
         load(path, decoder, 2, 7)
 
 
+# As those of models that call tools: Llama 3.1's asks for the key
+TOOL_TEMPLATE = """{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{% for m in messages %}{{ m.role }}
+{% if 'tool_calls' in m %}{% for c in m.tool_calls %}{{ c.function.arguments.word }} {% endfor %}{% endif %}
+{{ m.content + ' [E] ' }}{% endfor %}"""
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_conversations_call_tools_and_have_parts_as_in_openais_api(
+    decoder: Model, tmp_path: Path, form: str
+) -> None:
+    """Rows of Parquet have all keys of any row, without values, and tools as text."""
+    import pyarrow
+    from pyarrow import parquet
+
+    folder = decoder.checkpoint.folder
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TOOL_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    call = {"id": "1", "type": "function", "function": {"name": "c", "arguments": '{"word": "b"}'}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        answer,
+    ]
+    tools: Any = [{"type": "function", "function": {"name": "c"}}]
+    path = texts(tmp_path, {"messages": turns, "tools": tools})
+    if form == "parquet":
+        turns[0]["content"] = "a\nb"  # a column has one type
+        table = pyarrow.Table.from_pylist([{"messages": turns, "tools": json.dumps(tools)}])
+        parquet.write_table(table, path := str(tmp_path / "chat.parquet"))
+    assert rows(load(path, decoder, 1, 8)) == [[3, 5, 1, 2, END, 6, 2, END]]
+
+
 def test_plain_text_is_sampled_from_all_of_it(
     decoder: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,7 +250,7 @@ REFUSED: dict[str, tuple[bytes | str, str]] = {
     "bad.jsonl": ('{"text": "a"}\n{"prompt": "a"}\n', "bad.jsonl, line 2 (KeyError: 'text'): give {"),
     "number.jsonl": ("7\n", "number.jsonl, line 1 (AttributeError"),
     "null.jsonl": ('{"text": null}', "null.jsonl, line 1 (TypeError: the text is a NoneType)"),
-    "turn.jsonl": ('{"messages": [{"role": "user"}]}', "turn.jsonl, line 1 (KeyError: 'content')"),
+    "turn.jsonl": ('{"messages": [{"role": "user"}]}', "has no text as its content"),
     "tool.jsonl": ('{"messages": [{"role": "user", "content": null}]}', "has no text as its content"),
     "turns.jsonl": ('{"messages": ["hello"]}', "turns.jsonl, line 1 (TypeError"),
     "broken.jsonl": ("plain text\n", "broken.jsonl, line 1 is not JSON"),
