@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from slidesparse.evaluate.perplexity import Interval
 
 
-Folder = Annotated[Path, typer.Argument(help="The checkpoint to evaluate.", metavar="DIR")]
+Model = Annotated[
+    str, typer.Argument(help="The checkpoint to evaluate: a folder, or ORG/NAME on the Hub.", metavar="DIR")
+]
 Against = Annotated[
-    Path | None, typer.Option(help="A checkpoint to compare with, such as the original model.", metavar="DIR")
+    str | None, typer.Option(help="A checkpoint to compare with, such as the original model.", metavar="DIR")
 ]
 Samples = Annotated[int | None, typer.Option(help="Use only the first N samples.", metavar="N")]
 Options = Annotated[
@@ -38,10 +40,13 @@ app = application("Measure the accuracy of a checkpoint as vLLM serves it.")
 
 @app.command()
 def perplexity(
-    model: Folder,
+    model: Model,
     data: Annotated[
         str,
-        typer.Option(help="Evaluation text: FILE.txt, FILE.jsonl, or token ids in FILE.npy.", metavar="FILE"),
+        typer.Option(
+            help="Evaluation text: FILE.txt, FILE.jsonl, FILE.parquet, or token ids in FILE.npy.",
+            metavar="FILE",
+        ),
     ],
     against: Against = None,
     seqlen: Annotated[
@@ -58,14 +63,14 @@ def perplexity(
     as_json: Json = False,
 ) -> None:
     """Measure the perplexity of a language model; with --against, also how much it rises over another's."""
+    from slidesparse.checkpoint.hub import local_folder
     from slidesparse.evaluate.perplexity import config_of, measure, window_of, windows
 
-    for folder in filter(None, (model, against)):
+    folders = [local_folder(name) for name in (model, against) if name]
+    for folder in folders:
         config_of(folder)  # raises an error unless it is a checkpoint
-    if seqlen is None:
-        seqlen = window_of(model, *([against] if against else []))
-    ids = windows(data, model, seqlen, samples)
-    result = measure(model, ids, against, _arguments(option), log)
+    ids = windows(data, folders[0], window_of(*folders) if seqlen is None else seqlen, samples)
+    result = measure(folders[0], ids, folders[1] if against else None, _arguments(option), log)
     print(json.dumps(result, default=asdict, indent=2)) if as_json else _show_perplexity(result)
 
 

@@ -5,8 +5,10 @@ Exit codes: 0 ok, 1 a check failed, 2 usage or unusable input, 3 environment, 13
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,7 +36,10 @@ app = application(
 
 
 def main() -> None:
-    """Run the ``slidesparse`` command."""
+    """Run the ``slidesparse`` command.  Names that the terminal's encoding lacks are printed by their codes."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # None if it was closed
+            stream.reconfigure(errors="backslashreplace")
     app()
 
 

@@ -69,8 +69,11 @@ def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) ->
     if Path(data).suffix.lower() == ".npy":
         found = read_samples(Path(data), seqlen)
     else:
-        encode = tokenizer_of(folder)
-        stream = [token for document in read_documents(str(data)) for token in encode(document)]
+        encode, stream = tokenizer_of(folder), list[int]()
+        for document in read_documents(str(data)):  # a dataset on the Hub may be endless
+            stream += encode(document)
+            if samples is not None and len(stream) >= samples * seqlen:
+                break
         found = cut(np.asarray(stream, dtype=np.int64), seqlen)
     if not found:
         raise SlideSparseError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -98,6 +99,12 @@ def test_data_without_a_window_are_refused(folder: Path, name: str, text: str) -
     (folder / name).write_text(text)
     with pytest.raises(SlideSparseError, match=f"{name} gives no window of 3 tokens"):
         windows(folder / name, folder, 3, None)
+
+
+def test_no_more_documents_are_read_than_needed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dataset on the Hub may be endless."""
+    monkeypatch.setattr(perplexity, "read_documents", lambda data: itertools.repeat("a b c"))
+    assert [len(window) for window in windows("org/name", folder, 4, 3)] == [4] * 3
 
 
 @pytest.mark.parametrize("token", [26, -1])

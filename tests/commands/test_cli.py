@@ -333,6 +333,18 @@ def test_closed_pipe_prints_no_error(converted: Path) -> None:
     assert (process.returncode, process.stderr) == (1, "")
 
 
+def test_names_that_the_terminal_cannot_show_are_printed_by_their_codes(
+    converted: Path, tmp_path: Path
+) -> None:
+    """Such as of files in another encoding; the command has done its work when it prints them."""
+    named = tmp_path / "model-\xfc"
+    named.symlink_to(converted)
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
+    process = run("import slidesparse.cli.main as cli; cli.main()", "inspect", named, env=environ)
+    assert process.returncode == 0, process.stderr
+    assert r"model-\xfc: pattern 6:8" in process.stdout
+
+
 # Without torch
 
 

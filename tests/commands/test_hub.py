@@ -6,12 +6,15 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from checkpoints import llama, snapshot
 from commands import Done
 
 from slidesparse.checkpoint.hub import local_folder
 from slidesparse.checkpoint.storage import CheckpointError
+from slidesparse.evaluate import perplexity
+from slidesparse.evaluate.engine import Scored
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 constants = pytest.importorskip("huggingface_hub.constants")
@@ -43,6 +46,21 @@ def test_commands_accept_a_hub_id(cache: Path, tmp_path: Path) -> None:
     assert set(snapshot(tmp_path / "out")) == {"config.json", "model.safetensors", "tokenizer.json"}
     assert snapshot(cache) == before
     assert len(json.loads(Done("inspect", "org/name", "--json").out)["layers"]) == 14
+
+
+def test_eval_accepts_a_hub_id(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the README compares with MODEL, whose id `convert` takes."""
+    asked: list[Path] = []
+
+    def run(model: Path, *_: object) -> Scored:
+        asked.append(model)
+        return Scored(np.zeros(3, np.float32), [], "")
+
+    monkeypatch.setattr(perplexity, "run", run)
+    np.save(tmp_path / "ids.npy", [1, 2, 3, 4])
+    done = Done("eval", "perplexity", "org/name", "--against", "org/name", "--data", "ids.npy", "--seqlen", 4)
+    assert done.code == 0, done.err
+    assert asked == [local_folder("org/name")] * 2
 
 
 def test_local_folder_takes_precedence_over_hub_id(cache: Path, tmp_path: Path) -> None:
