@@ -322,7 +322,7 @@ def examine(model: str, folder: Path) -> Report:
     """Ask the server about a checkpoint.  Raises CheckpointError for a broken one, FlagError for invalid flags."""
     from slidesparse.checkpoint.bitnet import BitNetCheckpoint
     from slidesparse.checkpoint.converted import open_checkpoint
-    from slidesparse.checkpoint.names import architecture_of
+    from slidesparse.checkpoint.names import architecture_of, serving_options
     from slidesparse.resolve import CONVERT_STORED, unread_storage
     from slidesparse.serving import NotServedError, Skeletons, stored
 
@@ -345,12 +345,16 @@ def examine(model: str, folder: Path) -> Report:
     if not report.code:
         try:
             with Skeletons() as skeletons, checkpoint.reader() as reader:
-                _judge(report, skeletons.layers(folder, stored(raw)), checkpoint, metadata, reader)
+                options = serving_options(checkpoint.config)
+                serving = skeletons.layers(folder, stored(raw), **options)
+                _judge(report, serving, checkpoint, metadata, reader)
         except NotServedError as error:
             stored_as = unread_storage(checkpoint.quantization_config() or {})
             remedy = f"{stored_as}; {CONVERT_STORED}" if stored_as and not metadata else ""
             report.lacks(str(error), remedy, error.exit_code)
-    report.verdict = report.verdict if report.code else _verdict(report)
+    if not report.code:
+        words = " ".join(f"--{name} {value}" for name, value in serving_options(checkpoint.config).items())
+        report.verdict = _verdict(report) + (f"; start vllm serve with {words}" if words else "")
     return report
 
 

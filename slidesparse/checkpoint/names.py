@@ -107,6 +107,14 @@ def architecture_of(config: Mapping[str, Any]) -> str | None:
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
 
 
+def serving_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of ``vllm serve`` for a model: without a head it embeds texts, which vLLM must be told.
+
+    Otherwise (0.28 at least) it takes a LlamaModel for a LlamaForCausalLM, and ends while it loads the embedding.
+    """
+    return {"runner": "pooling"} if (architecture_of(config) or "").endswith("Model") else {}
+
+
 def other_use(folder: Path, config: Mapping[str, Any]) -> str | None:
     """Return what in its files says that a model does not predict tokens, as text, or None if nothing does."""
     architecture = architecture_of(config) or ""

@@ -246,7 +246,7 @@ def _warn(report: Report) -> None:
 
 def _summarize(report: Report, dry_run: bool) -> None:
     from slidesparse.calibrate.pipeline import METHOD
-    from slidesparse.checkpoint.names import is_expert
+    from slidesparse.checkpoint.names import is_expert, serving_options
 
     plan = report.plan
     if report.budget:
@@ -301,7 +301,8 @@ def _summarize(report: Report, dry_run: bool) -> None:
     show(
         "size", f"{size} in {report.seconds:.1f} s, {plan.bytes_in / 1e6 / report.seconds:.0f} MB/s of input"
     )
-    show("serve", f"vllm serve {shlex.quote(str(report.out))}")
+    arguments = [f"--{name} {value}" for name, value in serving_options(plan.config).items()]
+    show("serve", " ".join(["vllm serve", shlex.quote(str(report.out)), *arguments]))
 
 
 def _join_names(names: Sequence[str]) -> str:

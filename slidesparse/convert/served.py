@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, KEY
-from slidesparse.checkpoint.names import SCALE, WEIGHT, is_expert
+from slidesparse.checkpoint.names import SCALE, WEIGHT, is_expert, serving_options
 from slidesparse.checkpoint.storage import CheckpointError, TensorSpec
 from slidesparse.convert.plan import ConversionPlan, Planner, Served
 from slidesparse.serving import NotServedError, Skeletons
@@ -25,7 +25,7 @@ def ask(planner: Planner, skeletons: Skeletons) -> str:
     block["quant_method"] = COMPRESSED_TENSORS
     config = {**plan.config, "quantization_config": block}
     try:
-        serving = skeletons.layers(plan.checkpoint.folder, _unpacked(plan), config)
+        serving = skeletons.layers(plan.checkpoint.folder, _unpacked(plan), config, **serving_options(config))
     except NotServedError as error:
         return str(error)
     names: dict[str, list[str]] = {}
@@ -56,7 +56,7 @@ def _check(plan: ConversionPlan, skeletons: Skeletons) -> str:
     """Return "" if vLLM would serve what a plan writes.  Raises CheckpointError if not."""
     specs = [spec for output in plan.outputs for spec in output.specs]
     try:
-        serving = skeletons.layers(plan.checkpoint.folder, specs, plan.config)
+        serving = skeletons.layers(plan.checkpoint.folder, specs, plan.config, **serving_options(plan.config))
     except NotServedError as error:
         raise CheckpointError(
             f"vLLM, which is installed here, would not serve the converted checkpoint: {error}"

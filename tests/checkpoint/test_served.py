@@ -65,3 +65,16 @@ def test_model_that_vllm_does_not_serve_is_converted_with_a_warning(tmp_path: Pa
     assert result.code == 0, result.err
     words = "does not serve this model, converted or not: it quantizes none of its linear layers"
     assert words in result.err
+
+
+@pytest.mark.usefixtures("warm")
+def test_model_without_a_head_is_served_where_vllm_is_told_that_it_embeds(tmp_path: Path) -> None:
+    """By itself vLLM takes a LlamaModel for one that predicts tokens, and ends while it loads the embedding."""
+    source = tiny("llama", tmp_path / "source", architecture="LlamaModel")
+    result = Done("convert", source, tmp_path / "out", "-s", "6:8")
+    assert result.code == 0, result.err
+    assert "does not serve" not in result.err
+    assert result.out.endswith(f"vllm serve {tmp_path / 'out'} --runner pooling\n")
+    result = Done("doctor", tmp_path / "out")
+    assert result.code == 0, result.out
+    assert result.out.endswith("; start vllm serve with --runner pooling\n")
