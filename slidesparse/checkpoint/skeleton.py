@@ -204,7 +204,7 @@ class Skeleton:
         ]
 
     def require_tensors(self, widths: Mapping[str, int], is_quantized: Callable[[str, str], bool]) -> None:
-        """Raise CheckpointError for a layer without a tensor, and for a tensor that config.json contradicts.
+        """Raise CheckpointError for a layer without a tensor or with two, and for one that config.json contradicts.
 
         Args:
             widths: K of layers whose weights may be stored with other columns.
@@ -222,6 +222,11 @@ class Skeleton:
                 f"{missing[0]} is missing ({len(missing)} such); the checkpoint is incomplete, or the config another "
                 "model's: fetch it again"
             )
+        for name, (target, converted) in self._targets.items():
+            if not converted and self.stored[target] != name:
+                raise CheckpointError(
+                    f"tensors {name} and {self.stored[target]} are both the model's {target}; remove one of them"
+                )
         self._require_experts()
         state, layers = self.model.state_dict(), {*self.layers}
         for parameter, name in self.stored.items():

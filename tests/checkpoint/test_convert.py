@@ -368,6 +368,12 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         lambda s: write(s, config_of(s), {f"_orig_mod.{name}": t for name, t in tensors_of(s).items()}),
         ["tensor names begin with '_orig_mod.'; save the model without its wrapper"],
     ),
+    "a tensor by two names": (
+        lambda s: write(
+            s, config_of(s), tensors_of(s) | {f"{Q}.weight".removeprefix("model."): torch.ones(64, 64)}
+        ),
+        [f"are both the model's {Q}.weight; remove one of them"],
+    ),
     "modules.json of others": (
         lambda source: (source / "modules.json").write_text('[{"name": "1"}]'),
         ["modules.json is not a list of modules"],
