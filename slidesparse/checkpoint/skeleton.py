@@ -68,11 +68,10 @@ class Skeleton:
         self.checkpoint = checkpoint
         with _quiet():
             self.config = _read_config(checkpoint)
-            # Blocks may run one at a time
-            self.config.get_text_config().output_router_logits = False
+            self.text_config = _text_config(checkpoint, self.config)
+            self.text_config.output_router_logits = False  # blocks may run one at a time
             self.model: Any = _build(checkpoint, self.config)
             self._targets, self._sources = _rename(self.model, checkpoint.tensors)
-        self.text_config = self.config.get_text_config()
         self.list_path, self.blocks = self._find_blocks()
 
     def __reduce__(self) -> tuple[Any, ...]:  # for other processes, which make it anew
@@ -405,6 +404,19 @@ def _read_config(checkpoint: Checkpoint) -> Any:
         return config
     except Exception as error:  # of many classes, by model
         raise _refused(checkpoint.folder, error) from error
+
+
+def _text_config(checkpoint: Checkpoint, config: Any) -> Any:
+    """Return the config of the language model.  Raises CheckpointError where transformers finds none, or several."""
+    from transformers import PreTrainedConfig
+
+    try:
+        text = config.get_text_config()
+        if not isinstance(text, PreTrainedConfig):
+            raise ValueError(f"a part of a multimodal model, {shown(text)}, in a model_type without parts")
+    except ValueError as error:
+        raise _refused(checkpoint.folder, error) from error
+    return text
 
 
 def _require_few_layers(values: Mapping[str, Any], folder: Path) -> None:

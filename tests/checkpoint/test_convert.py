@@ -368,6 +368,9 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         lambda s: write(s, config_of(s), {f"_orig_mod.{name}": t for name, t in tensors_of(s).items()}),
         ["tensor names begin with '_orig_mod.'; save the model without its wrapper"],
     ),
+    "a part's config": (config(text_config={"hidden_size": 64}), ["describes no model", "without parts"]),
+    "no config of a part": (config(generator=5), ["describes no model", "without parts"]),
+    "several parts": (config(text_config={}, decoder={"a": 1}), ["describes no model", "Multiple"]),
     "a tensor by two names": (
         lambda s: write(
             s, config_of(s), tensors_of(s) | {f"{Q}.weight".removeprefix("model."): torch.ones(64, 64)}
