@@ -31,6 +31,7 @@ from slidesparse.checkpoint.storage import (
     StoredTensor,
     TensorSpec,
     is_embedding_model,
+    text_config,
     unquantized_config,
 )
 from slidesparse.errors import shown
@@ -399,8 +400,10 @@ def _read_config(checkpoint: Checkpoint) -> Any:
         )
     try:
         config = transformers.CONFIG_MAPPING[kind].from_dict(values)
-        if TIED in checkpoint.config:
-            config.tie_word_embeddings = checkpoint.config[TIED]
+        # vLLM reads that of the language model, which transformers 4 wrote alone
+        for known in (text_config(checkpoint.config), checkpoint.config):
+            if TIED in known:
+                config.tie_word_embeddings = known[TIED]
         return config
     except Exception as error:  # of many classes, by model
         raise _refused(checkpoint.folder, error) from error

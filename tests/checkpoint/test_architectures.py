@@ -168,3 +168,16 @@ def test_mixture_that_config_json_contradicts_is_refused(
     config, tensors = MIXTURES["qwen3"].read()
     tensors.pop(f"model.{lacking}.weight", None)
     refused(write(tmp_path / "source", {**config, **changed}, tensors), words)
+
+
+def test_head_may_be_tied_by_the_language_models_config_alone(tmp_path: Path) -> None:
+    """As transformers 4 wrote it, and as vLLM reads it."""
+    settings = {**MODELS["idefics3"], "tie_word_embeddings": True}
+    source = tiny("idefics3", tmp_path / "source", **settings)
+    config = config_of(source)
+    del config["tie_word_embeddings"]
+    config["text_config"]["tie_word_embeddings"] = True
+    tensors = {name: tensor for name, tensor in tensors_of(source).items() if "lm_head" not in name}
+    convert(write(source, config, tensors), tmp_path / "out")
+    assert config_of(tmp_path / "out")["text_config"]["tie_word_embeddings"] is True
+    assert not any("lm_head" in name for name in tensors_of(tmp_path / "out"))
