@@ -266,7 +266,7 @@ def whole_loss(task: Task, samples: Samples, reader: Reader, work: WorkFolder, p
             stream.block.read = InputRounder(dtype, quantized)
         for name in quantized:
             w = run.dense.block.weights[name + WEIGHT]
-            run.dense.block.weights[name + WEIGHT] = dequantize_rows(*quantize_rows(w, dtype))
+            run.dense.block.weights[name + WEIGHT] = dequantize_rows(*quantize_rows(w, dtype, "cuda"))
         quantize_experts(run, run.dense.block, run.experts)
         quantize_skipped(run)
         if is_finished(task, work, run.number):
