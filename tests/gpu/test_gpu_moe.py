@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 
 PROMPTS = [[(7 * i * j + 3) % 500 for j in range(1, 40 + i)] for i in range(1, 9)]
 TOKENS = 24
-ASKED = {"SLIDESPARSE": "require"}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +55,7 @@ def test_texts_equal_those_with_experts_by_vllm(
         "work": {"prompts": PROMPTS, "tokens": TOKENS},
     }
     expected = engines.serve(tmp_path / "out", registered="vllm_experts", **settings)
-    answer = engines.serve(tmp_path / "out", env=ASKED, **settings)
+    answer = engines.serve(tmp_path / "out", **settings)
     assert "MoE experts that a test leaves to vLLM" in expected.summary, expected.summary
     assert "MoE experts" not in answer.summary, answer.summary
     equal = sum(a == b for a, b in zip(answer.tokens, expected.tokens, strict=True))
