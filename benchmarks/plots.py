@@ -75,8 +75,8 @@ def curve(note: str) -> str:
     """Return the loss of pruned models against the GPU minutes of their distillation, a panel for each model."""
     rows = real_model_rows()
     rows = rows[(rows["text"] == WIKITEXT) & rows["delta_pct"].notna() & (rows["pattern"] != DENSE)]
-    rows = rows[rows["method"].isin(["sparsegpt", "distilled"])]
-    means = rows.groupby(["model", "quant", "pattern", "minutes"])["delta_pct"].mean()
+    rows = rows[rows["kind"].isin(["sparsegpt", "distilled"])]
+    means = rows.groupby(["model", "quant", "pattern", "minutes"])["delta_pct"].last()
     patterns = [*PATTERNS[::-1], *sorted({*rows["pattern"]} - {*PATTERNS})]
     models = list(rows["model"].unique())
     figure, panels = _panels(models)
@@ -107,11 +107,11 @@ def frontier(folder: Path, note: str) -> str:
     """Return the speed of a 7B model's shapes in a folder of results against the loss of the coder."""
     rows = real_model_rows()
     rows = rows[(rows["model"] == CODER) & (rows["text"] == WIKITEXT)]
-    means = rows.groupby(["quant", "pattern", "method", "minutes"])["perplexity"].mean()
+    means = rows.groupby(["quant", "pattern", "kind", "minutes"])["perplexity"].last()
     losses = 100 * (means / float(means["bf16"].iloc[0]) - 1)
 
     def loss(quant: str, pattern: str, *methods: str) -> pd.Series:
-        """The losses by minutes, of the first method that was scored."""
+        """The losses by minutes, of the first kind of method that was scored."""
         found = [losses[quant, pattern, name] for name in methods if (quant, pattern, name) in losses.index]
         return pd.concat(found[:1] if pattern == DENSE else found) if found else pd.Series(dtype=float)
 
@@ -141,7 +141,10 @@ def frontier(folder: Path, note: str) -> str:
             marker = "o" if key[1] in (DENSE, *PATTERNS) else "s"
             axes.plot([x, x], found, color=color, marker=marker, label=label)
             if minutes := found.index[-1]:
-                axes.annotate(f"  {minutes:g} min", (x, found.iloc[-1]), fontsize=7, va="center")
+                place = x, found.iloc[-1]
+                axes.annotate(
+                    f"{minutes:g} min", place, (6, 0), textcoords="offset points", fontsize=7, va="center"
+                )
         axes.set_xlabel("tokens/s over stock vLLM's INT8")
     _finish(figure, panels, "BF16")
     return _svg(figure, note)

@@ -133,15 +133,21 @@ class Cell:
 
     @property
     def _method(self) -> str:
-        """The method, and the options that no other column shows, such as ``sparsegpt rotate off``."""
+        """The method, text other than the model's own, and options that no other column shows.
+
+        Such as ``sparsegpt rotate off``, or ``distilled on own and books`` for ``--distill own --distill books.jsonl``.
+        """
         pruned = self._option("--sparsity") != DENSE
         if not self.options or not (self.calibrated or pruned):
             return NONE
         method = ("sparsegpt" if self.calibrated else "magnitude") if pruned else "calibrated"
         method = "distilled" if self.distilled else method
-        pairs = zip(("", *self.options), self.options, strict=False)
+        pairs = [*zip(("", *self.options), self.options, strict=False)]
         rest = [word for before, word in pairs if not {before, word} & LISTED]
-        return " ".join([method, *(word.removeprefix("--").rpartition("/")[2] for word in rest)])
+        name = DISTILL if self.distilled else "--calib"
+        texts = [Path(word).stem for before, word in pairs if before == name]
+        on = ["on", " and ".join(texts)] if {*texts} - {OWN} else []
+        return " ".join([method, *on, *(word.removeprefix("--").rpartition("/")[2] for word in rest)])
 
 
 def read_cells(path: Path) -> list[Cell]:

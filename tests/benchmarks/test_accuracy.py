@@ -25,6 +25,10 @@ CELLS: dict[str, tuple[tuple[str, ...], int | None]] = {
         ("int8", "max-loss 3%", "distilled", "5", "0"),
         1,
     ),
+    "smollm2 --sparsity 6:8 --calib own --distill own --distill a/books.jsonl --minutes 5": (
+        ("int8", "6:8", "distilled on own and books", "5", "0"),
+        1,
+    ),
 }
 
 
@@ -41,7 +45,7 @@ def test_cells_name_their_columns_and_baselines(cells: list[Cell]) -> None:
     closer = Cell.parse("smollm2 --sparsity dense --calib own --rotate off")
     assert find_baseline(cells[3], [*cells, closer]) == closer
     assert find_baseline(cells[5], [*cells, closer]) == cells[1]
-    assert len(cells) == 6
+    assert len(cells) == len(CELLS)
     with pytest.raises(CellError, match="llama"):
         Cell.parse("llama --sparsity 6:8")
 
