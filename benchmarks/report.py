@@ -47,8 +47,12 @@ MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CUBLASLT, HOPPER, TWO_FOUR = "cublaslt", "hopper", "2:4"
 DTYPES = ("int8", "fp8", "bf16", "fp16")
 LAYERS = 4  # linear layers of a decoder block: QKV, output, gate and up, down
-PATTERNS = (TWO_FOUR, "4:6", "6:8", "8:10")
-LAST_LINEAR = "linear_0.3.0"  # layers by this version
+SERVED = (TWO_FOUR, "4:6", "6:8")
+PATTERNS = (*SERVED, "8:10")  # 8:10 by version 0.2.0; it is served as dense weights since
+GOALS = {  # least speed-ups of `reached`
+    "goal, 1 to 64": (1, 1, 1.14, 1.22, 1.4),
+    "goal, 512 and more": (1, 1, 1, 1.08, 1.35),
+}
 QWEN, LLAMA, BITNET = "Qwen2.5-7B", "Llama3.2-1B", "BitNet-2B"
 CODER, WIKITEXT = "qwen-coder", "wikitext2"  # in REAL_MODELS
 NAMES = {LLAMA: "Llama-3.2-1B", "Llama3.2-3B": "Llama-3.2-3B"}  # as the text spells them
@@ -262,29 +266,26 @@ def layers() -> str:
     subjects = [
         (H200, QWEN, PATTERNS),
         (H200, LLAMA, ("6:8",)),
-        (H100, QWEN, ("6:8",)),
+        (H100, QWEN, SERVED),
         (H100, LLAMA, ("6:8",)),
     ]
     named = [(f"{f.name.upper()}, {NAMES.get(model, model)}", f, model, p) for f, model, p in subjects]
     return _layer_table(named, (1, 16, 64, 128, 256, 512, 1024, 2048, 8192, 16384))
 
 
-def energy() -> str:
-    """Time and energy of stock vLLM's layers over ours by version 0.3.0: Qwen2.5-7B on an H100."""
-    rows = read(H100, LINEAR, LAST_LINEAR)
-    rows = rows[rows["layer"] == SUM_LAYER]
-    patterns = (DENSE, "6:8", "4:6", TWO_FOUR)
-    times, millijoules = (
-        over(layer_us(rows, value).droplevel(["model", "layer"]), STOCK, HOPPER)[[*patterns]]
-        for value in ("p50_us", ENERGY)
-    )
+def reached() -> str:
+    """Layers of Qwen2.5-7B on an H100: unpruned ones over the libraries', patterns over those, and the goals."""
+    us = model_layers(H100).loc[QWEN]
+    bases = {f"not pruned over {name}": over(us, name, HOPPER)[DENSE] for name in (STOCK, CUBLASLT)}
+    patterns = over(us, HOPPER, HOPPER)[[*SERVED[::-1]]].add_suffix(" over not pruned")
+    cells = patterns.assign(**bases)[[*bases, *patterns]].dropna()
     lines = [
-        (f"{dtype.upper()}, {m}", *map(ratio, [*times.loc[dtype, m], *millijoules.loc[dtype, m]]))
+        (f"{dtype.upper()}, {m}", *map(ratio, cells.loc[dtype, m]))
         for dtype in DTYPES[:2]
-        for m in times.loc[dtype].index
+        for m in cells.loc[dtype].index
     ]
-    header = [f"{what}, {NOT_PRUNED.get(name, name)}" for what in ("time", "energy") for name in patterns]
-    return table(("tokens", *header), lines)
+    goals = [(name, *map(ratio, least)) for name, least in GOALS.items()]
+    return table(("tokens", *cells), [*lines, *goals])
 
 
 def popular() -> str:
@@ -302,9 +303,9 @@ def ranges() -> str:
             few = speedups.loc[model].index.get_level_values("M") <= MAX_FEW_TOKENS
             for label, chosen in ((f"1 to {MAX_FEW_TOKENS}", few), (f"{2 * MAX_FEW_TOKENS} and more", ~few)):
                 if model not in POPULAR:
-                    cells = [span(speedups.loc[model][chosen][pattern]) for pattern in PATTERNS]
+                    cells = [span(speedups.loc[model][chosen][pattern]) for pattern in SERVED]
                     rows.append((f"{folder.name.upper()}, {NAMES.get(model, model)}", label, *cells))
-    return table(("", "tokens", *PATTERNS), rows, 2)
+    return table(("", "tokens", *SERVED), rows, 2)
 
 
 def blocks() -> str:
@@ -432,7 +433,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "whole_h100": partial(whole, QWEN, H100),
     **{
         make.__name__: make
-        for make in (beside, contexts, other, bitnet, fusion, layers, energy, popular, ranges, blocks)
+        for make in (beside, contexts, other, bitnet, fusion, layers, reached, popular, ranges, blocks)
     },
     **{make.__name__: make for make in (gemms, reference, efficiency)},
     "real_models": real_models,
@@ -545,29 +546,21 @@ def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def measured_layers(folder: Path) -> dict[tuple[str, str, int], dict[tuple[int, int], float]]:
     """Return the microseconds of layers by (type, pattern or stock, tokens) and shape (N, K).
 
-    Where version 0.3.0 has measured all patterns, its times count alone; 8:10 is served as dense weights since.
+    Where linear.json names the tokens of its version's `rows` of a model, those count alone: other models were
+    measured by an older version, in another run.  8:10 is served as dense weights.
     """
-    times = _layer_times(folder, LINEAR.name)
-    if (folder / f"{LAST_LINEAR}.csv").exists():
-        newer = _layer_times(folder, LAST_LINEAR)
-        for dtype, _, tokens in [*newer]:
-            keys = [(dtype, pattern, tokens) for pattern in (STOCK, DENSE, *PATTERNS[:3])]
-            if len({frozenset(newer.get(key, ())) for key in keys}) == 1:
-                times |= {key: newer[key] for key in keys}
-    return times | {(d, "8:10", m): us for (d, pattern, m), us in times.items() if pattern == DENSE}
-
-
-def _layer_times(folder: Path, name: str) -> dict[tuple[str, str, int], dict[tuple[int, int], float]]:
     shapes = {(model, layer.name): (layer.n, layer.k) for model, layers in MODELS.items() for layer in layers}
-    found: dict[tuple[str, str, int], dict[tuple[int, int], float]] = {}
-    rows = read(folder, LINEAR, name)
+    times: dict[tuple[str, str, int], dict[tuple[int, int], float]] = {}
+    rows = read(folder, LINEAR)
+    for model, tokens in read_conditions(folder / "linear.json").get("rows", {}).items():
+        rows = rows[(rows["model"] == model) | ~rows["M"].isin(tokens)]
     rows = rows[(rows["layer"] != SUM_LAYER) & rows["pattern"].isin((DENSE, *PATTERNS))]
     for row in rows[rows["provider"].isin((STOCK, HOPPER))].itertuples():
         n, _, k = row.layer.partition("x")
         shape = shapes.get((row.model, row.layer)) or (int(n), int(k))
         pattern = STOCK if row.provider == STOCK else row.pattern
-        found.setdefault((row.dtype, pattern, row.M), {})[shape] = row.p50_us
-    return found
+        times.setdefault((row.dtype, pattern, row.M), {})[shape] = row.p50_us
+    return times | {(d, "8:10", m): us for (d, pattern, m), us in times.items() if pattern == DENSE}
 
 
 def layer_fits() -> str:
