@@ -4,7 +4,7 @@
 fit to the times of whole layers from bfloat16 to bfloat16, including quantization and scaling, that were measured on
 one GPU at one pattern and number of tokens: pruned and dense layers by our kernels, and dense ones by vLLM's own
 ("stock"), the baseline.  Measured layers differ from their fit by 9% on average on an H200 (64 shapes) and 6% on an
-H100 (8 shapes, or 4), at most by 15% on average at one pattern and number of tokens, and by 52% at worst.
+H100 (8 shapes, or 4 of one model), at most by 15% on average at one pattern and number of tokens, and by 52% at worst.
 """
 
 from __future__ import annotations
