@@ -1,6 +1,7 @@
 """``slidesparse synth``: a checkpoint of random weights, for measuring speed without the real ones.
 
-Names, shapes and config are those of transformers' model, and the checkpoint is planned and written like a conversion.
+Names, shapes and config are those of transformers' model, and the checkpoint is planned and written like a conversion
+whose pattern is that of routed experts, too.
 Of each linear layer, SAMPLE rows are drawn, pruned and quantized, and all others repeat them from another row on::
 
     w ~ N(0, 1/K), which preserves the scale of the inputs                 embeddings, lm_head, biases:
@@ -28,7 +29,7 @@ from slidesparse.blocks import STRIP
 from slidesparse.calibrate.task import Progress, no_progress
 from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.metadata import KEY
-from slidesparse.checkpoint.names import WEIGHT, is_expert
+from slidesparse.checkpoint.names import EXPERT, WEIGHT, experts, is_expert
 from slidesparse.checkpoint.output import (
     full_disk_explained,
     remove_stale,
@@ -86,7 +87,7 @@ def synth(
         config: a config.json, a folder that holds one, or a name in PUBLIC.
         out: the folder to create; absent or empty.
         quant: "int8" or "fp8" for W8A8, or "bf16" for a float source.
-        pattern: the pattern of the linear layers, or None for dense ones; not with "bf16".
+        pattern: the pattern of the linear layers and routed experts, or None for dense ones; not with "bf16".
         layout: "dense" [N, K] or, with a pattern, "slided" [N, K'].
         layers: number of transformer blocks to keep, from the first.
         progress: called with "writing", bytes written and total bytes.
@@ -163,7 +164,10 @@ def _plan(
         for name, shape in shapes.items()
     }
     source = replace(source, files=tuple(names), tensors=tensors, index={} if file else None)
-    options = ConvertOptions(pattern or SlidePattern(None), None if quant == BF16 else quant, layout)
+    of_experts = ((EXPERT.pattern, pattern),) if pattern and experts(shapes) else ()
+    options = ConvertOptions(
+        pattern or SlidePattern(None), None if quant == BF16 else quant, layout, layer_patterns=of_experts
+    )
     plan = Planner(source, options, RandomWeights(source, options.quant)).plan()
     if quant == BF16:
         outputs = tuple(replace(o, specs=(o.source,), layer=None, pattern=None) for o in plan.outputs)

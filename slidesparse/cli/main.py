@@ -191,7 +191,11 @@ def synth(
     ] = "int8",
     sparsity: Annotated[
         str | None,
-        typer.Option("--sparsity", "-s", help="The sparsity pattern, such as 6:8; by default not pruned."),
+        typer.Option(
+            "--sparsity",
+            "-s",
+            help="The sparsity pattern, such as 6:8, of routed experts, too; by default not pruned.",
+        ),
     ] = None,
     layout: Layout = "dense",
     layers: Annotated[

@@ -18,6 +18,7 @@ from slidesparse import synth as module
 from slidesparse.blocks import dense_blocks, obeys
 from slidesparse.checkpoint import storage
 from slidesparse.checkpoint.inspection import inspect
+from slidesparse.checkpoint.names import is_expert
 from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.pattern import SlidePattern, parse_pattern
 from slidesparse.synth import synth
@@ -64,13 +65,31 @@ def test_output_has_the_form_of_a_conversion(
     parsed = SlidePattern.parse(pattern) if pattern else None
     if parsed:
         expected = tmp_path / "expected"
-        convert(source, expected, parsed, layout=layout, **({"quant": quant} if kind != "bitnet" else {}))
+        options: dict[str, Any] = {"quant": quant} if kind != "bitnet" else {}
+        options |= {"layer": [rf"\.experts\.={pattern}"]} if kind == "qwen3_moe" else {}
+        convert(source, expected, parsed, layout=layout, **options)
     report = synth(source, tmp_path / "out", pattern=parsed, quant=quant, layout=layout)
     assert shapes(tmp_path / "out") == shapes(expected)
     assert config_of(tmp_path / "out") == config_of(expected)
     assert report.bytes_out == sum(values.nbytes for values in tensors_of(tmp_path / "out").values())
     inspected = inspect(tmp_path / "out")
     assert (inspected.pattern, inspected.violations) == (pattern, 0)
+
+
+@pytest.mark.parametrize("pattern", ["6:8", "2:4@50%"])
+def test_routed_experts_are_pruned_for_measuring(tmp_path: Path, pattern: str) -> None:
+    """Unlike those of `convert`, without an option.  The metadata name patterns that need no flag to be served."""
+    parsed = parse_pattern(pattern)
+    config = config_file(tmp_path, "mixtral", num_local_experts=4, intermediate_size=128, hidden_size=256)
+    synth(config, tmp_path / "out", pattern=parsed)
+    weights = tensors_of(tmp_path / "out")
+    matrices = [weight for name, weight in weights.items() if is_expert(name.removesuffix(".weight"))]
+    assert len(matrices) == 2 * 4 * 3
+    for weight in matrices:
+        assert obeys(weight, parsed)
+        assert float((weight == 0).float().mean()) == pytest.approx(0.25, abs=0.02)
+    named = config_of(tmp_path / "out")["quantization_config"]["slidesparse"].get("experts")
+    assert named == (["6:8"] if pattern == "6:8" else None)
 
 
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
