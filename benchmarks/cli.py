@@ -261,7 +261,10 @@ def e2e(
     ] = 1800.0,
     as_json: Json = False,
 ) -> None:
-    """Measure whole models in tokens per second, all engines side by side on the GPU; writes OUT/e2e.csv."""
+    """Measure whole models in tokens per second, all engines side by side on the GPU; writes OUT/e2e.csv.
+
+    Tokens of mixtures with random weights are routed at random, uniformly: see VLLM_MOE_ROUTING_SIMULATION_STRATEGY.
+    """
     from benchmarks.e2e.plan import DECODE, PREFILL, STAGES, TOKENS, Workload, find_model
     from benchmarks.e2e.plan import runs as plan
     from benchmarks.e2e.run import CONDITIONS, E2eBench, conditions

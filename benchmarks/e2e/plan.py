@@ -53,6 +53,7 @@ PLUGIN_SYSTEMS = tuple(name for name, flags in SYSTEMS.items() if flags)
 FLAGS = (MODE, USE_CUSPARSELT, USE_CUBLASLT, DISABLE, SPARSITY, BACKEND, FUSE)
 
 TOKENIZER = "tokenizer"  # the folder of the placeholder in checkpoints of `slidesparse synth`
+ROUTING = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"  # vLLM's, by which it ignores the routers of a mixture
 PLUGIN, PLUGINS = "slidesparse", "VLLM_PLUGINS"
 # The groups of entry points that vLLM loads whole when VLLM_PLUGINS is not set.
 PLUGIN_GROUPS = tuple(
@@ -299,6 +300,11 @@ def _require_fit(variant: Variant, size: Size, label: str) -> None:
         )
 
 
+def has_placeholder(folder: Path) -> bool:
+    """Return whether a checkpoint has a placeholder for a tokenizer, as those of random weights do."""
+    return (folder / TOKENIZER).is_dir() and not (folder / "tokenizer.json").exists()
+
+
 def arguments(run: Run, workload: Workload, result: Path, size: Size | None = None) -> list[str]:
     """Return the arguments of ``vllm bench throughput``, equal for all systems but for the checkpoint.
 
@@ -309,9 +315,8 @@ def arguments(run: Run, workload: Workload, result: Path, size: Size | None = No
     if run.variant.positions is not None:
         longest = min(longest, run.variant.positions)
     words = ["--model", str(run.variant.folder), "--dataset-name", "random"]
-    stand_in = run.variant.folder / TOKENIZER
-    if stand_in.is_dir() and not (run.variant.folder / "tokenizer.json").exists():
-        words += ["--tokenizer", str(stand_in)]
+    if has_placeholder(run.variant.folder):
+        words += ["--tokenizer", str(run.variant.folder / TOKENIZER)]
     words += ["--random-input-len", str(size.prompt), "--random-output-len", str(size.output)]
     words += ["--num-prompts", str(size.prompts), "--num-warmups", str(size.warmups), "--seed", "0"]
     words += ["--max-num-seqs", str(size.sequences), "--max-num-batched-tokens", str(size.batched)]
@@ -319,8 +324,11 @@ def arguments(run: Run, workload: Workload, result: Path, size: Size | None = No
     return [*words, *workload.vllm_args]
 
 
-def environment(system: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environ`` with the flags of ``system`` and no other SlideSparse flags.
+def environment(system: str, environ: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Return ``environ`` with the flags of ``system`` and no other SlideSparse flags, for the checkpoint ``folder``.
+
+    Random routers send most tokens to few experts, to others in each model.  So tokens of random weights are routed
+    uniformly at random in all systems, unless ``environ`` says how.
 
     Systems without the plugin are vLLM without us: VLLM_PLUGINS names all other plugins, so that none of our code is
     imported.
@@ -336,4 +344,6 @@ def environment(system: str, environ: Mapping[str, str]) -> dict[str, str]:
         cleaned[PLUGINS] = ",".join(others)
     elif listed is not None:
         cleaned[PLUGINS] = ",".join([*others, PLUGIN])
+    if has_placeholder(folder):
+        cleaned.setdefault(ROUTING, "uniform_random")
     return cleaned | SYSTEMS.get(system, {})

@@ -301,7 +301,7 @@ class E2eBench:
             words = self._arguments(its_runs[0], largest(its_runs))
             cache = cache_tokens(its_runs) * bytes_per_token(engine.folder)
             words += ["--kv-cache-memory-bytes", str(cache), "--gpu-memory-utilization", str(MEMORY_SHARE)]
-            env = environment(engine.system, os.environ)
+            env = environment(engine.system, os.environ, engine.folder)
             env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
             # vLLM's caches of compiled code do not support processes that write the same entry concurrently
             env["VLLM_CACHE_ROOT"] = str((self._out / "cache" / engine.file_name).resolve())

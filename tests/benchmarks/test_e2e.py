@@ -11,7 +11,7 @@ from models import QWEN, write_config
 from typer.testing import CliRunner
 
 from benchmarks.cli import app
-from benchmarks.e2e.plan import FLAGS, Run, Workload, environment, find_model, runs
+from benchmarks.e2e.plan import FLAGS, ROUTING, SYSTEMS, Run, Workload, environment, find_model, runs
 from benchmarks.e2e.run import RunError, check_log, read_figures
 from slidesparse.cli.main import app as product
 from slidesparse.resolve import SUMMARY
@@ -22,14 +22,24 @@ def one_run(folder: Path, stage: str = "prefill", system: str = "stock", m: int 
     return runs([model], (stage,), {stage: (m,)}, (system,), None, 1, Workload(prompt=8))[0]
 
 
-def test_each_system_has_its_flags_and_no_others() -> None:
+def test_each_system_has_its_flags_and_no_others(tmp_path: Path) -> None:
     users = dict.fromkeys(FLAGS, "set by the user") | {"VLLM_PLUGINS": "other,slidesparse"}
-    assert environment("stock", users) == environment("bf16", users) == {"VLLM_PLUGINS": "other"}
-    assert "slidesparse" not in environment("stock", {})["VLLM_PLUGINS"].split(",")
+    stock, bf16 = (environment(system, users, tmp_path) for system in ("stock", "bf16"))
+    assert stock == bf16 == {"VLLM_PLUGINS": "other"}
+    assert "slidesparse" not in environment("stock", {}, tmp_path)["VLLM_PLUGINS"].split(",")
     sparse = {"VLLM_PLUGINS": "other,slidesparse", "USE_CUSPARSELT": "1"}
-    assert environment("sparse", users) == sparse
-    assert environment("unfused", users) == {**sparse, "SLIDESPARSE_FUSE": "0"}
-    assert environment("dense", {}) == {"SLIDESPARSE": "auto"}
+    assert environment("sparse", users, tmp_path) == sparse
+    assert environment("unfused", users, tmp_path) == {**sparse, "SLIDESPARSE_FUSE": "0"}
+    assert environment("dense", {}, tmp_path) == {"SLIDESPARSE": "auto"}
+
+
+def test_tokens_of_random_weights_are_routed_alike_by_all_systems(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()  # the placeholder of `synth`
+    for system in SYSTEMS:
+        assert environment(system, {}, tmp_path)[ROUTING] == "uniform_random"
+        assert environment(system, {ROUTING: "normal_routing"}, tmp_path)[ROUTING] == "normal_routing"
+    (tmp_path / "tokenizer.json").touch()  # a real model
+    assert ROUTING not in environment("stock", {}, tmp_path)
 
 
 def test_figures_of_another_run_are_refused(tmp_path: Path) -> None:
