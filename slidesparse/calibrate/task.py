@@ -30,6 +30,8 @@ ROTATIONS = ("auto", "on", "off")  # where possible, always (an error where impo
 MINUTES = 10.0
 HELD_BACK, TEXTS = "the held-back samples", "the text of --distill"  # keys of `Task.state`
 MAX_VALIDATION_SAMPLES = 64  # most validation samples of a distillation
+# Fewer tokens than this are little text to distill with: 4 M of a model's own won back far less than 33 M of many kinds
+LITTLE_TEXT = 2**24
 
 
 @dataclass(frozen=True)
@@ -179,13 +181,16 @@ def prepare(
         raise CalibrationError(
             f"--distill is for models that predict tokens, but {model.other_use}; leave it out"
         )
-    texts = None
+    texts, notes = None, list[str]()
     if calibration.distill:  # first, as then the model writes text only once
         found = load_sources(calibration.distill, model, progress, None, calibration.seqlen, "--distill")
         texts = join(found).split(MAX_VALIDATION_SAMPLES)
+        if (tokens := sum(source.tokens for source in found)) < LITTLE_TEXT:
+            notes.append(
+                f"{tokens} tokens are little text for --distill; tens of millions, of several kinds, win back more"
+            )
     sources = load_sources(calibration.data, model, progress, calibration.samples, calibration.seqlen)
     held_back: tuple[Samples, ...] = ()
-    note = ""
     if hold_back:
         pairs = [source.split() for source in sources]
         sources, held_back = [training for training, _ in pairs], tuple(held for _, held in pairs)
@@ -194,7 +199,7 @@ def prepare(
             try:
                 held_back += tuple(load_sources([REFERENCE], model, progress, count, length))
             except SlideSparseError as error:
-                note = f"the loss is measured on text like that of {sources[0].origin} alone: {error}"
+                notes.append(f"the loss is measured on text like that of {sources[0].origin} alone: {error}")
     samples = join(sources)
-    samples = replace(samples, note="; ".join(filter(None, [samples.note, note])))
+    samples = replace(samples, note="; ".join(filter(None, [samples.note, *notes])))
     return Task(model, layers, frozenset(skipped), samples, quant, calibration, held_back, texts)

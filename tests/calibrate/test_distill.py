@@ -54,6 +54,7 @@ def test_distillation_reduces_divergence_and_keeps_zeros(
     assert result.distilled
     assert result.distilled.steps == 60
     assert result.distillation.startswith("1 minutes on text.npy, 224 samples, 5376 tokens; about ")
+    assert "6144 tokens are little text for --distill" in result.note
     assert result.distilled.summary.endswith("%; 60 steps in 1 minutes")
     assert result.distilled.after.divergence < 0.95 * result.distilled.before.divergence
     assert result.plan.patterns == report.plan.patterns
