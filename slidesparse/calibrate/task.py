@@ -183,12 +183,19 @@ def prepare(
         )
     texts, notes = None, list[str]()
     if calibration.distill:  # first, as then the model writes text only once
-        found = load_sources(calibration.distill, model, progress, None, calibration.seqlen, "--distill")
-        texts = join(found).split(MAX_VALIDATION_SAMPLES)
-        if (tokens := sum(source.tokens for source in found)) < LITTLE_TEXT:
-            notes.append(
-                f"{tokens} tokens are little text for --distill; tens of millions, of several kinds, win back more"
+        text = join(load_sources(calibration.distill, model, progress, None, calibration.seqlen, "--distill"))
+        shortest, *longer = sorted({len(sample) for sample in text.ids})
+        if longer:
+            raise CalibrationError(
+                f"--distill: samples have {shortest} to {longer[-1]} tokens, but must be of one length: rows of a .npy "
+                f"file are shorter than others; cut all with --seqlen {shortest}"
             )
+        if text.tokens < LITTLE_TEXT:
+            notes.append(
+                f"{text.tokens} tokens are little text for --distill; tens of millions, of several kinds, win back more"
+            )
+        notes.append(text.note)
+        texts = text.split(MAX_VALIDATION_SAMPLES)
     sources = load_sources(calibration.data, model, progress, calibration.samples, calibration.seqlen)
     held_back: tuple[Samples, ...] = ()
     if hold_back:
@@ -201,5 +208,6 @@ def prepare(
             except SlideSparseError as error:
                 notes.append(f"the loss is measured on text like that of {sources[0].origin} alone: {error}")
     samples = join(sources)
-    samples = replace(samples, note="; ".join(filter(None, [samples.note, *notes])))
+    notes = list(dict.fromkeys(filter(None, [*notes, samples.note])))
+    samples = replace(samples, note="; ".join(notes))
     return Task(model, layers, frozenset(skipped), samples, quant, calibration, held_back, texts)

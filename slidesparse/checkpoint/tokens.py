@@ -43,7 +43,7 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as reason:
         raise SlideSparseError(
-            f"{path} is not text in UTF-8 ({reason}); convert it: iconv -t utf-8"
+            f"{path} is not text in UTF-8 ({reason}); convert it: iconv -f ENCODING -t utf-8"
         ) from reason
 
 
@@ -185,11 +185,13 @@ def read_ids(path: Path) -> np.ndarray:
 
 
 def read_samples(path: Path, length: int) -> list[np.ndarray]:
-    """Read the samples of a ``.npy`` file: its rows truncated to ``length``, or its stream cut into samples."""
+    """Read the samples of a ``.npy`` file: its stream, or each row, cut to ``length``; shorter rows stay whole."""
     ids = read_ids(path)
     if ids.ndim == 1:
         return cut(ids, length)
-    return [row[:length] for row in ids] if ids.shape[1] > 1 else []
+    if ids.shape[1] > length:
+        return [sample for row in ids for sample in cut(row, length)]
+    return list(ids) if ids.shape[1] > 1 else []
 
 
 def cut(stream: np.ndarray, length: int) -> list[np.ndarray]:

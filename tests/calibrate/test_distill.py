@@ -15,7 +15,7 @@ from checkpoints import LLAMA, bert, edit_json, llama, snapshot, tensors_of
 from pacing import paced_worker, set_pace
 from torch import Tensor
 
-from slidesparse.calibrate import distill
+from slidesparse.calibrate import distill, samples
 from slidesparse.calibrate.finetune import InputRounder, fake_quantize
 from slidesparse.convert.budget import Budget
 from slidesparse.errors import EnvironmentFault, SlideSparseError
@@ -224,6 +224,7 @@ def test_unusable_texts_and_models_are_refused(source: Path, tmp_path: Path, ids
     np.save(tmp_path / "short.npy", np.arange(20))
     np.save(tmp_path / "one.npy", np.zeros((1, 24), int))
     np.save(tmp_path / "strange.npy", np.full((9, 24), LLAMA.vocabulary))
+    np.save(tmp_path / "narrow.npy", np.zeros((9, 10), int))
     encoder, headless, embedding = (
         bert(tmp_path / "bert"),
         llama(tmp_path / "headless"),
@@ -235,18 +236,26 @@ def test_unusable_texts_and_models_are_refused(source: Path, tmp_path: Path, ids
         (source, "missing.jsonl", "--distill: 'missing.jsonl' is not a file"),
         (source, "short.npy", "short.npy gives no sample of 24 tokens"),
         (source, "one.npy", "one.npy gives one sample, but two are needed"),
+        (source, f"narrow.npy {ids}", "have 10 to 24 tokens, but must be of one length: .* --seqlen 10"),
         (source, "strange.npy", "holds token ids from 40 to 40, but the vocabulary"),
         (encoder, "random", "--distill is for models that predict tokens, but config.json names BertModel"),
         (headless, "random", "--distill is for .* names LlamaModel"),
         (embedding, "random", "--distill is for .* modules.json marks this as an embedding"),
     ):
-        path = str(tmp_path / data) if data.endswith(".npy") else data
+        texts = tuple(str(tmp_path / text) if text.endswith(".npy") else text for text in data.split())
         calib = "random" if data == "random" else ids
         with pytest.raises(SlideSparseError, match=words):
-            calibrated(
-                folder, tmp_path / "out", calib, seqlen=8 if calib == "random" else 24, distill=(path,)
-            )
+            calibrated(folder, tmp_path / "out", calib, seqlen=8 if calib == "random" else 24, distill=texts)
     assert not list(tmp_path.glob("*out*"))
+
+
+def test_notes_on_both_texts_are_reported(
+    source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples, "MAX_TOKENS", 1000)
+    report = calibrated(source, tmp_path / "out", ids, samples=9, distill=("random",), dry_run=True)
+    assert report.note.startswith("random tokens do not represent the text")
+    assert report.note.endswith("gives 6 samples of at most 24 tokens, 9 were requested")
 
 
 def test_too_little_memory_is_refused(

@@ -224,6 +224,7 @@ def test_samples_of_an_id_file(decoder: Model, tmp_path: Path) -> None:
     path = tmp_path / "ids.npy"
     np.save(path, np.arange(30, dtype=np.uint16).reshape(5, 6))
     assert rows(load(str(path), decoder, 5, 4)) == [[6 * i + j for j in range(4)] for i in range(5)]
+    assert rows(load(str(path), decoder, 15, 2)) == [[i, i + 1] for i in range(0, 30, 2)]
     chosen = rows(load(str(path), decoder, 3, 6))
     assert chosen == sorted(chosen)
     assert len(chosen) == 3
