@@ -183,11 +183,10 @@ def open_work(out: Path, state: Mapping[str, Any], resume: bool) -> Iterator[Wor
     options (which the message names), and when another run holds the lock; EnvironmentFault for another user's folder.
     """
     folder = files.own_folder(work_folder(out), ELSEWHERE)
-    busy = CalibrationError(f"another calibration is writing {out} (in {folder}); wait for it or stop it")
     try:
-        with files.locked(folder, busy):
+        with files.locked(folder, _busy(out)):
             work = WorkFolder(folder)
-            if not require_resumable(out, state, resume):
+            if not _is_resumable(folder, state, resume):
                 for name in (STATE, LOSSES):
                     (folder / name).unlink(missing_ok=True)
                 work.write_json(STATE, dict(state))
@@ -206,6 +205,18 @@ def require_resumable(out: Path, state: Mapping[str, Any], resume: bool) -> bool
     if not folder.is_symlink() and not folder.exists():
         return False
     files.own_folder(folder, ELSEWHERE)
+    with files.locked(folder, _busy(out)):
+        return _is_resumable(folder, state, resume)
+
+
+def _busy(out: Path) -> CalibrationError:
+    return CalibrationError(
+        f"another calibration is writing {out} (in {work_folder(out)}); wait for it or stop it"
+    )
+
+
+def _is_resumable(folder: Path, state: Mapping[str, Any], resume: bool) -> bool:
+    """Return whether a locked folder holds work to continue from."""
     kept = [CHOICE, ROTATION, SMOOTHING] + [LOSSES] * resume  # losses are in the user's cache, too
     if not any(folder.glob(f"layer-*{SUFFIX}")) and not any((folder / name).exists() for name in kept):
         return False

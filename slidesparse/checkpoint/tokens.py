@@ -185,7 +185,7 @@ def read_ids(path: Path) -> np.ndarray:
 
 
 def read_samples(path: Path, length: int) -> list[np.ndarray]:
-    """Read the samples of a ``.npy`` file: its stream, or each row, cut to ``length``; shorter rows stay whole."""
+    """Read the samples of a ``.npy`` file: its stream, or each row, cut into samples; shorter rows are one each."""
     ids = read_ids(path)
     if ids.ndim == 1:
         return cut(ids, length)

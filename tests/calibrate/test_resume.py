@@ -224,13 +224,15 @@ def test_rotation_that_was_not_used_is_not_used_on_request(
     assert run(model, tmp_path / "out", ids, rotate="auto", epochs=0, resume=True).rotation.startswith("not")
 
 
-def test_concurrent_calibration_is_refused(source: Path, tmp_path: Path, ids: str) -> None:
+@pytest.mark.parametrize("resume", [True, False])
+def test_concurrent_calibration_is_refused(source: Path, tmp_path: Path, ids: str, resume: bool) -> None:
+    """Without --resume, too, nobody is told to remove the folder of a run that goes on."""
     messages: list[str] = []
 
     def interfere(phase: str, done: int, total: int) -> None:
         if phase == "pruning" and not messages:
             with pytest.raises(CalibrationError, match="another calibration is writing") as error:
-                calibrated(source, tmp_path / "out", ids, epochs=0, resume=True)
+                calibrated(source, tmp_path / "out", ids, epochs=0, resume=resume)
             messages.append(str(error.value))
 
     calibrated(source, tmp_path / "out", ids, epochs=0, progress=interfere)
