@@ -387,10 +387,14 @@ def read_header(path: Path) -> list[StoredTensor]:
     Raises CheckpointError for a file that is not whole by the safetensors library, or holds what is not read here.
     """
     try:
-        # safe_open validates names, shapes, positions and the size
-        with safe_open(path, "numpy"), path.open("rb") as file:
+        # safe_open validates names, shapes, positions and the size; it calls a file that may not be read missing
+        with path.open("rb") as file, safe_open(path, "numpy"):
             (length,) = struct.unpack("<Q", file.read(8))
             header: dict[str, Any] = json.loads(file.read(length))
+    except PermissionError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror}; ask its owner for chmod +r"
+        ) from error
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{path} is no whole safetensors file ({shown(str(error))}): it is damaged, truncated or a Git LFS "

@@ -226,6 +226,20 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path, name: str) -> None:
     assert len(message) < 600
 
 
+def test_file_that_only_others_may_read_is_not_called_damaged(tmp_path: Path) -> None:
+    """The safetensors library says that there is no such file."""
+    (llama(tmp_path / "source") / MODEL).chmod(0)
+    user = os.geteuid()
+    os.seteuid(user or 65534)  # root may read all
+    try:
+        with pytest.raises(
+            CheckpointError, match=f"{MODEL} cannot be read: Permission denied; ask its owner"
+        ):
+            read_header(tmp_path / "source" / MODEL)
+    finally:
+        os.seteuid(user)
+
+
 def test_index_says_which_of_two_copies_counts(tmp_path: Path) -> None:
     """A tool that wrote some shards again left the old tensor in another."""
     source = llama(tmp_path / "source", shards=3)
