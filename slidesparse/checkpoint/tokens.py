@@ -248,7 +248,8 @@ def tokenizer_of(folder: Path) -> Callable[[Document], list[int]]:
         except Exception as error:  # of Jinja, or of the template
             reason = " ".join(str(error).split())
             raise SlideSparseError(
-                f"the tokenizer of {folder} has no chat template for these messages ({reason}); give texts instead"
+                f"the tokenizer of {folder} has no chat template for these messages ({reason}), which begin with "
+                f"{shown(document.messages[0])}; give texts instead"
             ) from error
         return encode(text, False)  # the template holds the special tokens
 
