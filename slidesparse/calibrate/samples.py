@@ -38,7 +38,7 @@ REFERENCE = (
 SAMPLES, SEQLEN = 128, 2048
 VALIDATION_INTERVAL = 8  # one in this many samples is in the validation split
 MAX_TOKENS = 2**26  # where all of a text is read; half a GiB
-PIECE = 2**14  # characters of a text that is cut into documents at the ends of lines
+PIECE = 2**14  # least characters of a piece of a text, cut at the next end of a line or at twice as many
 SEED = 0
 
 
@@ -194,7 +194,8 @@ def _pieces(data: str) -> Iterator[Document]:
         assert isinstance(text, str)
         start = 0
         while start < len(text):
-            stop = text.find("\n", start + PIECE) + 1 or len(text)
+            most = start + 2 * PIECE  # the tokenizer takes 200 times the memory of a document
+            stop = text.find("\n", start + PIECE, most) + 1 or most
             yield text[start:stop]
             start = stop
 

@@ -141,13 +141,15 @@ def test_conversations_call_tools_and_have_parts_as_in_openais_api(
 def test_plain_text_is_sampled_from_all_of_it(
     decoder: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In pieces that end at the ends of lines; a byte order mark is no text."""
+    """In pieces that end at the ends of lines, or at twice their length; a byte order mark is no text."""
     monkeypatch.setattr(module, "PIECE", 6)
     path = tmp_path / "book.txt"
     path.write_text("".join(f"{word} {word} {word}\n" for word in "abcd" * 50), encoding="utf-8-sig")
     tokens = {token for row in rows(load(str(path), decoder, 5, 8)) for token in row}
     assert tokens == {1, 2, 3, 4, END}
     assert load(str(path), decoder, None, 8).tokens == (200 * 3 + 100) // 8 * 8  # two lines a piece
+    path.write_text("a b c " * 50)
+    assert rows(load(str(path), decoder, None, 7)) == [[1, 2, 3, 1, 2, 3, END]] * 25
 
 
 def test_parquet_has_the_samples_of_the_same_lines(decoder: Model, tmp_path: Path) -> None:
