@@ -190,13 +190,14 @@ def prepare(
                 f"--distill: samples have {shortest} to {longer[-1]} tokens, but must be of one length: rows of a .npy "
                 f"file are shorter than others; cut all with --seqlen {shortest}"
             )
+        notes.append(text.note)
         if text.tokens < LITTLE_TEXT:
             notes.append(
                 f"{text.tokens} tokens are little text for --distill; tens of millions, of several kinds, win back more"
             )
-        notes.append(text.note)
         texts = text.split(MAX_VALIDATION_SAMPLES)
     sources = load_sources(calibration.data, model, progress, calibration.samples, calibration.seqlen)
+    notes.append(join(sources).note)
     held_back: tuple[Samples, ...] = ()
     if hold_back:
         pairs = [source.split() for source in sources]
@@ -207,7 +208,5 @@ def prepare(
                 held_back += tuple(load_sources([REFERENCE], model, progress, count, length))
             except SlideSparseError as error:
                 notes.append(f"the loss is measured on text like that of {sources[0].origin} alone: {error}")
-    samples = join(sources)
-    notes = list(dict.fromkeys(filter(None, [*notes, samples.note])))
-    samples = replace(samples, note="; ".join(notes))
+    samples = replace(join(sources), note="; ".join(dict.fromkeys(filter(None, notes))))
     return Task(model, layers, frozenset(skipped), samples, quant, calibration, held_back, texts)
