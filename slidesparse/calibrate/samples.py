@@ -101,7 +101,7 @@ def load_sources(
         data: files in the `FORMS` of `slidesparse.checkpoint.tokens`, tokenized by the checkpoint's tokenizer, datasets
             on the Hub, "self" for text that the model writes (see `slidesparse.calibrate.written`), REFERENCE, or
             "random"; each contributes an equal share of the samples.
-        progress: called while the model writes.
+        progress: called while texts are tokenized and while the model writes.
         samples: number of samples; if a source has fewer, all are taken and `Samples.note` says so.  None takes all, up
             to MAX_TOKENS, of the model's own text DISTILLATION_TOKENS.
         seqlen: sequence length in tokens, by default SEQLEN or the model's maximum.  For causal models, texts are
@@ -129,7 +129,7 @@ def load_sources(
             ids, note = write(model, min(share, few), length, progress, option)
             found.append(Samples(_tensors(ids), "its own text", note))
         else:
-            part = _load(source, model, share, length, option)
+            part = _load(source, model, share, length, option, progress)
             lack = f"{part.origin} gives {len(part.ids)} samples of at most {length} tokens, {share} were requested"
             found.append(replace(part, note=lack) if samples and len(part.ids) < share else part)
     return found
@@ -146,7 +146,7 @@ def _tensors(rows: Iterable[np.ndarray]) -> tuple[Tensor, ...]:
     return tuple(torch.from_numpy(np.ascontiguousarray(row, dtype=np.int64)) for row in rows)
 
 
-def _load(data: str, model: Model, samples: int, length: int, option: str) -> Samples:
+def _load(data: str, model: Model, samples: int, length: int, option: str, progress: Progress) -> Samples:
     """Read at most ``samples`` samples of one source."""
     generator = np.random.default_rng(SEED)
     if data == RANDOM:
@@ -158,7 +158,7 @@ def _load(data: str, model: Model, samples: int, length: int, option: str) -> Sa
             chosen = [sequences[i] for i in sorted(generator.permutation(len(sequences))[:samples])]
         else:
             take = _cut_stream if model.is_causal else _sample_each_text
-            chosen = take(_encoded(data, model, generator), samples, length)
+            chosen = take(_encoded(data, model, generator, progress), samples, length)
     except SlideSparseError as error:
         raise type(error)(f"{option}: {error}") from error
     if not chosen:
@@ -172,14 +172,28 @@ def _load(data: str, model: Model, samples: int, length: int, option: str) -> Sa
     )
 
 
-def _encoded(data: str, model: Model, generator: np.random.Generator) -> Iterator[list[int]]:
+def _encoded(
+    data: str, model: Model, generator: np.random.Generator, progress: Progress
+) -> Iterator[list[int]]:
     """Yield the ids of a source's documents in a random order; a dataset on the Hub has one of its own."""
     documents: Iterator[Document] = _pieces(data)
     if not is_dataset(data):
         everything = list(documents)
-        documents = (everything[i] for i in generator.permutation(len(everything)))
+        documents = _shuffled(everything, generator, progress)
     if (first := next(documents, None)) is not None:
         yield from map(tokenizer_of(model.checkpoint.folder), chain([first], documents))
+
+
+def _shuffled(
+    documents: Sequence[Document], generator: np.random.Generator, progress: Progress
+) -> Iterator[Document]:
+    """Yield documents in a random order, and report how many of their characters are done."""
+    sizes = [len(str(document)) for document in documents]
+    total, done = sum(sizes), 0
+    for i in generator.permutation(len(documents)):
+        yield documents[i]
+        done += sizes[i]
+        progress("reading", done, total)
 
 
 def _pieces(data: str) -> Iterator[Document]:

@@ -148,6 +148,9 @@ def test_plain_text_is_sampled_from_all_of_it(
     tokens = {token for row in rows(load(str(path), decoder, 5, 8)) for token in row}
     assert tokens == {1, 2, 3, 4, END}
     assert load(str(path), decoder, None, 8).tokens == (200 * 3 + 100) // 8 * 8  # two lines a piece
+    calls: list[tuple[int, int]] = []
+    load_sources([str(path)], decoder, lambda phase, *bytes_done: calls.append(bytes_done), None, 8)
+    assert calls == [(12 * number, 1200) for number in range(1, 101)]
     path.write_text("a b c " * 50)
     assert rows(load(str(path), decoder, None, 7)) == [[1, 2, 3, 1, 2, 3, END]] * 25
 
