@@ -187,13 +187,16 @@ def _encoded(
 def _shuffled(
     documents: Sequence[Document], generator: np.random.Generator, progress: Progress
 ) -> Iterator[Document]:
-    """Yield documents in a random order, and report how many of their characters are done."""
+    """Yield documents in a random order; report the characters that are done, and all when no more are wanted."""
     sizes = [len(str(document)) for document in documents]
     total, done = sum(sizes), 0
-    for i in generator.permutation(len(documents)):
-        yield documents[i]
-        done += sizes[i]
-        progress("reading", done, total)
+    try:
+        for i in generator.permutation(len(documents)):
+            yield documents[i]
+            done += sizes[i]
+            progress("reading", done, total)
+    finally:
+        progress("reading", total, total)
 
 
 def _pieces(data: str) -> Iterator[Document]:

@@ -117,7 +117,7 @@ def byte_progress(lines: bool = False) -> Iterator[Callable[..., None]]:
         def advance(phase: str, done: int, total: int, detail: str = "") -> None:
             if phase not in tasks:
                 tasks[phase] = bar.add_task(phase, total=total)
-            bar.update(tasks[phase], completed=done, description=f"{phase:8} {detail}".rstrip())
+            bar.update(tasks[phase], completed=done, total=total, description=f"{phase:8} {detail}".rstrip())
 
         yield advance
 

@@ -150,7 +150,10 @@ def test_plain_text_is_sampled_from_all_of_it(
     assert load(str(path), decoder, None, 8).tokens == (200 * 3 + 100) // 8 * 8  # two lines a piece
     calls: list[tuple[int, int]] = []
     load_sources([str(path)], decoder, lambda phase, *bytes_done: calls.append(bytes_done), None, 8)
-    assert calls == [(12 * number, 1200) for number in range(1, 101)]
+    assert calls == [*((12 * number, 1200) for number in range(1, 101)), (1200, 1200)]
+    load_sources([str(path)], decoder, lambda phase, *bytes_done: calls.append(bytes_done), 5, 8)
+    assert len(calls) < 150
+    assert calls[-1] == (1200, 1200)  # the rest was not wanted
     path.write_text("a b c " * 50)
     assert rows(load(str(path), decoder, None, 7)) == [[1, 2, 3, 1, 2, 3, END]] * 25
 
