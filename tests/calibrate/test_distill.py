@@ -47,16 +47,16 @@ CASES: list[dict[str, Any]] = [
 def test_distillation_reduces_divergence_and_keeps_zeros(
     source: Path, tmp_path: Path, ids: str, text: tuple[str, ...], case: dict[str, Any], device: str
 ) -> None:
-    """0.64, 0.91 and 0.78 of the divergence on held-out text are left; unpruned tensors are unchanged."""
+    """0.55, 0.76 and 0.71 of the divergence on held-out text are left; unpruned tensors are unchanged."""
     report = calibrated(source, tmp_path / "pruned", ids, epochs=0, device=device, **case)
-    options: dict[str, Any] = {"distill": text, "device": device, "minutes": 1, "epochs": 0}
+    options: dict[str, Any] = {"distill": text, "device": device, "minutes": 2, "epochs": 0}
     result = calibrated(source, tmp_path / "out", ids, **options, **case)
     assert result.distilled
-    assert result.distilled.steps == 60
-    assert result.distillation.startswith("1 minutes on text.npy, 224 samples, 5376 tokens; about ")
+    assert result.distilled.steps == 120
+    assert result.distillation.startswith("2 minutes on text.npy, 224 samples, 5376 tokens; about ")
     assert "6144 tokens are little text for --distill" in result.note
-    assert result.distilled.summary.endswith("%; 60 steps in 1 minutes")
-    assert result.distilled.after.divergence < 0.95 * result.distilled.before.divergence
+    assert result.distilled.summary.endswith("%; 120 steps in 2 minutes")
+    assert result.distilled.after.divergence < 0.9 * result.distilled.before.divergence
     assert result.plan.patterns == report.plan.patterns
     before, after = tensors_of(tmp_path / "pruned"), tensors_of(tmp_path / "out")
     for name, w in after.items():
