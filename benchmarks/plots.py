@@ -71,12 +71,17 @@ def _finish(figure: Figure, panels: Sequence[Axes], ylabel: str) -> None:
     figure.legend([*found.values()], [*found], loc="outside right upper")
 
 
+def _of_most_text(rows: pd.DataFrame, key: list[str], column: str) -> pd.Series:
+    """Return means over seeds by ``key``, each of the last method in the file, which has the most text."""
+    return rows.groupby([*key, "method"], sort=False)[column].mean().groupby(level=key).last()
+
+
 def curve(note: str) -> str:
     """Return the loss of pruned models against the GPU minutes of their distillation, a panel for each model."""
     rows = real_model_rows()
     rows = rows[(rows["text"] == WIKITEXT) & rows["delta_pct"].notna() & (rows["pattern"] != DENSE)]
     rows = rows[rows["kind"].isin(["sparsegpt", "distilled"])]
-    means = rows.groupby(["model", "quant", "pattern", "minutes"])["delta_pct"].last()
+    means = _of_most_text(rows, ["model", "quant", "pattern", "minutes"], "delta_pct")
     patterns = [*PATTERNS[::-1], *sorted({*rows["pattern"]} - {*PATTERNS})]
     models = list(rows["model"].unique())
     figure, panels = _panels(models)
@@ -107,7 +112,7 @@ def frontier(folder: Path, note: str) -> str:
     """Return the speed of a 7B model's shapes in a folder of results against the loss of the coder."""
     rows = real_model_rows()
     rows = rows[(rows["model"] == CODER) & (rows["text"] == WIKITEXT)]
-    means = rows.groupby(["quant", "pattern", "kind", "minutes"])["perplexity"].last()
+    means = _of_most_text(rows, ["quant", "pattern", "kind", "minutes"], "perplexity")
     losses = 100 * (means / float(means["bf16"].iloc[0]) - 1)
 
     def loss(quant: str, pattern: str, *methods: str) -> pd.Series:
