@@ -30,7 +30,8 @@ ROTATIONS = ("auto", "on", "off")  # where possible, always (an error where impo
 MINUTES = 10.0
 HELD_BACK, TEXTS = "the held-back samples", "the text of --distill"  # keys of `Task.state`
 MAX_VALIDATION_SAMPLES = 64  # most validation samples of a distillation
-# Fewer tokens than this are little text to distill with: 4 M of a model's own won back far less than 33 M of many kinds
+# Fewer tokens than this are little text to distill with: five minutes on 4 M of a model's own won back far less than
+# ten on 33 M of many kinds
 LITTLE_TEXT = 2**24
 
 
