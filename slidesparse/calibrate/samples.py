@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from slidesparse.checkpoint.tokens import (
     read_documents,
     read_samples,
     require_ids,
-    tokenizer_of,
+    tokenize,
 )
 from slidesparse.errors import CalibrationError, SlideSparseError
 
@@ -175,13 +175,12 @@ def _load(data: str, model: Model, samples: int, length: int, option: str, progr
 def _encoded(
     data: str, model: Model, generator: np.random.Generator, progress: Progress
 ) -> Iterator[list[int]]:
-    """Yield the ids of a source's documents in a random order; a dataset on the Hub has one of its own."""
+    """Return the ids of a source's documents in a random order; a dataset on the Hub has one of its own."""
     documents: Iterator[Document] = _pieces(data)
     if not is_dataset(data):
         everything = list(documents)
         documents = _shuffled(everything, generator, progress)
-    if (first := next(documents, None)) is not None:
-        yield from map(tokenizer_of(model.checkpoint.folder), chain([first], documents))
+    return tokenize(model.checkpoint.folder, documents)
 
 
 def _shuffled(

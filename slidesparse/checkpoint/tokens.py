@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import BadZipFile
@@ -20,6 +21,7 @@ MAX_IDS = 2**28  # ids in a file, 2 GiB
 TEXT, MESSAGES, TOOLS = "text", "messages", "tools"
 SPLIT = "train"  # of a dataset on the Hub
 BUFFER = 1000  # of its documents, from which the next one is drawn
+BATCH = 2**20  # characters that are encoded together, in 200 times the memory
 _PAGE = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/datasets/(.+?)/?")
 
 
@@ -31,6 +33,7 @@ class Conversation(NamedTuple):
 
 
 Document = str | Conversation
+Encode = Callable[[list[str], bool], list[list[int]]]
 FORMS = (
     'FILE.jsonl or FILE.parquet (a "text", or chat "messages", a line), FILE.txt, FILE.npy (token ids) or the ORG/NAME '
     "of a dataset on the Hub"
@@ -212,48 +215,65 @@ def require_ids(
         )
 
 
-def tokenizer_of(folder: Path) -> Callable[[Document], list[int]]:
-    """Return the checkpoint's tokenizer as a function from a document to ids, including special tokens.
+def tokenize(folder: Path, documents: Iterable[Document]) -> Iterator[list[int]]:
+    """Yield the ids of documents by the checkpoint's tokenizer, including special tokens.
 
-    Messages are formatted by the tokenizer's chat template.  Raises SlideSparseError for a folder without a readable
-    tokenizer, or without a template where it is needed.
+    Documents are read in batches of BATCH characters, which the tokenizers library encodes on all cores.  Messages are
+    formatted by the tokenizer's chat template.  Raises SlideSparseError for a folder without a readable tokenizer, or
+    without a template where it is needed.
     """
+    encode, open_chat = None, cache(automatic_tokenizer)
+    for batch in _batches(documents):
+        encode = encode or _encoder(folder)
+        # the template holds the special tokens
+        for is_text, group in groupby(batch, lambda document: isinstance(document, str)):
+            yield from encode([_text(document, folder, open_chat) for document in group], is_text)
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Yield documents in lists of at least BATCH characters, but for the last one."""
+    batch, size = list[Document](), 0
+    for document in documents:
+        batch.append(document)
+        size += len(str(document))
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _encoder(folder: Path) -> Encode:
+    """Return a function from texts, and whether special tokens are added, to the ids of each."""
     _require_files(folder)
-    automatic = cache(automatic_tokenizer)
-    if (folder / TOKENIZER).is_file():
-        from tokenizers import Tokenizer
+    if not (folder / TOKENIZER).is_file():
+        slow = automatic_tokenizer(folder)
+        return lambda texts, special: list(slow(texts, add_special_tokens=special)["input_ids"])
+    from tokenizers import Tokenizer
 
-        try:
-            fast = Tokenizer.from_file(str(folder / TOKENIZER))
-        except Exception as error:  # the library raises plain Exception
-            raise _unreadable(folder, error) from error
-        fast.no_padding()
-        fast.no_truncation()
+    try:
+        fast = Tokenizer.from_file(str(folder / TOKENIZER))
+    except Exception as error:  # the library raises plain Exception
+        raise _unreadable(folder, error) from error
+    fast.no_padding()
+    fast.no_truncation()
+    return lambda texts, special: [x.ids for x in fast.encode_batch(texts, add_special_tokens=special)]
 
-        def encode(text: str, special: bool) -> list[int]:
-            return list(fast.encode(text, add_special_tokens=special).ids)
 
-    else:
-        slow = automatic(folder)
-
-        def encode(text: str, special: bool) -> list[int]:
-            return list(slow(text, add_special_tokens=special)["input_ids"])
-
-    def encode_document(document: Document) -> list[int]:
-        if isinstance(document, str):
-            return encode(document, True)
-        chat = automatic(folder)
-        try:
-            text = chat.apply_chat_template(document.messages, tools=document.tools, tokenize=False)
-        except Exception as error:  # of Jinja, or of the template
-            reason = " ".join(str(error).split())
-            raise SlideSparseError(
-                f"the tokenizer of {folder} has no chat template for these messages ({reason}), which begin with "
-                f"{shown(document.messages[0])}; give texts instead"
-            ) from error
-        return encode(text, False)  # the template holds the special tokens
-
-    return encode_document
+def _text(document: Document, folder: Path, open_chat: Callable[[Path], Any]) -> str:
+    """Return a document as text."""
+    if isinstance(document, str):
+        return document
+    chat = open_chat(folder)
+    try:
+        text: str = chat.apply_chat_template(document.messages, tools=document.tools, tokenize=False)
+    except Exception as error:  # of Jinja, or of the template
+        reason = " ".join(str(error).split())
+        raise SlideSparseError(
+            f"the tokenizer of {folder} has no chat template for these messages ({reason}), which begin with "
+            f"{shown(document.messages[0])}; give texts instead"
+        ) from error
+    return text
 
 
 def automatic_tokenizer(folder: Path) -> Any:

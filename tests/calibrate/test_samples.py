@@ -21,7 +21,7 @@ from slidesparse.calibrate import samples as module
 from slidesparse.calibrate.model import Model
 from slidesparse.calibrate.samples import Samples, _sample_each_text, join, load_sources
 from slidesparse.calibrate.task import no_progress
-from slidesparse.checkpoint.tokens import is_dataset, tokenizer_of
+from slidesparse.checkpoint.tokens import is_dataset, tokenize
 from slidesparse.errors import SlideSparseError
 
 END = 9
@@ -143,6 +143,7 @@ def test_plain_text_is_sampled_from_all_of_it(
 ) -> None:
     """In pieces that end at the ends of lines, or at twice their length; a byte order mark is no text."""
     monkeypatch.setattr(module, "PIECE", 6)
+    monkeypatch.setattr("slidesparse.checkpoint.tokens.BATCH", 24)
     path = tmp_path / "book.txt"
     path.write_text("".join(f"{word} {word} {word}\n" for word in "abcd" * 50), encoding="utf-8-sig")
     tokens = {token for row in rows(load(str(path), decoder, 5, 8)) for token in row}
@@ -177,6 +178,7 @@ def test_parquet_has_the_samples_of_the_same_lines(decoder: Model, tmp_path: Pat
 
 def test_hub_dataset_is_read_no_further_than_needed(decoder: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Hub is what no machine of the tests has; datasets have more text than fits into memory."""
+    monkeypatch.setattr("slidesparse.checkpoint.tokens.BATCH", 10)  # two documents
     read: list[int] = []
 
     class Endless:
@@ -190,7 +192,7 @@ def test_hub_dataset_is_read_no_further_than_needed(decoder: Model, monkeypatch:
     for data in ("org/name-2.5", "https://huggingface.co/datasets/org/name-2.5/"):
         read.clear()
         assert rows(load(data, decoder, 3, 4)) == [[1, 2, 3, END]] * 3
-        assert len(read) == 3
+        assert len(read) == 4
 
     def unreachable(*_: Any, **__: Any) -> None:
         raise ConnectionError("no\nnetwork")
@@ -337,5 +339,5 @@ def test_code_of_a_tokenizer_is_never_run(tmp_path: Path, monkeypatch: pytest.Mo
     config = {"tokenizer_class": "OwnTokenizer", "auto_map": code}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(SlideSparseError, match="custom code"):
-        tokenizer_of(tmp_path)
+        next(tokenize(tmp_path, ["a"]))
     assert not questions
