@@ -68,6 +68,7 @@ MAX_FEW_TOKENS = 256  # tokens up to which a layer is bound by reading its weigh
 STEPS = {"prefill": "prefill, {} tokens per step", "decode": "decode, batch size {}"}
 # Rounds of h200/e2e.csv (h200/e2e.json): those of the table, and of other runs
 MAIN, OTHER, UNFUSED_RUNS = range(100), range(100, 200), range(200, 300)
+MIXTURES = range(500, 600)  # rounds of h100/e2e.csv with pruned experts
 NOT_PRUNED = {DENSE: "not pruned"}
 BESIDE = {  # type and column of h100/e2e.csv: what people would pick.  FP8 is of an earlier run (round 101)
     ("int8", "bf16"): "BF16",
@@ -203,7 +204,7 @@ def bitnet() -> str:
 def beside() -> str:
     """Milliseconds of a decode step and thousand tokens per second of prefill, beside other types, on an H100."""
     rows = whole_models(H100)
-    rows = rows[rows["round"].isin(MAIN) | (rows["dtype"] == "fp8")]
+    rows = rows[(rows["model"] == QWEN) & (rows["round"].isin(MAIN) | (rows["dtype"] == "fp8"))]
     decode = rows[(rows["stage"] == "decode") & (rows["context"] <= 32)].pivot_table(
         "step_ms", ["dtype", "column"], "M", "median"
     )
@@ -230,6 +231,20 @@ def contexts() -> str:
             label = f"{dtype.upper()}, {tokens}" if number == 0 else ""
             lines.append((label, m, *map(ratio, cells.loc[m])))
     return table(("tokens at the start", "batch size", *columns.values()), lines, 2)
+
+
+def mixtures() -> str:
+    """Whole mixtures of experts over stock vLLM, on an H100: the median over the rounds, and their range."""
+    rows = whole_models(H100)
+    columns = {**NOT_PRUNED, "6:8": "6:8", TWO_FOUR: TWO_FOUR}
+    ratios = within_rounds(rows[rows["round"].isin(MIXTURES)], STOCK)[[*columns]]
+    lines: list[tuple[str, ...]] = []
+    for (model, dtype), cells in ratios.groupby(level=["model", "dtype"], sort=False):
+        for number, ((stage, m), rounds) in enumerate(cells.groupby(level=["stage", "M"])):
+            name = f"{model}, {dtype.upper()}" if number == 0 else ""
+            figures = (f"{ratio(x.median())} ({span(x)})" for _, x in rounds.items())
+            lines.append((name, _step(stage, m), *figures))
+    return table(("", "", *columns.values()), lines, 2)
 
 
 def fusion() -> str:
@@ -433,7 +448,19 @@ TABLES: dict[str, Callable[[], str]] = {
     "whole_h100": partial(whole, QWEN, H100),
     **{
         make.__name__: make
-        for make in (beside, contexts, other, bitnet, fusion, layers, reached, popular, ranges, blocks)
+        for make in (
+            beside,
+            contexts,
+            mixtures,
+            other,
+            bitnet,
+            fusion,
+            layers,
+            reached,
+            popular,
+            ranges,
+            blocks,
+        )
     },
     **{make.__name__: make for make in (gemms, reference, efficiency)},
     "real_models": real_models,
