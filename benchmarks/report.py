@@ -574,20 +574,20 @@ def measured_layers(folder: Path) -> dict[tuple[str, str, int], dict[tuple[int, 
     """Return the microseconds of layers by (type, pattern or stock, tokens) and shape (N, K).
 
     Where linear.json names the tokens of its version's `rows` of a model, those count alone: other models were
-    measured by an older version, in another run.  8:10 is served as dense weights.
+    measured by an older version, in another run.
     """
     shapes = {(model, layer.name): (layer.n, layer.k) for model, layers in MODELS.items() for layer in layers}
     times: dict[tuple[str, str, int], dict[tuple[int, int], float]] = {}
     rows = read(folder, LINEAR)
     for model, tokens in read_conditions(folder / "linear.json").get("rows", {}).items():
         rows = rows[(rows["model"] == model) | ~rows["M"].isin(tokens)]
-    rows = rows[(rows["layer"] != SUM_LAYER) & rows["pattern"].isin((DENSE, *PATTERNS))]
+    rows = rows[(rows["layer"] != SUM_LAYER) & rows["pattern"].isin((DENSE, *SERVED))]
     for row in rows[rows["provider"].isin((STOCK, HOPPER))].itertuples():
         n, _, k = row.layer.partition("x")
         shape = shapes.get((row.model, row.layer)) or (int(n), int(k))
         pattern = STOCK if row.provider == STOCK else row.pattern
         times.setdefault((row.dtype, pattern, row.M), {})[shape] = row.p50_us
-    return times | {(d, "8:10", m): us for (d, pattern, m), us in times.items() if pattern == DENSE}
+    return times
 
 
 def layer_fits() -> str:

@@ -63,9 +63,9 @@ COLUMNS = (
 DENSE, BF16, NONE = "dense", "bf16", "-"
 HUMANEVAL = "humaneval"
 DRAWS = 2000  # of the bootstrap
-GOALS = ("--max-loss", "--min-speedup", "--zeros")
+MAX_LOSS = "--max-loss"
 SEED, DISTILL = "--seed", "--distill"
-LISTED = {*GOALS, SEED, DISTILL, "--minutes", "--sparsity", "--quant", "--calib", "--samples", "--seqlen"}
+LISTED = {MAX_LOSS, SEED, DISTILL, "--minutes", "--sparsity", "--quant", "--calib", "--samples", "--seqlen"}
 
 
 class CellError(SlideSparseError, ValueError):
@@ -119,7 +119,7 @@ class Cell:
     @cached_property
     def columns(self) -> dict[str, str]:
         """The columns of the table that follow from the options."""
-        goal = next((f"{name[2:]} {self._option(name)}" for name in GOALS if self._option(name)), "")
+        goal = f"{MAX_LOSS[2:]} {self._option(MAX_LOSS)}" if self._option(MAX_LOSS) else ""
         pattern = self._option("--sparsity", DENSE)
         quant = self._option("--quant", "int8") if self.options else BF16
         return {

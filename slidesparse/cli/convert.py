@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -74,10 +74,6 @@ def convert(
             "where there is one, the reference of the Python language.",
             metavar="PERCENT",
         ),
-    ] = None,
-    zeros: Annotated[
-        str | None,
-        _budget_option(help="Prune this share of the weights, with the smallest loss.", metavar="PERCENT"),
     ] = None,
     quant: Annotated[
         str | None, typer.Option(help="int8 or fp8; by default the type of a W8A8 source, otherwise int8.")
@@ -160,7 +156,7 @@ def convert(
     ] = False,
 ) -> None:
     """Prune a model, quantize it to INT8 or FP8, and write a checkpoint for vLLM to serve."""
-    pattern, budget = _parse_goals(sparsity, {"--max-loss": max_loss, "--zeros": zeros})
+    pattern, budget = _parse_goal(sparsity, max_loss)
     from slidesparse.checkpoint.hub import local_folder
     from slidesparse.convert.options import ConvertOptions, parse_layer_pattern
     from slidesparse.convert.stream import convert as run
@@ -194,21 +190,20 @@ def convert(
     _summarize(result, dry_run)
 
 
-def _parse_goals(sparsity: str | None, goals: Mapping[str, str | None]) -> tuple[Pattern, Budget | None]:
+def _parse_goal(sparsity: str | None, max_loss: str | None) -> tuple[Pattern, Budget | None]:
     """Return the requested pattern, or a budget with the pattern for which a rotation is learned."""
-    chosen = [name for name, value in {"--sparsity": sparsity, **goals}.items() if value is not None]
-    if len(chosen) != 1:
+    if (sparsity is None) == (max_loss is None):
+        found = "neither a pattern nor a budget" if sparsity is None else "--sparsity and --max-loss"
         raise SlideSparseError(
-            f"found {' and '.join(chosen) or 'neither a pattern nor a budget'}; give exactly one of --sparsity (such "
-            f"as --sparsity 6:8), {', '.join(goals)}"
+            f"found {found}; give exactly one of --sparsity (such as --sparsity 6:8), --max-loss"
         )
     if sparsity is not None:
         return parse_pattern(sparsity), None
+    assert max_loss is not None
     from slidesparse.convert.budget import MIDDLE, Budget, parse_percent
     from slidesparse.convert.times import default_gpu
 
-    shares = {goal: parse_percent(goal, text) for goal, text in goals.items() if text is not None}
-    return MIDDLE, Budget(shares.get("--max-loss"), shares.get("--zeros"), gpu=default_gpu())
+    return MIDDLE, Budget(parse_percent("--max-loss", max_loss), gpu=default_gpu())
 
 
 def _calibration(calib: list[str] | None, options: dict[str, Any]) -> Calibration | None:
@@ -310,21 +305,21 @@ def _join_names(names: Sequence[str]) -> str:
 
 
 def _show_budget(outcome: Outcome) -> None:
-    """Show the trade-off between loss and speed or zeros, the uniform patterns and the choice."""
+    """Show the trade-off between loss and speed, the uniform patterns and the choice."""
     from slidesparse.convert.budget import PATTERNS
 
-    problem, timed = outcome.problem, not outcome.problem.by_zeros
+    problem = outcome.problem
     frontier = problem.frontier()
     last = len(frontier) - 1
     table = Table(box=None, padding=(0, 2, 0, 0))
     loss = "perplexity" if outcome.in_nats else "1 - cosine"
-    for column in (loss, *(["speed"] if timed else []), "zeros", "layers per pattern"):
+    for column in (loss, "speed", "zeros", "layers per pattern"):
         table.add_column(column, justify="left" if column == "layers per pattern" else "right")
 
     def add(name: str, choice: Choice, style: str = "") -> None:
-        cells = [f"{100 * outcome.loss(choice):+.2f}%" if outcome.in_nats else f"{outcome.loss(choice):.4f}"]
-        cells += [f"{choice.speedup:.3f}x"] if timed else []
-        table.add_row(*cells, f"{choice.zeros:.1%}", name + choice.mix, style=style)
+        lost = f"{100 * outcome.loss(choice):+.2f}%" if outcome.in_nats else f"{outcome.loss(choice):.4f}"
+        speed, zeros = f"{choice.speedup:.3f}x", f"{choice.zeros:.1%}"
+        table.add_row(lost, speed, zeros, name + choice.mix, style=style)
 
     for number in sorted({round(last * part / FRONTIER_ROWS) for part in range(FRONTIER_ROWS + 1)}):
         add("", frontier[number])
@@ -333,13 +328,12 @@ def _show_budget(outcome: Outcome) -> None:
     if outcome.choice:
         add("chosen: ", outcome.choice, "bold")
     out.print(table)
-    if timed:
-        steps = ", ".join(map(str, outcome.budget.tokens))
-        show(
-            "speed",
-            f"of the linear layers relative to stock vLLM's dense ones at {steps} tokens per forward pass, "
-            f"{outcome.budget.gpu}",
-        )
+    steps = ", ".join(map(str, outcome.budget.tokens))
+    show(
+        "speed",
+        f"of the linear layers relative to stock vLLM's dense ones at {steps} tokens per forward pass, "
+        f"{outcome.budget.gpu}",
+    )
     show("budget", outcome.budget.goal)
     if outcome.summary:
         show("loss", outcome.summary)

@@ -1,7 +1,7 @@
 """Allocate patterns to layers within a budget: a multiple-choice knapsack problem.
 
 Every layer group, the linear layers that share an input, stays dense or takes one of `PATTERNS`.  The loss of each
-candidate was measured, and its saving is the time of the group on a GPU, or the number of zeros.  The gates and ups of
+candidate was measured, and its saving is the time of the group on a GPU.  The gates and ups of
 a layer's experts are one group, the downs another, as each is one weight of one pattern in vLLM.  A step takes for them
 what it takes for one linear layer as wide as all experts that its tokens reach, with the tokens of one of them: that is
 how the grouped kernel's gain was bounded, and within an eighth of the measured gain at 2:4.  The candidates of a
@@ -30,38 +30,30 @@ from slidesparse.convert.times import (
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
 
-PATTERNS = tuple(SlidePattern.parse(ratio) for ratio in ("8:10", "6:8", "4:6", "2:4"))
+PATTERNS = tuple(SlidePattern.parse(ratio) for ratio in ("6:8", "4:6", "2:4"))
 # The pattern for which a rotation is learned, before patterns are chosen
 MIDDLE = SlidePattern.parse("4:6")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The goal of an allocation, one of two, and the steps and GPU whose layer times count.
+    """The loss that an allocation may cost, and the steps and GPU whose layer times count.
 
     Raises CalibrationError for values out of range.
     """
 
-    max_loss: float | None = None  # increase in perplexity, or 1 - cosine of embeddings: 0.01 is 1%
-    zeros: float | None = None  # share of the weights of all linear layers
+    max_loss: float  # increase in perplexity, or 1 - cosine of embeddings: 0.01 is 1%
     tokens: tuple[int, ...] = DEFAULT_TOKENS  # tokens of the steps, which count equally
     gpu: str = DEFAULT_GPU
 
     def __post_init__(self) -> None:
-        assert (self.max_loss is None) != (self.zeros is None)
-        if self.max_loss is not None and not 0 < self.max_loss < 1:
+        if not 0 < self.max_loss < 1:
             raise CalibrationError(f"{self.goal} is not between 0% and 100%")
-        if self.zeros is not None and not 0 < self.zeros <= 0.5:
-            raise CalibrationError(
-                f"--zeros {self.zeros:.2%} is not above 0% and at most 50%, which is 2:4 everywhere"
-            )
 
     @property
     def goal(self) -> str:
         """The option that was given, such as ``--max-loss 1%``."""
-        if self.max_loss is not None:
-            return f"--max-loss {percent(self.max_loss)}"
-        return f"--zeros {percent(self.zeros or 0.0)}"
+        return f"--max-loss {percent(self.max_loss)}"
 
 
 def percent(share: float) -> str:
@@ -126,7 +118,6 @@ class AllocationProblem:
 
     candidates: Candidates
     weights: int  # number of weights of all linear layers
-    by_zeros: bool = False  # whether savings are zeros, not time
     fixed: float = 0.0  # time of the linear layers that stay dense, in the group of `Candidate.time`
 
     def choice(self, picked: Mapping[LayerGroup, Candidate]) -> Choice:
@@ -160,16 +151,6 @@ class AllocationProblem:
         """Return the last choice of the frontier whose total loss is at most ``loss``; possibly all dense."""
         return [choice for choice in self.frontier() if choice.loss <= loss][-1]
 
-    def least_loss(self, saved: float) -> Choice | None:
-        """Return the first of the frontier to save this share of stock vLLM's time or of all weights, or None."""
-        for choice in self.frontier():
-            if (choice.zeros if self.by_zeros else 1 - choice.time) >= saved - 1e-12:
-                return choice
-        return None
-
-    def _saving(self, candidate: Candidate) -> float:
-        return candidate.zeros / self.weights if self.by_zeros else -candidate.time
-
     def _steps(self) -> list[tuple[LayerGroup, Candidate]]:
         """Return all steps along the convex hulls of the groups, in order of loss per saving."""
         steps: list[tuple[float, LayerGroup, int, Candidate]] = []
@@ -182,17 +163,17 @@ class AllocationProblem:
     def _hull(self, options: Sequence[Candidate]) -> list[Candidate]:
         """Return the candidates on the lower convex hull of loss over saving, starting with dense."""
         hull = [options[0]]
-        better = [o for o in options[1:] if self._saving(o) > self._saving(options[0])]
-        for candidate in sorted(better, key=lambda o: (self._saving(o), -o.loss)):
+        better = [o for o in options[1:] if o.time < options[0].time]
+        for candidate in sorted(better, key=lambda o: (-o.time, -o.loss)):
             while len(hull) > 1 and self._slope(hull[-2], candidate) <= self._slope(hull[-2], hull[-1]):
                 hull.pop()
-            if len(hull) == 1 or self._saving(candidate) > self._saving(hull[-1]):
+            if len(hull) == 1 or candidate.time < hull[-1].time:
                 hull.append(candidate)
         return hull
 
     def _slope(self, a: Candidate, b: Candidate) -> float:
         """Return the loss per saving from ``a`` to ``b``; infinite if nothing is saved."""
-        gained = self._saving(b) - self._saving(a)
+        gained = a.time - b.time
         return (b.loss - a.loss) / gained if gained > 0 else math.inf
 
 
@@ -206,7 +187,7 @@ def allocation_problem(
         quant: "int8" or "fp8".
         fixed: [N, K] of the linear layers that stay dense, whose time and weights count, too.
     """
-    fits = layer_fits(budget.gpu) if budget.zeros is None else {}
+    fits = layer_fits(budget.gpu)
     all_shapes = [*shapes.values(), *fixed]
 
     def us(name: str, shape: Shape, tokens: int) -> float:
@@ -216,11 +197,11 @@ def allocation_problem(
         a, b = fits[quant, name, min((m for m in measured if m >= of_each), default=max(measured))]
         return a + b * reached * shape.rows * shape.columns
 
-    baseline = {m: sum(us(STOCK, shape, m) for shape in all_shapes) for m in budget.tokens if fits}
+    baseline = {m: sum(us(STOCK, shape, m) for shape in all_shapes) for m in budget.tokens}
 
     def share(pattern: SlidePattern | None, shape: Shape) -> float:
         parts = [us(name_of(pattern), shape, m) / time for m, time in baseline.items()]
-        return sum(parts) / len(parts) if parts else 0.0
+        return sum(parts) / len(parts)
 
     candidates: Candidates = {}
     for group, shape in shapes.items():
@@ -231,4 +212,4 @@ def allocation_problem(
             options.append(Candidate(pattern, loss, share(pattern, shape), zeros))
         candidates[group] = tuple(options)
     fixed_time = sum(share(None, shape) for shape in fixed)
-    return AllocationProblem(candidates, sum(shape.weights for shape in all_shapes), not fits, fixed_time)
+    return AllocationProblem(candidates, sum(shape.weights for shape in all_shapes), fixed_time)

@@ -32,7 +32,7 @@ from slidesparse.errors import CalibrationError
 
 # Initial estimate of the loss of the whole model, relative to the sum of its layers' losses
 FIRST_PART = 2.0
-ROUNDS = 3  # most choices that are tried for --max-loss
+ROUNDS = 3  # most choices that are tried
 CLOSE = 0.75  # a loss of at least this share of the allowed one is close enough
 AIM = 0.9  # share of the allowed loss for the next limit after a miss
 MAX_STEP = 4  # largest factor between successive limits
@@ -54,10 +54,8 @@ class Outcome:
 
     @property
     def allowed(self) -> float:
-        """The allowed loss of the whole model, in nats or 1 - cosine; infinite unless the goal is a loss."""
+        """The allowed loss of the whole model, in nats or 1 - cosine."""
         most = self.budget.max_loss
-        if most is None:
-            return math.inf
         return math.log1p(most) if self.in_nats else most
 
     def loss(self, choice: Choice) -> float:
@@ -76,8 +74,7 @@ class Outcome:
     @property
     def within_budget(self) -> bool:
         """Whether the loss of the whole model is within the budget."""
-        most = self.budget.max_loss
-        return most is None or self.measured_loss is None or self.shown(self.measured_loss) <= most
+        return self.measured_loss is None or self.shown(self.measured_loss) <= self.budget.max_loss
 
     @property
     def summary(self) -> str:
@@ -109,7 +106,7 @@ def require_usable(task: Task, budget: Budget) -> None:
     if len(_problem(task, nothing, budget).frontier()) == 1:
         raise CalibrationError(
             f"{budget.goal}: by the layer times on {budget.gpu}, no pattern makes any layer of this model faster at "
-            f"{', '.join(map(str, budget.tokens))} tokens per forward pass; use --zeros"
+            f"{', '.join(map(str, budget.tokens))} tokens per forward pass; leave the model unpruned: --sparsity dense"
         )
 
 
@@ -166,25 +163,15 @@ def _shape(task: Task, group: LayerGroup, shares: Sequence[float] = (1.0,)) -> S
 
 
 def _choose(outcome: Outcome, limit: float) -> Choice:
-    """Return the best choice for the budget; for ``--max-loss`` the sum of layers' losses is at most ``limit``."""
-    budget, problem = outcome.budget, outcome.problem
-    if budget.max_loss is not None:
-        choice = problem.fastest(limit)
-        if not any(choice.patterns.values()):
-            first = outcome.loss(problem.frontier()[1])
-            raise CalibrationError(
-                f"{budget.goal} is too small to prune any layer: the smallest estimated loss is "
-                f"{percent(first)}; allow a larger loss"
-            )
-        return choice
-    best = problem.least_loss(budget.zeros or 0.0)
-    if best is None:
-        most = problem.frontier()[-1]
+    """Return the fastest choice whose sum of layers' losses is at most ``limit``."""
+    choice = outcome.problem.fastest(limit)
+    if not any(choice.patterns.values()):
+        first = outcome.loss(outcome.problem.frontier()[1])
         raise CalibrationError(
-            f"{budget.goal} cannot be reached: the maximum is {percent(most.zeros)}, with {most.mix}; choose a smaller "
-            "value"
+            f"{outcome.budget.goal} is too small to prune any layer: the smallest estimated loss is "
+            f"{percent(first)}; allow a larger loss"
         )
-    return best
+    return choice
 
 
 def prune_within(
@@ -194,7 +181,7 @@ def prune_within(
     fitted: Callable[[Choice], Task],
     progress: Progress,
 ) -> Outcome:
-    """Prune with the choice of an `estimate`; for ``--max-loss``, adjust it until the measured loss is close to it.
+    """Prune with the choice of an `estimate`, and adjust it until the measured loss is close to the allowed one.
 
     An interrupted run can be resumed.  Afterwards, ``work`` holds the blocks of the returned choice.
 
@@ -212,11 +199,10 @@ def prune_within(
             measured = tuple(whole_loss(chosen, held, reader, work, progress) for held in chosen.held_back)
             attempts[-1] = Attempt(choice.loss, measured)
             work.write_json(CHOICE, attempts)
-        limit, measured = None, attempts[-1].losses
-        if outcome.budget.max_loss is not None:
-            tried = [(limit, max(losses)) for limit, losses in attempts]
-            most = choice.patterns == outcome.problem.frontier()[-1].patterns
-            limit = next_limit(tried, outcome.allowed, most)
+        measured = attempts[-1].losses
+        tried = [(limit, max(losses)) for limit, losses in attempts]
+        most = choice.patterns == outcome.problem.frontier()[-1].patterns
+        limit = next_limit(tried, outcome.allowed, most)
         if limit is None:
             calibrate(fitted(choice), reader, work, progress)  # of a resumed run: check that all is there
             part = max(*measured, 0.0) / (choice.loss or 1.0)  # 0 of weights that are sparse already

@@ -53,7 +53,7 @@ class ConvertOptions:
                 "or let it choose for routed experts, too: --layer '\\.experts\\.=budget'"
             )
         if not self.budget and any(pattern is None for _, pattern in self.layer_patterns):
-            raise CalibrationError("--layer ...=budget needs a budget: give --max-loss or --zeros")
+            raise CalibrationError("--layer ...=budget needs a budget: give --max-loss")
 
 
 def parse_layer_pattern(text: str) -> tuple[str, Pattern | None]:

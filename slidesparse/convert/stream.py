@@ -224,7 +224,7 @@ def _asked(options: ConvertOptions, calibration: Calibration) -> dict[str, Any]:
     """Return the options that must be equal for a run to resume another; data count by what they hold."""
     return {
         "--sparsity": options.pattern.ratio,
-        "--max-loss or --zeros": options.budget and asdict(options.budget),
+        "--max-loss": options.budget and asdict(options.budget),
         "--quant": options.quant,
         "--layer": [
             f"{regex}={pattern.ratio if pattern else BUDGET}" for regex, pattern in options.layer_patterns

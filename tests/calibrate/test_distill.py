@@ -38,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 CASES: list[dict[str, Any]] = [
     {"pattern": "2:4", "layer": ["1.*o_proj=dense"]},
     {"pattern": "4:6", "quant": "fp8", "rotate": "on"},
-    {"budget": Budget(zeros=0.2)},
+    {"budget": Budget(0.5, tokens=(16,))},
 ]
 
 

@@ -126,7 +126,9 @@ def test_a_budget_counts_experts_that_it_may_prune(tmp_path: Path, asked: bool) 
     model = MODELS["qwen3"]
     source, ids = model.write(tmp_path / "source"), write_ids(tmp_path / "ids.npy", 24)
     layer = [r"\.experts\.=budget"] * asked
-    report = calibrated(source, tmp_path / "out", ids, budget=Budget(zeros=0.3), layer=layer, epochs=0)
+    report = calibrated(
+        source, tmp_path / "out", ids, budget=Budget(0.5, tokens=(16,)), layer=layer, epochs=0
+    )
     patterns, shapes = report.plan.patterns, model.linears() | (model.experts() if asked else {})
     zeros = {
         name: n * (k // patterns[name].length) * 2 for name, (n, k) in shapes.items() if name in patterns

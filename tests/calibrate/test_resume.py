@@ -27,7 +27,7 @@ from slidesparse.convert import stream
 from slidesparse.convert.budget import Budget
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 
-BUDGET: dict[str, Any] = {"budget": Budget(max_loss=0.3, tokens=(16,)), "epochs": 0}
+BUDGET: dict[str, Any] = {"budget": Budget(0.3, tokens=(16,)), "epochs": 0}
 EVERYTHING: dict[str, Any] = {"rotate": "on", "minutes": 36 / 60, **BUDGET}
 
 
@@ -76,7 +76,7 @@ def text(tmp_path: Path) -> tuple[str, ...]:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "fine-tuned": {"epochs": 1},
-    "rotated, smoothed, budget": {"rotate": "on", "budget": Budget(zeros=0.3), "epochs": 0},
+    "rotated, smoothed": {"rotate": "on", "epochs": 0},
     "distilled": {"minutes": 12 / 60, "epochs": 0},
 }
 
@@ -179,7 +179,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"epochs": 2}, "epochs was 0, is 2"),
     ({"layer": ["o_proj=dense"]}, "--layer was [], is ['o_proj=dense']"),
     ({"ignore": ["o_proj"]}, "--ignore was [], is ['o_proj']"),
-    ({"budget": Budget(zeros=0.2)}, "--max-loss or --zeros was None, is {"),
+    ({"budget": Budget(0.5, tokens=(16,))}, "--max-loss was None, is {"),
     ({"minutes": 5.0}, "--minutes was 10.0, is 5.0"),
 ]
 

@@ -200,7 +200,9 @@ def test_rotation_that_prunes_worse_is_used_on_request_only(
 
     monkeypatch.setattr(stream, "estimate", estimate)
     for rotate in ("auto", "on"):
-        calibrated(source, tmp_path / "dry", ids, budget=Budget(zeros=0.3), rotate=rotate, dry_run=True)
+        calibrated(
+            source, tmp_path / "dry", ids, budget=Budget(0.5, tokens=(16,)), rotate=rotate, dry_run=True
+        )
     assert keys == [False, True]
 
 

@@ -17,7 +17,7 @@ from slidesparse.convert.budget import Budget
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama biased", {}),
     ("llama biased", {"pattern": "4:6", "quant": "fp8", "epochs": 0, "layer": ["o_proj=dense"]}),
-    ("llama biased", {"budget": Budget(zeros=0.2)}),
+    ("llama biased", {"budget": Budget(0.5, tokens=(16,))}),
     ("llama biased", {"distill": True, "minutes": 0.01}),
     ("qwen3_5_text", {}),
     ("granitemoehybrid", {}),

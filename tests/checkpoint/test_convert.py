@@ -425,7 +425,7 @@ OPTIONS: list[tuple[dict[str, Any], list[str], type[Exception]]] = [
     ({"layer": ["porj=6:8"]}, ["--layer 'porj'"], CheckpointError),
     ({"layer": ["1.mlp.gate_proj=4:6"]}, ["--layer covers", GATE], CheckpointError),
     ({"layer": [f"{ENDLESS}=8:10"]}, [f"--layer {ENDLESS!r} takes more than"], CheckpointError),
-    ({"budget": Budget(zeros=0.2)}, ["--zeros 20%", "--calib"], CalibrationError),
+    ({"budget": Budget(0.5, tokens=(16,))}, ["--max-loss 50%", "--calib"], CalibrationError),
 ]
 
 

@@ -141,8 +141,8 @@ def test_every_option_reaches_the_conversion(
         ("-s nonsense", "'nonsense'"),
         ("-s ''", "''"),
         ("", "neither a pattern nor a budget"),
-        ("-s 6:8 --zeros 25%", "found --sparsity and --zeros"),
-        ("--zeros 25", "--zeros '25' is not a percentage"),
+        ("-s 6:8 --max-loss 25%", "found --sparsity and --max-loss"),
+        ("--max-loss 25", "--max-loss '25' is not a percentage"),
         ("--max-loss 1%", "--max-loss 1% needs calibration data"),
         ("-s 6:8 --resume", "--resume would have no effect without calibration data"),
         ("-s 6:8 --samples 9 --rotate on", "--samples and --rotate"),
@@ -187,15 +187,15 @@ def test_budget_prints_losses(
 ) -> None:
     """The first run writes nothing; the second prints the chosen patterns and their loss."""
     monkeypatch.setenv("SLIDESPARSE_CACHE", str(tmp_path / "cache"))
-    dry = Done("convert", source, tmp_path / "out", "--zeros", "30%", *calib, "--dry-run")
+    dry = Done("convert", source, tmp_path / "out", "--max-loss", "50%", *calib, "--dry-run")
     assert dry.code == 0, dry.err
     assert not (tmp_path / "out").exists()
     lines = dry.out.splitlines()
-    assert lines[0].split() == ["perplexity", "zeros", "layers", "per", "pattern"]
+    assert lines[0].split() == ["perplexity", "speed", "zeros", "layers", "per", "pattern"]
     rows = [line for line in lines[1:] if "uniform" not in line and line.startswith(" ")]
     losses = [float(line.split("%")[0]) for line in rows]
     assert (losses[0], losses[-2]) == (0.0, max(losses))
-    assert ["uniform" in line for line in lines].count(True) == 4
+    assert ["uniform" in line for line in lines].count(True) == 3
     assert any("chosen: " in line for line in lines)
     assert lines[-1].startswith("dry run   no checkpoint was written")
     result = Done("convert", source, tmp_path / "out", "--max-loss", "50%", *calib)

@@ -34,7 +34,7 @@ from slidesparse.gemm.tuned import Subject, Tuned
 
 OPTIONS: dict[str, Any] = {
     "rotate": "on",
-    "budget": Budget(max_loss=0.1, tokens=(16,)),
+    "budget": Budget(0.1, tokens=(16,)),
     "epochs": 0,
     "minutes": 0.1,
 }
