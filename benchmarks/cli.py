@@ -237,7 +237,8 @@ def e2e(
     systems: Annotated[
         str,
         typer.Option(
-            help="stock: without the plugin; dense: unpruned weights with the plugin, without a flag; sparse; "
+            help="stock: without the plugin; dense: unpruned weights with the plugin, without a flag; require: "
+            "the same with SLIDESPARSE=require, which runs experts by our kernels, too; sparse; "
             "unfused: sparse with SLIDESPARSE_FUSE=0; cusparselt: sparse by that backend; cublaslt: dense weights by "
             "cuBLASLt; or a folder of --model, such as bf16, without the plugin."
         ),

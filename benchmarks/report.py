@@ -31,6 +31,7 @@ from benchmarks.spmm import report as spmm
 from benchmarks.tables import NO_VALUE, digits, pattern_order, ratio, read, span, table
 from slidesparse.convert import times as layer_times
 from slidesparse.errors import CheckFailed
+from slidesparse.flags import REQUIRE
 from slidesparse.gemm.tuned import slug
 from slidesparse.pattern import parse_pattern
 from slidesparse.tune.shapes import MODELS
@@ -236,7 +237,7 @@ def contexts() -> str:
 def mixtures() -> str:
     """Whole mixtures of experts over stock vLLM, on an H100: the median over the rounds, and their range."""
     rows = whole_models(H100)
-    columns = {**NOT_PRUNED, "6:8": "6:8", TWO_FOUR: TWO_FOUR}
+    columns = {REQUIRE: "not pruned", "6:8": "6:8", TWO_FOUR: TWO_FOUR}
     ratios = within_rounds(rows[rows["round"].isin(MIXTURES)], STOCK)[[*columns]]
     lines: list[tuple[str, ...]] = []
     for (model, dtype), cells in ratios.groupby(level=["model", "dtype"], sort=False):

@@ -27,7 +27,17 @@ from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.checkpoint.storage import CheckpointError, text_config
 from slidesparse.checkpoint.w8a8 import parse_block
 from slidesparse.errors import SlideSparseError
-from slidesparse.flags import AUTO, BACKEND, DISABLE, FUSE, MODE, SPARSITY, USE_CUBLASLT, USE_CUSPARSELT
+from slidesparse.flags import (
+    AUTO,
+    BACKEND,
+    DISABLE,
+    FUSE,
+    MODE,
+    REQUIRE,
+    SPARSITY,
+    USE_CUBLASLT,
+    USE_CUSPARSELT,
+)
 from slidesparse.pattern import Pattern, parse_pattern
 
 PREFILL, DECODE = "prefill", "decode"
@@ -39,11 +49,13 @@ TOKENS = {
 STOCK, CUBLASLT, DENSE = "stock", "cublaslt", "dense"
 SPARSE, CUSPARSELT, UNFUSED = "sparse", "cusparselt", "unfused"
 # Our flags that each system sets.  stock, and any folder that is named by no pattern, such as bf16, runs without the
-# plugin; dense is an unpruned checkpoint with the plugin as by default; unfused leaves norms and activations alone.
+# plugin; dense is an unpruned checkpoint with the plugin as by default, and require has our kernels run its experts,
+# too; unfused leaves norms and activations alone.
 SYSTEMS: dict[str, dict[str, str]] = {
     STOCK: {},
     CUBLASLT: {USE_CUBLASLT: "1"},
     DENSE: {MODE: AUTO},
+    REQUIRE: {MODE: REQUIRE},
     SPARSE: {USE_CUSPARSELT: "1"},
     CUSPARSELT: {USE_CUSPARSELT: "1", BACKEND: "cusparselt"},
     UNFUSED: {USE_CUSPARSELT: "1", FUSE: "0"},

@@ -48,7 +48,7 @@ SPLIT = "stored as one matrix of several layers"
 JOINED = "routed experts in one tensor of another form, which vLLM serves unquantized"
 # Reasons for quantizing a linear layer without pruning it
 BY_LAYER, BY_BUDGET = "--layer", "by the budget"
-ROUTED = "routed experts, which vLLM's own kernels serve by default; --layer prunes them"
+ROUTED = r"routed experts: --layer '\.experts\.=PATTERN' prunes them, too"
 QUANTIZED = "quantized in the source, but not a linear layer of a transformer block"
 
 
