@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -100,10 +101,11 @@ def load_sources(
     Args:
         data: files in the `FORMS` of `slidesparse.checkpoint.tokens`, tokenized by the checkpoint's tokenizer, datasets
             on the Hub, "self" for text that the model writes (see `slidesparse.calibrate.written`), REFERENCE, or
-            "random"; each contributes an equal share of the samples.
+            "random"; none of them twice.  Each contributes an equal share of the samples, or all that it has.
         progress: called while texts are tokenized and while the model writes.
         samples: number of samples; if a source has fewer, all are taken and `Samples.note` says so.  None takes all, up
-            to MAX_TOKENS, of the model's own text DISTILLATION_TOKENS.
+            to MAX_TOKENS of all sources together, where `Samples.note` says so, and of the model's own text
+            DISTILLATION_TOKENS.
         seqlen: sequence length in tokens, by default SEQLEN or the model's maximum.  For causal models, texts are
             joined and cut into samples of this length; for others, each text is truncated to it.
         option: name of the data in error messages.
@@ -114,25 +116,39 @@ def load_sources(
         raise CalibrationError(
             f"--seqlen {seqlen} must be from 2 to {model.longest}, the maximum sequence length of this model"
         )
+    if repeated := next((source for source in data if data.count(source) > 1), ""):
+        raise CalibrationError(f"{option} {repeated} is given twice; name each source once")
     length = seqlen or min(SEQLEN, model.longest)
     most = max(1, MAX_TOKENS // length)
     if samples is not None and not len(data) <= samples <= most:
         raise CalibrationError(
             f"--samples {samples} must be from {len(data)}, one for each {option}, to {most} of {length} tokens"
         )
-    total = samples or most
-    shares = [total // len(data) + (i < total % len(data)) for i in range(len(data))]
-    found = []
-    for source, share in zip(data, shares, strict=True):
+    left, found = samples or most, dict[str, Samples]()
+    # Smaller sources first: what they lack of their share is left to larger ones
+    for source in data if samples else sorted(data, key=_size):
+        share = -(-left // (len(data) - len(found)))
         if source == SELF:
             few = share if samples else max(2, DISTILLATION_TOKENS[model.device.type] // length)
             ids, note = write(model, min(share, few), length, progress, option)
-            found.append(Samples(_tensors(ids), "its own text", note))
+            part = Samples(_tensors(ids), "its own text", note)
         else:
             part = _load(source, model, share, length, option, progress)
-            lack = f"{part.origin} gives {len(part.ids)} samples of at most {length} tokens, {share} were requested"
-            found.append(replace(part, note=lack) if samples and len(part.ids) < share else part)
-    return found
+            if samples and len(part.ids) < share:
+                lack = f"{len(part.ids)} samples of at most {length} tokens, {share} were requested"
+                part = replace(part, note=f"{part.origin} gives {lack}")
+            elif not samples and len(part.ids) == share:
+                used = f"{part.tokens} tokens are used: all sources together give {most * length} at most"
+                part = replace(part, note=f"of {part.origin}, {used}")
+        found[source] = part
+        left -= share if samples else len(part.ids)
+    return [found[source] for source in data]
+
+
+def _size(source: str) -> float:
+    """Return the bytes of a file, those of what is no file as infinite, but for the model's own text."""
+    path = Path(source)
+    return 0 if source == SELF else path.stat().st_size if path.is_file() else math.inf
 
 
 def join(sources: Sequence[Samples]) -> Samples:

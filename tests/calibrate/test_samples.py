@@ -60,6 +60,23 @@ def rows(samples: Samples) -> list[list[int]]:
     return [sample.tolist() for sample in samples.ids]
 
 
+def test_all_of_a_text_is_taken_up_to_a_limit(
+    decoder: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a smaller source lacks of its half is left to a larger one, wherever it is named."""
+    monkeypatch.setattr(module, "MAX_TOKENS", 40)
+    small, large = (str(tmp_path / name) for name in ("small.npy", "large.npy"))
+    np.save(small, np.ones((2, 4), np.int64))
+    np.save(large, np.full((20, 4), 2))
+    for data in ([small, large], [large, small]):
+        found = load_sources(data, decoder, no_progress, None, 4)
+        assert sorted(len(part.ids) for part in found) == [2, 8]
+        assert [part.origin for part in found] == [Path(name).name for name in data]
+        assert join(found).note == "of large.npy, 32 tokens are used: all sources together give 40 at most"
+    with pytest.raises(SlideSparseError, match=r"--calib .*small.npy is given twice"):
+        load([small, large, small], decoder)
+
+
 def test_decoder_samples_are_cut_from_one_token_stream(decoder: Model, tmp_path: Path) -> None:
     """Texts are shuffled, empty ones skipped, and the tokenizer's own truncation to 3 tokens is ignored."""
     path = texts(tmp_path, {"text": "a b c a b c a"}, "b", {"text": "  "}, {"text": "c c", "source": "x"})
