@@ -195,7 +195,7 @@ def _parse_goal(sparsity: str | None, max_loss: str | None) -> tuple[Pattern, Bu
     if (sparsity is None) == (max_loss is None):
         found = "neither a pattern nor a budget" if sparsity is None else "--sparsity and --max-loss"
         raise SlideSparseError(
-            f"found {found}; give exactly one of --sparsity (such as --sparsity 6:8), --max-loss"
+            f"found {found}; give either --sparsity, such as --sparsity 6:8, or --max-loss, such as --max-loss 1%"
         )
     if sparsity is not None:
         return parse_pattern(sparsity), None
