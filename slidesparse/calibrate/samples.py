@@ -137,7 +137,7 @@ def load_sources(
             if samples and len(part.ids) < share:
                 lack = f"{len(part.ids)} samples of at most {length} tokens, {share} were requested"
                 part = replace(part, note=f"{part.origin} gives {lack}")
-            elif not samples and len(part.ids) == share:
+            elif not samples and len(part.ids) == share and not part.note:
                 used = f"{part.tokens} tokens are used: all sources together give {most * length} at most"
                 part = replace(part, note=f"of {part.origin}, {used}")
         found[source] = part

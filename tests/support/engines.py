@@ -333,6 +333,8 @@ def _import_vllm() -> None:
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
 
+    # vLLM's INT8 kernel for AMX refuses float32, in which tokens are compared: other kernels sum in bfloat16
+    torch.cpu._is_amx_tile_supported = lambda: False
     registry._run_in_subprocess = lambda look: look()  # vLLM starts a process to look at the class of a model
     get_quantization_config("compressed-tensors")  # imports all methods
     for name in (*IMPORTED_LATE, *(OF_GPUS if current_platform.is_cuda() else OF_CPUS)):
