@@ -6,10 +6,8 @@ import fuzz
 
 
 def test_damaged_checkpoints_are_refused_or_read_right() -> None:
-    defects: list[tuple[int, str, str]] = []
-    counts = fuzz.run(0, 300 * fuzz.MORE, lambda *defect: defects.append(defect))
+    counts, defects = fuzz.run(0, 300 * fuzz.MORE)
     assert defects == []
-    for outcome in ("ok", "violations", "error"):
-        assert counts[f"inspect: {outcome}"] > 1
-    assert counts["convert: ok"] > 20
-    assert counts["convert: error"] > 20
+    for outcome in ("inspect: ok", "inspect: violations", "inspect: error"):
+        assert counts[outcome] > 1
+    assert min(counts["convert: ok"], counts["convert: error"]) > 20

@@ -54,26 +54,6 @@ def unread(**tensors: Callable[[int, int], Tensor]) -> Callable[[Tensor], dict[s
     return lambda w: {name.replace("__", "."): make(*w.shape) for name, make in tensors.items()}
 
 
-def zeros(dtype: torch.dtype, *shape: Callable[[int, int], int]) -> Callable[[int, int], Tensor]:
-    return lambda n, k: torch.zeros([size(n, k) for size in shape], dtype=dtype)
-
-
-def _n(n: int, k: int) -> int:
-    return n
-
-
-def _k(n: int, k: int) -> int:
-    return k
-
-
-def _over(size: Callable[[int, int], int], by: int) -> Callable[[int, int], int]:
-    return lambda n, k: size(n, k) // by
-
-
-def _one(n: int, k: int) -> int:
-    return 1
-
-
 def preset(form: str, *schemes: tuple[str, list[str]], **more: Any) -> dict[str, Any]:
     """Return a block as compressed-tensors writes it, of its own presets for some targets."""
     from compressed_tensors.quantization import preset_name_to_scheme
@@ -88,35 +68,26 @@ def preset(form: str, *schemes: tuple[str, list[str]], **more: Any) -> dict[str,
 
 INPUT = {"input_scale": torch.tensor(0.02)}
 PACKED = unread(
-    weight_packed=zeros(torch.int32, _n, _over(_k, 8)),
-    weight_scale=zeros(torch.bfloat16, _n, _over(_k, GROUP)),
+    weight_packed=lambda n, k: torch.zeros(n, k // 8).int(),
+    weight_scale=lambda n, k: torch.zeros(n, k // GROUP).bfloat16(),
     weight_shape=lambda n, k: torch.tensor([n, k]),
 )
 FP4 = unread(
-    weight_packed=zeros(torch.uint8, _n, _over(_k, 2)),
-    weight_scale=zeros(FP8, _n, _over(_k, GROUP)),
-    weight_global_scale=zeros(torch.float32, _one),
+    weight_packed=lambda n, k: torch.zeros(n, k // 2).byte(),
+    weight_scale=lambda n, k: torch.zeros(n, k // GROUP).to(FP8),
+    weight_global_scale=lambda *_: torch.zeros(1),
 )
 QWEIGHT = unread(
-    qweight=zeros(torch.int32, _over(_k, 8), _n),
-    qzeros=zeros(torch.int32, _over(_k, GROUP), _over(_n, 8)),
-    scales=zeros(torch.float16, _over(_k, GROUP), _n),
-    g_idx=zeros(torch.int32, _k),
+    qweight=lambda n, k: torch.zeros(k // 8, n).int(),
+    qzeros=lambda n, k: torch.zeros(k // GROUP, n // 8).int(),
+    scales=lambda n, k: torch.zeros(k // GROUP, n).half(),
+    g_idx=lambda _, k: torch.zeros(k).int(),
 )
-PLAIN = lambda w: {"weight": w.bfloat16()}  # noqa: E731
-BITS4 = {"bits": 4, "group_size": GROUP, "modules_to_not_convert": None}
-SKIP = {"modules_to_not_convert": KEPT}
 
 
 def tools() -> dict[str, tuple[dict[str, Any], Callable[[Tensor], dict[str, Tensor]]]]:
     """Map a tool's format to its configuration and a function that stores a weight [N, K]."""
     linear, mlp, rest = ["Linear"], ["re:.*mlp.*"], ["re:.*self_attn.*"]
-    bnb = {"quant_method": "bitsandbytes", "llm_int8_skip_modules": None, "llm_int8_threshold": 6.0}
-    modelopt = {
-        "quant_method": "modelopt",
-        "ignore": KEPT,
-        "producer": {"name": "modelopt", "version": "0.33"},
-    }
     fine = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
     inverse = renamed(scaled(FP8, 32, 32), weight_scale="weight_scale_inv")
     attention = {**preset("", ("FP8", ["LlamaAttention"]))["config_groups"]["group_0"], "weights": None}
@@ -142,29 +113,17 @@ def tools() -> dict[str, tuple[dict[str, Any], Callable[[Tensor], dict[str, Tens
             scaled(FP8, 0, **INPUT),
         ),
         "fp8 kv": ({**fine, "kv_cache_scheme": "static", "ignored_layers": KEPT}, scaled(FP8, 0)),
-        # what it refuses
+        # what it refuses, by the layers or by the name of the method
         "ct int8 kv4": ({**w8a8, "kv_cache_scheme": {**FLOAT8, "num_bits": 4}}, scaled(INT8)),
-        "ct w8a16": (preset("pack-quantized", ("W8A16", linear)), PACKED),
         "ct w4a16": (preset("pack-quantized", ("W4A16_ASYM", linear)), PACKED),
         "ct w4a8": (preset("int-quantized", ("W4A8", linear)), scaled(INT8, 1, GROUP)),
         "ct nvfp4": (preset("nvfp4-pack-quantized", ("NVFP4", linear)), FP4),
         "ct mxfp8": (preset("mxfp8-quantized", ("MXFP8", linear)), scaled(FP8, 1, 32)),
         "ct both": (preset("mixed-precision", ("NVFP4", mlp), ("W8A8", rest)), FP4),
         "fp8 e5m2": ({**fine, "fmt": "e5m2"}, scaled(torch.float8_e4m3fn)),
-        "awq": ({"quant_method": "awq", **BITS4, "zero_point": True, "version": "gemm"}, QWEIGHT),
-        "gptq": ({"quant_method": "gptq", **BITS4, "sym": True, "checkpoint_format": "gptq"}, QWEIGHT),
-        "gptq 8": ({"quant_method": "gptq", **BITS4, "bits": 8, "desc_act": False}, QWEIGHT),
-        "auto-round": ({"quant_method": "auto-round", **BITS4, "packing_format": "auto_round:gptq"}, QWEIGHT),
-        "bnb 8": (
-            {**bnb, "load_in_8bit": True, "load_in_4bit": False},
-            lambda w: {
-                "weight": codes(w, INT8)[0],
-                "SCB": w.float().abs().amax(1),
-                "weight_format": torch.tensor(0).byte(),
-            },
-        ),
+        "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True}, QWEIGHT),
         "bnb 4": (
-            {**bnb, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "uint8"},
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
             unread(
                 weight=lambda n, k: torch.zeros(n * k // 2, 1).byte(),
                 weight__absmax=lambda n, k: torch.zeros(n * k // GROUP),
@@ -172,60 +131,4 @@ def tools() -> dict[str, tuple[dict[str, Any], Callable[[Tensor], dict[str, Tens
                 weight__quant_state__bitsandbytes__nf4=lambda *_: torch.zeros(9).byte(),
             ),
         ),
-        "hqq": (
-            {
-                "quant_method": "hqq",
-                "quant_config": {"weight_quant_params": {"nbits": 8, "group_size": None}},
-            },
-            unread(
-                W_q=zeros(torch.uint8, _n, _k), scale=zeros(torch.float16, _n), zero=zeros(torch.float16, _n)
-            ),
-        ),
-        "quanto": (
-            {"quant_method": "quanto", "weights": "int8", "activations": None, **SKIP},
-            renamed(scaled(INT8), weight="weight._data", weight_scale="weight._scale"),
-        ),
-        "eetq": (
-            {"quant_method": "eetq", "weights": "int8", **SKIP},
-            lambda w: {"weight": codes(w, INT8)[0].T.contiguous(), "weight_scales": w.abs().amax(1).half()},
-        ),
-        "fbgemm": (
-            {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, **SKIP},
-            scaled(FP8, input_scale_ub=torch.tensor([1200.0])),
-        ),
-        "modelopt fp8": (
-            {
-                **modelopt,
-                "quant_algo": "FP8",
-                "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False},
-            },
-            scaled(FP8, 0, **INPUT),
-        ),
-        "modelopt fp4": (
-            {**modelopt, "quant_algo": "NVFP4", "group_size": GROUP},
-            unread(
-                weight=zeros(torch.uint8, _n, _over(_k, 2)),
-                weight_scale=zeros(FP8, _n, _over(_k, GROUP)),
-                weight_scale_2=zeros(torch.float32),
-            ),
-        ),
-        "torchao": (
-            {
-                "quant_method": "torchao",
-                "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}},
-            },
-            renamed(scaled(INT8), weight="_weight_qdata", weight_scale="_weight_scale"),
-        ),
-        "quark": (
-            {
-                "quant_method": "quark",
-                "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}},
-                "export": {"kv_cache_group": [], "pack_method": "reorder"},
-            },
-            scaled(FP8, 0, **INPUT),
-        ),
-        "mxfp4": ({"quant_method": "mxfp4", **SKIP}, PLAIN),
-        "aqlm": ({"quant_method": "aqlm", "nbits_per_codebook": 16, "in_group_size": 8}, PLAIN),
-        "experts_int8": ({"quant_method": "experts_int8"}, PLAIN),
-        "ptpc_fp8": ({"quant_method": "ptpc_fp8", "activation_scheme": "dynamic"}, scaled(FP8)),
     }

@@ -237,36 +237,24 @@ def _tensor(folder: Path, rng: random.Random) -> str:
     return f"tensor {name}: change {change}"
 
 
-def damage_file(path: Path, change: int) -> str:
-    """Remove a file, or replace it by one without content, a folder, a link, a circular one or a pipe."""
-    if change == 0:
-        path.unlink()
-    elif change == 1:
-        path.write_bytes(b"")
-    elif change == 2:
-        path.unlink()
-        path.mkdir()
-    elif change == 3:
-        path.unlink()
-        path.symlink_to("/etc/passwd")
-    elif change == 4:
-        path.unlink()
-        path.symlink_to(path.name)
-    elif change == 5:
-        path.unlink()
-        os.mkfifo(path)
-    return f"{path.name}: file {change}"
-
-
 def _files(folder: Path, rng: random.Random) -> str:
+    """Remove, copy or rename a file, or replace it by one without content, a folder, a link, a loop or a pipe."""
     path, change = rng.choice(sorted(folder.iterdir())), rng.randrange(8)
-    if change < 6:
-        return damage_file(path, change)
     if change == 6:
         other = folder / rng.choice(["x.safetensors", "y.bin", "modules.json", INDEX, "z.py"])
         other.write_bytes(path.read_bytes())
-    else:
+    elif change == 7:
         path.rename(folder / rng.choice(["x.safetensors", "config.json", "modules.json"]))
+    else:
+        path.unlink()
+        instead: dict[int, Callable[[], object]] = {
+            1: path.touch,
+            2: path.mkdir,
+            3: lambda: path.symlink_to("/etc/passwd"),
+            4: lambda: path.symlink_to(path.name),
+            5: lambda: os.mkfifo(path),
+        }
+        instead.get(change, lambda: None)()
     return f"{path.name}: file {change}"
 
 
@@ -408,9 +396,13 @@ def judge(folder: Path, original: Path, out: Path, damage: str) -> dict[str, str
         if outcomes["inspect"] != "ok" and Metadata.of_config(config_of(folder).get("quantization_config")):
             raise Defect(f"inspect says {outcomes['inspect']}, but convert takes it")
         _require_same_products(folder, out)
-        if damage.split(":")[0].rpartition(", ")[2] in KEEPS_WEIGHTS:
+        if keeps_weights(damage):
             require_same_weights(out)
     return outcomes
+
+
+def keeps_weights(damage: str) -> bool:
+    return damage.split(":")[0].rpartition(", ")[2] in KEEPS_WEIGHTS
 
 
 def require_same_weights(out: Path) -> None:
@@ -469,16 +461,13 @@ def _require_same_products(left: Path, right: Path) -> None:
 
 
 def run(
-    first: int,
-    count: int,
-    report: Callable[[int, str, str], None],
-    serve: Callable[[Path, str, dict[str, str]], str] | None = None,
-) -> Counter[str]:
-    """Judge ``count`` cases from ``first`` on; ``report`` gets the number, the damage and the message of each defect.
+    first: int, count: int, serve: Callable[[Path, str, dict[str, str]], str] | None = None
+) -> tuple[Counter[str], list[str]]:
+    """Judge ``count`` cases from ``first`` on; return the counts of outcomes, and each defect with its case.
 
     ``serve`` is an additional command that gets the folder, the damage, and the outcomes of the others.
     """
-    counts: Counter[str] = Counter()
+    counts, defects = Counter[str](), list[str]()
     with (
         tempfile.TemporaryDirectory(prefix="fuzz-") as name,
         patch.object(output, "sync", lambda path: None),  # the files need not be durable
@@ -495,8 +484,7 @@ def run(
                     outcomes["serve"] = serve(target, damage, outcomes)
                 counts.update(f"{command}: {result}" for command, result in outcomes.items())
             except Defect as defect:
-                counts["defect"] += 1
-                report(case, damage, str(defect))
+                defects.append(f"{case}: {damage}: {defect}")
             shutil.rmtree(target)
             shutil.rmtree(out, ignore_errors=True)
-    return counts
+    return counts, defects
