@@ -1,4 +1,4 @@
-"""The general theory against the appendix's table, and brute force over all small patterns and hardware."""
+"""The general theory against brute force over all small patterns and hardware."""
 
 from __future__ import annotations
 
@@ -19,36 +19,6 @@ from slidesparse.theory import (
     paired,
     reaches_bound,
 )
-
-
-# Appendix C.1.5: pattern, N, density, gamma, S_eff as printed
-@pytest.mark.parametrize(
-    ("z", "length", "n", "density", "gamma", "speedup"),
-    [
-        (4, 6, 3, "66.7%", "1.33", "1.50"),
-        (6, 8, 4, "75.0%", "1.50", "1.33"),
-        (8, 10, 5, "80.0%", "1.60", "1.25"),
-        (10, 12, 6, "83.3%", "1.67", "1.20"),
-        (14, 16, 8, "87.5%", "1.75", "1.14"),
-    ],
-)
-def test_windows_equal_the_table_of_the_appendix(
-    z: int, length: int, n: int, density: str, gamma: str, speedup: str
-) -> None:
-    windows = Windows(z, length)
-    assert length == 2 * n
-    assert windows.count == n - 1
-    assert windows.capacity == z
-    assert windows.covers
-    printed = (
-        f"{float(Fraction(z, length)):.1%}",
-        f"{float(windows.expansion):.2f}",
-        f"{float(windows.speedup):.2f}",
-    )
-    assert printed == (density, gamma, speedup)
-    assert windows.expansion == 2 - Fraction(2, n)
-    assert windows.speedup == Fraction(n, n - 1) == density_bound(z, length)
-    assert reaches_bound(z, length)
 
 
 def windows_seeing(w: Windows) -> list[list[int]]:
