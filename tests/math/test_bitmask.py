@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,6 +15,7 @@ from torch import Tensor
 from slidesparse import slide
 from slidesparse.bitmask import decompress
 
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 BITS_MOVED = torch.tensor([[1, 0], [2, 0], [0, 0]], dtype=torch.uint8)  # a bit moved to another row
 # one bit moved past the last column, one cleared
 BITS_PAST = torch.tensor([[1 + 8, 16], [1 + 8, 16], [1 + 8, 16]], dtype=torch.uint8)
@@ -27,6 +30,11 @@ def weight(rows: int, k: int, dtype: torch.dtype, seed: int) -> Tensor:
     return w
 
 
+def restored(w: Tensor, width: int | None, device: str) -> Tensor:
+    return decompress(*(part.to(device) for part in packed(w, width)), w.shape[1]).cpu()
+
+
+@DEVICES
 @given(
     dtype=st.sampled_from(DTYPES),
     rows=st.integers(1, 5),
@@ -34,21 +42,25 @@ def weight(rows: int, k: int, dtype: torch.dtype, seed: int) -> Tensor:
     spare=st.integers(0, 9),
     seed=st.integers(0, 9),
 )
-def test_decompress_restores_each_bit(dtype: torch.dtype, rows: int, k: int, spare: int, seed: int) -> None:
+def test_decompress_restores_each_bit(
+    device: str, dtype: torch.dtype, rows: int, k: int, spare: int, seed: int
+) -> None:
     """Rows of a matrix store as many values as the fullest row has non-zeros, or more."""
     w = weight(rows, k, dtype, seed)
     width = min(int((raw(w) != 0).sum(-1).max()) + spare, k)
     for stored in (None, width):
-        assert_same_bits(decompress(*packed(w, stored), k), w)
+        assert_same_bits(restored(w, stored, device), w)
 
 
-def test_decompress_in_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+@DEVICES
+def test_decompress_in_many_chunks(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     monkeypatch.setattr(slide, "CHUNK_ELEMENTS", 100)
     w = weight(17, 44, torch.int8, 1)
     for stored in (None, 44):
-        assert_same_bits(decompress(*packed(w, stored), 44), w)
+        assert_same_bits(restored(w, stored, device), w)
 
 
+@DEVICES
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
@@ -64,8 +76,8 @@ def test_decompress_in_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda v, b: (v[None], b), r"values \[1, 3, 9\]"),
     ],
 )
-def test_decompress_refuses_inconsistent_parts(break_it: object, message: str) -> None:
+def test_decompress_refuses_inconsistent_parts(device: str, break_it: Any, message: str) -> None:
     w = torch.arange(1, 37, dtype=torch.int8).view(3, 12)
     w[:, 1:3] = w[:, 11:] = 0
     with pytest.raises(ValueError, match=message):
-        decompress(*break_it(*packed(w, 9)), 12)  # type: ignore[operator]
+        decompress(*(part.to(device) for part in break_it(*packed(w, 9))), 12)
