@@ -1,4 +1,4 @@
-"""N:M products without a GPU: compression, the CPU's product, refusals; tests/gpu/test_gpu_spmm.py has the kernels."""
+"""The hand-written N:M kernels: compression, refusals, and products that are exact where sums are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.spmm import kernels as spmm_module
-from benchmarks.spmm.kernels import STRIP, compress, decompress, prune
+from benchmarks.spmm.kernels import STRIP, VARIANTS, compress, decompress, prune, spmm
 from slidesparse.build import find
 from slidesparse.build.find import ToolchainError
 
@@ -63,3 +63,23 @@ def test_library_refuses_invalid_calls(compiled: Any) -> None:
         message = compiled.slidesparse_spmm(ctypes.addressof(call))
         assert message, name
         assert b"cuda" not in message, (name, message)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strip", [1, STRIP])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("kept", "group"), [(2, 4), (1, 4), (3, 5), (31, 32)])
+def test_every_variant_is_exact_on_integers(kept: int, group: int, dtype: torch.dtype, strip: int) -> None:
+    """Sums of up to 512 products of integers up to 2 are exact in float16."""
+    for m, n, k in [(1, 1, 1), (64, 32, 128), (33, 65, 300), (100, 260, 200)]:
+        generator = torch.Generator().manual_seed(m * n + k)
+        x, dense = (torch.randint(-2, 3, (rows, k), generator=generator).to(dtype) for rows in (m, n))
+        weight = prune(dense, kept, group, strip)
+        compressed, expected = (
+            compress(weight, kept, group, strip),
+            (x.double() @ weight.double().t()).to(dtype),
+        )
+        for variant in VARIANTS:
+            for splits in (1, 2, 5):
+                output = spmm(x.cuda(), compressed.to("cuda"), variant, splits)
+                assert torch.equal(output.cpu(), expected), (m, n, k, variant, splits)
