@@ -274,6 +274,35 @@ def test_compiled_tokens_match_eager(gpu_engines: GpuEngines, quant: str, patter
     require_only_rounding(*gpu_engines.answers(eager_and_compiled(quant, pattern, layout)))
 
 
+def compiled_and_fused(quant: str) -> list[Engine]:
+    engine = Engine(quant, "6:8", "bfloat16")
+    return [*compiled_beside_stock(engine), replace(engine, mode="compiled", fuse=True)]
+
+
+@needs(compiled_and_fused)
+@QUANTS
+def test_norms_and_activations_of_all_layers_but_o_proj_are_fused(
+    gpu_engines: GpuEngines, quant: str
+) -> None:
+    """Fusion may change only the roundings that compilation changes.
+
+    vLLM splits a model at its attention layers; in each piece, only the operator of o_proj is unfused.
+    """
+    stock, stock_compiled, eager, compiled, fused = gpu_engines.answers(compiled_and_fused(quant))
+    share = same_share(teacher_forced(fused), teacher_forced(compiled))
+    print(f"{quant}: {share:.2%} of the top-1 tokens are those without fusion")
+    require_only_rounding(stock, stock_compiled, eager, fused)
+    assert fused.summary.endswith("; norms and activations fused")
+    assert "SlideSparse fusion" not in compiled.log
+    graphs = re.findall("SlideSparse fusion in a graph: (.*)", fused.log)
+    counts = [{name: int(count) for count, name in re.findall(r"(\d+) (\w+)", graph)} for graph in graphs]
+    fused_names = {f"{producer}_linear" for producer in ("rms_norm", "add_rms_norm", "silu_mul")}
+    assert {name for graph in counts for name in graph} == {"linear", *fused_names}
+    for graph in counts:
+        assert graph.get("linear", 0) == graph.get("silu_mul_linear", 0)
+        assert sum(graph.values()) > graph.get("linear", 0)
+
+
 def under_load(mode: str) -> list[Engine]:
     sparse = replace(INT8_6_8, mode=mode, task="mixed")
     return [replace(sparse, system="stock"), sparse, replace(sparse, layout="slided")]
