@@ -17,8 +17,9 @@ from calibration import write_ids
 from checkpoints import DOWN, LLAMA, MODEL, Q, config_of, convert, llama, snapshot, tensors_of, w8a8, write
 from commands import Done
 from typer.main import get_command
+from typer.testing import CliRunner
 
-from slidesparse import __version__
+from slidesparse import __version__, demo
 from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.calibrate.task import Calibration
 from slidesparse.cli import console
@@ -283,6 +284,13 @@ def test_environment_faults_exit_3(
     monkeypatch.setattr(os, "pwrite", refuse)
     result = Done(*convert_command(source, tmp_path / "out"))
     assert (result.code, words in result.err) == (3, True)
+
+
+def test_demo_does_not_overwrite_other_files(tmp_path: Path) -> None:
+    (tmp_path / "precious.txt").write_text("mine")
+    result = CliRunner().invoke(demo.app, ["--out", str(tmp_path)])
+    assert (result.exit_code, "the demo's" in result.stderr) == (2, True)
+    assert (tmp_path / "precious.txt").read_text() == "mine"
 
 
 # inspect
