@@ -1,6 +1,7 @@
-"""vLLM uses another scheme for W8A8 layers: refused if a flag is set or the layout needs ours, otherwise warned once.
+"""What the plugin decides of layers and models, without an engine.
 
-An example is FP8 without quantized activations on GPUs of compute capability below 8.9; no engine is needed.
+Where vLLM uses another scheme for W8A8 layers, such as FP8 without quantized activations on GPUs of compute capability
+below 8.9, it refuses if a flag is set or the layout needs ours, and otherwise warns once.
 """
 
 from __future__ import annotations
@@ -16,31 +17,41 @@ from models import QWEN, quantization_config
 
 from slidesparse import gemm
 from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata
+from slidesparse.flags import Flags
 from slidesparse.gemm import BackendError
 from slidesparse.gemm.problem import TWO_FOUR, Layer
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
-from slidesparse.resolve import ResolveError
+from slidesparse.resolve import ResolveError, require_invariance, resolve
 from slidesparse.slide import slide
 
 pytestmark = pytest.mark.vllm
 
 LAYER = "model.layers.0.mlp.down_proj"
 SIX_EIGHT = SlidePattern.parse("6:8")
+ENTRY = LayerEntry(SIX_EIGHT, QWEN.hidden)
+PARTS = {f"model.layers.0.self_attn.{part}_proj": ENTRY for part in "qkv"}
 FLAGS = {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"}
 
 
-def config(layout: str | None) -> dict[str, Any]:
-    """The quantization config of an FP8 checkpoint; with a layout it has SlideSparse metadata."""
-    block = quantization_config("fp8")
+def config(layout: str | None, quant: str = "fp8", method: str = "compressed-tensors") -> dict[str, Any]:
+    """The quantization config of a checkpoint; with a layout it has SlideSparse metadata."""
+    block = {**quantization_config(quant), "quant_method": method}
     if layout:
-        block[KEY] = Metadata(SIX_EIGHT, layout, {LAYER: LayerEntry(SIX_EIGHT, QWEN.intermediate)}).to_json()
+        layers = {LAYER: LayerEntry(SIX_EIGHT, QWEN.intermediate), **PARTS}
+        block[KEY] = Metadata(SIX_EIGHT, layout, layers).to_json()
     return block
 
 
 @pytest.fixture(autouse=True)
+def no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*FLAGS, "USE_CUBLASLT", "SLIDESPARSE_FUSE", "VLLM_BATCH_INVARIANT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
 def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulate a GPU that cannot multiply FP8, with no SlideSparse flag set."""
+    """Simulate a GPU that cannot multiply FP8."""
     from slidesparse.vllm_patch import compat
     from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors, schemes
 
@@ -52,12 +63,10 @@ def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(compressed_tensors.CompressedTensorsConfig, "_check_scheme_supported", supported)
     monkeypatch.setattr(schemes.CompressedTensorsW8A16Fp8, "__init__", init)
-    for name in ("USE_CUSPARSELT", "USE_CUBLASLT", "SPARSITY"):
-        monkeypatch.delenv(name, raising=False)
     compat.warn.cache_clear()
 
 
-def scheme(quantization: dict[str, Any], name: str = LAYER) -> str:
+def scheme_of(quantization: dict[str, Any], name: str = LAYER) -> str:
     """Name of the class of a layer's scheme."""
     from slidesparse.vllm_patch.config import SlideSparseConfig
     from vllm.model_executor.layers.linear import RowParallelLinear
@@ -66,6 +75,7 @@ def scheme(quantization: dict[str, Any], name: str = LAYER) -> str:
     return type(parsed.get_scheme(object.__new__(RowParallelLinear), name)).__name__
 
 
+@pytest.mark.usefixtures("ampere")
 @pytest.mark.parametrize(
     ("layout", "flags", "words"),
     [
@@ -91,9 +101,9 @@ def test_another_scheme_of_vllm_is_refused(
         monkeypatch.setenv(name, value)
     start = f"{LAYER}: vLLM runs W8A8 layers of this checkpoint with its own CompressedTensorsW8A16Fp8"
     with pytest.raises(ResolveError, match=f"^{start}.*{words}"):
-        scheme(config(layout))
+        scheme_of(config(layout))
     if not flags:
-        assert scheme(config(layout), "model.layers.1.mlp.down_proj") == "CompressedTensorsW8A16Fp8"
+        assert scheme_of(config(layout), "model.layers.1.mlp.down_proj") == "CompressedTensorsW8A16Fp8"
 
 
 @pytest.mark.parametrize(
@@ -125,6 +135,7 @@ def test_slided_weights_are_unslid_for_a_backend_that_stores_no_windows(
     assert torch.equal(source, weight if unslid else slided)
 
 
+@pytest.mark.usefixtures("ampere")
 def test_dense_layout_is_left_to_vllm_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -133,7 +144,7 @@ def test_dense_layout_is_left_to_vllm_with_one_warning(
     monkeypatch.setattr(compat.logger, "propagate", True)
     with caplog.at_level(logging.WARNING, logger=compat.logger.name):
         for name in (LAYER, "model.layers.1.mlp.down_proj"):
-            assert scheme(config("dense"), name) == "CompressedTensorsW8A16Fp8"
+            assert scheme_of(config("dense"), name) == "CompressedTensorsW8A16Fp8"
     (message,) = (record.getMessage() for record in caplog.records if record.name == compat.logger.name)
     assert message.startswith(
         "SlideSparse leaves them dense: vLLM runs W8A8 layers of this checkpoint with its own CompressedTensorsW8A16Fp8"
@@ -178,7 +189,7 @@ def test_unsupported_platforms_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
     override = module.SlideSparseConfig.override_quantization_method
     assert override(config("dense"), None) is None
     with pytest.raises(ResolveError, match="NVIDIA GPUs and CPUs, but vLLM's platform here is rocm"):
-        override({**config("slided"), "quant_method": QUANT_METHOD}, None)
+        override(config("slided", method=QUANT_METHOD), None)
     monkeypatch.setenv("USE_CUSPARSELT", "1")
     with pytest.raises(ResolveError, match="unset the flags"):
         override(config("dense"), None)
@@ -202,3 +213,125 @@ def test_dual_batch_overlap_is_refused_where_unsupported(
             layer_scheme._require_no_threads()
     parallel.use_ubatching = refused is False
     layer_scheme._require_no_threads()
+
+
+def test_resolution_is_kept_after_flags_are_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM parses a draft's quantization in its workers, but determines its method where the flags are set."""
+    from slidesparse.vllm_patch.config import SlideSparseConfig
+
+    block = config(None, "int8")
+    monkeypatch.setenv("USE_CUSPARSELT", "1")
+    monkeypatch.setenv("SPARSITY", "4:6")
+    assert SlideSparseConfig.override_quantization_method(block, None) == QUANT_METHOD
+    monkeypatch.delenv("USE_CUSPARSELT")
+    monkeypatch.delenv("SPARSITY")
+    parsed = SlideSparseConfig.from_config(copy.deepcopy(block))
+    assert (parsed.resolution.pattern, parsed.resolution.asked) == ("4:6", True)
+
+
+def test_metadata_of_fused_layers_are_found() -> None:
+    """By the names of their parts, in a draft too, which has no mapping; or stored fused, as in GLM-4."""
+    from slidesparse.vllm_patch.config import SlideSparseConfig
+
+    name, block = "model.layers.0.mlp.gate_up_proj", config(None)
+    block[KEY] = Metadata(SIX_EIGHT, "dense", {**PARTS, name: ENTRY}).to_json()
+    for mapping in (
+        {},
+        {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]},
+    ):
+        parsed = SlideSparseConfig.from_config(block)
+        parsed.packed_modules_mapping = mapping
+        assert parsed._entry("model.layers.0.self_attn.qkv_proj") == ENTRY
+        assert parsed._entry(name) == ENTRY
+        assert parsed._entry("model.layers.1.mlp.gate_up_proj") is None
+
+
+def test_slided_config_gets_head_counts() -> None:
+    """As in vLLM's own config, they are needed for scales of the KV cache per head."""
+    from slidesparse.vllm_patch.config import SlideSparseConfig
+
+    language = SimpleNamespace(num_attention_heads=8, num_key_value_heads=2)
+    for hf_config in (language, SimpleNamespace(text_config=language)):
+        block = config("slided", method=QUANT_METHOD)
+        SlideSparseConfig.override_quantization_method(block, None, hf_config)
+        assert (block["total_num_heads"], block["total_num_kv_heads"]) == (8, 2)
+    block = config("slided", method=QUANT_METHOD)
+    SlideSparseConfig.override_quantization_method(block, None, SimpleNamespace(num_attention_heads=8))
+    assert (block["total_num_heads"], block["total_num_kv_heads"]) == (8, 8)
+
+
+def test_summary_does_not_wait_for_unloaded_layers() -> None:
+    """vLLM creates towers that no request uses on the meta device, or moves them there, and drops them."""
+    from slidesparse.vllm_patch.summary import LayerSummary
+
+    summary = LayerSummary()
+    layers = [torch.nn.Linear(2, 2) for _ in range(5)]
+    for i, layer in enumerate(layers):
+        summary.expect(str(i), layer)
+    summary.expect("dropped", torch.nn.Linear(2, 2, device="meta"))
+    unloaded = torch.nn.Module()  # it has no weight yet
+    summary.expect("later", unloaded)
+    layers[0].to("meta")
+    del layers[1], layer
+    assert summary.is_pending()
+    assert [summary.count(name) for name in ("3", "later", "2")] == [False] * 3
+    assert summary.count("lm_head", "lm_head") is False
+    assert summary.count("4") is True
+    assert not summary.is_pending()
+    assert summary.count("4") is False  # after a reload
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "model_dtype", "slided", "is_other_head"),
+    [
+        ("hopper", torch.float32, torch.bfloat16, False, True),
+        ("hopper", torch.float32, torch.bfloat16, True, False),  # vLLM's own kernels could not read it
+        ("hopper", torch.float32, torch.float32, False, False),  # the whole model: an error
+        ("hopper", torch.bfloat16, torch.bfloat16, False, False),
+        ("cusparselt", torch.float32, torch.bfloat16, False, False),  # which writes it
+    ],
+)
+def test_head_of_another_dtype_is_left_to_vllm(
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    dtype: torch.dtype,
+    model_dtype: torch.dtype,
+    slided: bool,
+    is_other_head: bool,
+) -> None:
+    from slidesparse.vllm_patch import compat
+    from slidesparse.vllm_patch.scheme import SlideSparseScheme
+
+    layer_scheme = object.__new__(SlideSparseScheme)
+    layer_scheme.slided, layer_scheme.backend = slided, gemm.get(backend)
+    monkeypatch.setattr(compat, "model_dtype", lambda: model_dtype)
+    assert layer_scheme._is_other_head(dtype) is is_other_head
+
+
+@pytest.mark.parametrize(
+    ("backend", "quant", "message"),
+    [
+        ("hopper", "int8", ""),
+        ("hopper", "fp8", "backend hopper sums FP8 products in an order that depends on"),
+        ("cusparselt", "fp8", "backend cusparselt sums FP8 products"),
+    ],
+)
+def test_batch_invariance_is_refused_where_unsupported(
+    monkeypatch: pytest.MonkeyPatch, backend: str, quant: str, message: str
+) -> None:
+    require_invariance(backend, quant)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    if message:
+        with pytest.raises(BackendError, match=f"{message}.*or set DISABLE_SLIDESPARSE=1"):
+            require_invariance(backend, quant)
+    else:
+        require_invariance(backend, quant)
+
+
+def test_batch_invariance_disables_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(gemm.get("hopper")), "unusable", lambda *_: None)
+    assert resolve(config("dense"), Flags(backend="hopper"), on_cuda=True).fuse
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert not resolve(config("dense"), Flags(backend="hopper"), on_cuda=True).fuse
+    with pytest.raises(ResolveError, match="SLIDESPARSE_FUSE=1 computes norms in an order"):
+        resolve(config("dense"), Flags(backend="hopper", fuse=True), on_cuda=True)
