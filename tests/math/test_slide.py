@@ -116,18 +116,6 @@ def test_lift_keeps_leading_dimensions() -> None:
     assert_same_bits(lift(x, SIX_EIGHT).reshape(6, -1), lift(x.reshape(6, 10), SIX_EIGHT))
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_small_shapes_have_the_width_of_the_layout(name: str) -> None:
-    pattern = SlidePattern.parse(name)
-    for rows, columns in ((0, 0), (0, 16), (3, 0), (1, 1), (1, 3), (2, 17)):
-        for phase in (0, 3):
-            w = obeying(pattern, rows, columns, phase, torch.bfloat16, "mixed", seed=2)
-            slided = slide(w, pattern, phase)
-            assert slided.shape == (rows, pattern.layout(columns, phase).slided)
-            assert lift(w, pattern, phase).shape == slided.shape
-            assert_same_bits(unslide(slided, pattern, columns, phase), w)
-
-
 def test_slide_of_weights_above_one_chunk() -> None:
     """Rows are processed in chunks, which affects neither the result nor the row of an error."""
     columns = 2048
