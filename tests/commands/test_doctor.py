@@ -295,6 +295,7 @@ CASES = [  # what is examined, what is changed, flags -> exit code, last line
     ("dense", None, {"DISABLE_SLIDESPARSE": "1"}, 1, "no: DISABLE_SLIDESPARSE or SLIDESPARSE=off is set"),
     ("dense", None, {"SPARSITY": "4:6"}, 1, "no: .*asks for 4:6 .*, but the checkpoint was pruned to 6:8"),
     ("dense", None, {"USE_CUBLASLT": "1"}, 0, YES),
+    ("slided", None, {"USE_CUBLASLT": "1"}, 1, "no: USE_CUBLASLT=1 runs dense weights.*slided"),
     ("dense", misspelled, {}, 0, YES),
     ("dense", broken, {}, 1, rf"no: {DOWN}: row \d breaks 6:8"),
     ("slided", broken, {}, 1, rf"no: {DOWN}: row \d breaks 6:8"),

@@ -153,12 +153,6 @@ def test_stamp_round_trip_and_refusal_of_invalid_stamps() -> None:
             Resolution.of_stamp(invalid)
 
 
-def test_resolve_ignores_a_stamp_in_the_checkpoint() -> None:
-    planted = _config()
-    stamp(resolve(planted, Flags("dense"), on_cuda=False), [planted])
-    assert resolve(planted, Flags("sparse"), on_cuda=False).path == "sparse"
-
-
 def test_resolve_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpu(monkeypatch)
     for backend, default in (("hopper", True), ("cusparselt", False)):
@@ -184,15 +178,6 @@ def test_sparsity_dense_needs_a_backend_for_dense_blocks(monkeypatch: pytest.Mon
         resolve(config, half, True)
     with pytest.raises(ResolveError, match=r"asks for dense \(nothing pruned\), .* pruned to 6:8"):
         resolve(_config(), flags, True)
-
-
-def test_resolve_refuses_flags_that_contradict_the_checkpoint() -> None:
-    with pytest.raises(
-        ResolveError, match=r"asks for 4:6 \(2 of every 6 pruned\).*pruned to 6:8.*SPARSITY=2_8"
-    ):
-        resolve(_config(), Flags("sparse", SlidePattern(6)), False)
-    with pytest.raises(ResolveError, match="USE_CUBLASLT=1 runs dense weights.*slided"):
-        resolve(_config("slided"), Flags("dense"), True)
 
 
 def test_resolve_sparse_formats_of_compressed_tensors() -> None:
