@@ -68,18 +68,6 @@ def test_untested_vllm_warns_once(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     assert "9.0.0 is not tested" in record.getMessage()
 
 
-def test_register_is_idempotent() -> None:
-    from vllm.model_executor.layers import quantization
-
-    from slidesparse import vllm_patch
-
-    vllm_patch.register()
-    methods = list(quantization.QUANTIZATION_METHODS)
-    assert methods.count("slidesparse") == 1
-    vllm_patch.register()
-    assert methods == quantization.QUANTIZATION_METHODS
-
-
 def test_nothing_quantizes_the_inputs_of_our_layers() -> None:
     """vLLM keeps what a kernel takes on the layer, where producers look for it, by another name since 0.30."""
     from slidesparse.vllm_patch import compat

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from pathlib import Path
 from typing import Any
@@ -74,30 +73,6 @@ def test_packed_parts_load_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None
                 layer.load(kind, tensors[kind], part)
         assert_same_bits(layer.loaded["q"], q[0])
         assert_same_bits(layer.loaded["k"], k[0])
-
-
-def test_packed_layer_can_be_loaded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = Layer(monkeypatch)
-    for seed in range(2):
-        weight, tensors = stored(4, 15, seed)
-        for kind, tensor in tensors.items():
-            layer.load(kind, tensor)
-        assert_same_bits(layer.loaded.pop(None), weight)
-
-
-def test_reload_on_the_meta_device_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM first calls with parameters on the meta device, stores the arguments by name, and calls again."""
-    layer = Layer(monkeypatch)
-    weight, tensors = stored(4, 15)
-    assert next(iter(inspect.signature(layer.compressed.weight_loader).parameters)) == "param"
-    real, layer.weight = layer.weight, torch.nn.Parameter(layer.weight.to("meta"), requires_grad=False)
-    for kind, tensor in tensors.items():
-        layer.load(kind, tensor)
-    assert not layer.loaded
-    layer.weight = real
-    for kind, tensor in tensors.items():
-        layer.load(kind, tensor)
-    assert_same_bits(layer.loaded[None], weight)
 
 
 @pytest.mark.parametrize(

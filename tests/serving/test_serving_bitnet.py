@@ -34,11 +34,14 @@ def ask(
 
 
 def test_float_logprobs_equal_transformers(engines: Engines, checkpoints: dict[str, Path]) -> None:
+    """On two ranks, too, which normalize whole rows; of INT8 each vLLM rank quantizes only its part of a row."""
     model = load(transformers_model(), checkpoints["master"])
     expected = best(model, PROMPTS)
-    logprobs = ask(engines, checkpoints["master"], "logprobs").logprobs
-    for actual_row, expected_row in zip(logprobs, expected, strict=True):
-        torch.testing.assert_close(torch.tensor(actual_row), torch.tensor(expected_row), atol=1e-4, rtol=0)
+    for ranks in (1, 2):
+        logprobs = ask(engines, checkpoints["master"], "logprobs", tensor_parallel_size=ranks).logprobs
+        for actual_row, expected_row in zip(logprobs, expected, strict=True):
+            actual, row = torch.tensor(actual_row), torch.tensor(expected_row)
+            torch.testing.assert_close(actual, row, atol=1e-4, rtol=0)
     assert ask(engines, checkpoints["master"]).tokens == greedy(model, PROMPTS, 16)
 
 
@@ -83,18 +86,11 @@ def test_norms_and_subnorms_are_fused(engines: Engines, checkpoints: dict[str, P
     assert fused.tokens == ask(engines, checkpoints["6:8"]).tokens
 
 
-def test_tp2_float_logprobs_equal_transformers(engines: Engines, checkpoints: dict[str, Path]) -> None:
-    """Ranks normalize whole rows.  The weights are float, because each vLLM rank quantizes only its part of a row."""
-    expected = best(load(transformers_model(), checkpoints["master"]), PROMPTS)
-    logprobs = ask(engines, checkpoints["master"], "logprobs", tensor_parallel_size=2).logprobs
-    for actual_row, expected_row in zip(logprobs, expected, strict=True):
-        torch.testing.assert_close(torch.tensor(actual_row), torch.tensor(expected_row), atol=1e-4, rtol=0)
-
-
-def test_plugin_registers_bitnet_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plugin registers it unless it is disabled, and does not replace a model that vLLM has."""
+def test_plugin_registers_its_model_and_method_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plugin registers them unless it is disabled, and does not replace a model that vLLM has."""
     import slidesparse.vllm_patch as plugin
     from vllm import ModelRegistry
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 
     monkeypatch.setattr(ModelRegistry, "models", {})
     monkeypatch.setenv("DISABLE_SLIDESPARSE", "1")
@@ -106,3 +102,4 @@ def test_plugin_registers_bitnet_model_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert registered.load_model_cls().__name__ == "BitNetForCausalLM"
     plugin.register()
     assert ModelRegistry.models["BitNetForCausalLM"] is registered
+    assert QUANTIZATION_METHODS.count("slidesparse") == 1
