@@ -14,7 +14,6 @@ from packed import packed
 from strategies import assert_same_bits
 from torch import Tensor
 
-from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 
@@ -73,32 +72,6 @@ def test_packed_parts_load_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None
                 layer.load(kind, tensors[kind], part)
         assert_same_bits(layer.loaded["q"], q[0])
         assert_same_bits(layer.loaded["k"], k[0])
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"shape": torch.tensor([5, 15])}, "the shape [5, 15] and a bitmask [4, 2]"),
-        ({"shape": torch.tensor([4, 17])}, "17 columns need one of uint8 [4, 3]"),
-        ({"shape": torch.tensor([15])}, "the shape [15] and"),
-        ({"shape": torch.tensor([4.0, 15.0])}, "the shape [4.0, 15.0] and"),
-        ({"shape": torch.tensor([]), "bitmask": torch.tensor(1, dtype=torch.uint8)}, "the shape [] and"),
-        ({"compressed": torch.ones(4, 11, dtype=torch.int8)}, "48 bits set for 44 values, 11 in each row"),
-        ({"bitmask": torch.zeros(4, 2, dtype=torch.uint8)}, "0 bits set for 48 values"),
-        ({"bitmask": torch.zeros(4, 2, dtype=torch.int8)}, "a bitmask of torch.int8"),
-    ],
-)
-def test_inconsistent_packed_parts_are_refused(
-    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Tensor], message: str
-) -> None:
-    layer = Layer(monkeypatch)
-    *others, (last, tensor) = {**stored(4, 15)[1], **changed}.items()
-    for kind, other in others:
-        layer.load(kind, other)
-    with pytest.raises(CheckpointError) as caught:
-        layer.load(last, tensor)
-    assert str(caught.value).startswith("layers.0.qkv_proj: the checkpoint holds a packed weight of ")
-    assert message in str(caught.value)
 
 
 def test_packed_float_weights_are_refused_with_a_hint(engines: Engines) -> None:

@@ -6,7 +6,6 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from torch import Tensor
 
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.evaluate.engine import summaries
-from slidesparse.pattern import SlidePattern
 
 pytestmark = pytest.mark.vllm
 
@@ -132,6 +130,25 @@ OF_TENSORS: list[tuple[str, str, Change, str]] = [
     ("slided", D_WEIGHT, in_two_windows, "a weight stands in two windows"),
     ("fp8", D_WEIGHT, coded(0x7F), "weight holds NaN"),
     ("fp8", D_WEIGHT, coded(0xFF), "weight holds NaN"),
+    (
+        "packed",
+        f"{DOWN}.shape",
+        lambda t: t + 1,
+        "the checkpoint holds a packed weight of the shape [129, 321]",
+    ),
+    (
+        "packed",
+        f"{DOWN}.shape",
+        lambda t: t[1:],
+        "the checkpoint holds a packed weight of the shape [320] and",
+    ),
+    (
+        "packed",
+        f"{DOWN}.shape",
+        Tensor.float,
+        "the checkpoint holds a packed weight of the shape [128.0, 320.0]",
+    ),
+    ("packed", f"{DOWN}.compressed", lambda t: t[:, 1:].contiguous(), "bits set for"),
 ]
 
 STATIC = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
@@ -201,7 +218,7 @@ def test_refused_tensors(
     stored = load_file(checkpoints[base] / "model.safetensors")[name]
     tensors = {name: None if change is None else change(stored)}
     layer = QKV if name.startswith(K_PROJ) else DOWN
-    subject = "" if words.startswith("2 blocks") else f"{layer}: "
+    subject = "" if words.startswith(("2 blocks", "bits set")) else f"{layer}: "
     refused(engines, edited(checkpoints[base], tmp_path / "out", tensors, {}), {}, subject + words)
 
 
@@ -239,43 +256,22 @@ def test_unusable_backend_is_refused_before_loading(engines: Engines, checkpoint
 
 
 @pytest.mark.parametrize("missing", ["", "weight", "weight_scale", "bias"])
-def test_missing_tensors_of_a_one_row_layer_are_named(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+def test_missing_tensors_of_a_one_row_layer_are_named(missing: str) -> None:
     """The bias of a layer with one out-feature has the shape of its scale, [1]."""
-    from slidesparse.vllm_patch import compat
-    from slidesparse.vllm_patch.scheme import SlideSparseScheme
-    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Int8
+    from slidesparse.vllm_patch.loading import LoadCheck
 
-    for attribute in ("rank", "world_size"):
-        monkeypatch.setattr(f"vllm.model_executor.parameter.get_tensor_model_parallel_{attribute}", lambda: 0)
-    for name in ("loads_dummy_weights", "loads_a_dump"):
-        monkeypatch.setattr(compat, name, lambda: False)
-    layer = torch.nn.Module()
-    layer.weight_loader = lambda parameter, tensor: parameter.data.copy_(tensor)
-    config: Any = SimpleNamespace(
-        resolution=SimpleNamespace(layout="dense", backend="reference", path="sparse", asked=True),
-        metadata=None,
-    )
-    inner = CompressedTensorsW8A8Int8("tensor", is_static_input_scheme=False, input_symmetric=True)
-    scheme = SlideSparseScheme(config, inner, "score", None, [SlidePattern(8)], "not pruned")
-    sizes = {"input_size_per_partition": 16, "input_size": 16, "output_partition_sizes": [1]}
-    scheme.create_weights(
-        layer, **sizes, output_size=1, params_dtype=torch.float32, weight_loader=layer.weight_loader
-    )
-    layer.bias = torch.nn.Parameter(torch.empty(1))
-    layer.bias.weight_loader = layer.weight_loader
-    tensors = {
-        "weight": torch.ones(1, 16, dtype=torch.int8),
-        "weight_scale": torch.tensor([0.5]),
-        "bias": torch.tensor([-2.0]),
-    }
-    for kind in tensors.keys() - {missing}:
-        parameter = getattr(layer, kind)
-        parameter.weight_loader(parameter, tensors[kind])
+    check, layer = LoadCheck("score", 16, 1), torch.nn.Module()
+    for kind, shape in (("weight", (1, 16)), ("weight_scale", (1,)), ("bias", (1,))):
+        parameter = torch.nn.Parameter(torch.ones(shape))
+        parameter.weight_loader = check.watch(lambda parameter, tensor: None, kind)
+        layer.register_parameter(kind, parameter)
+        if kind != missing:
+            parameter.weight_loader(parameter, torch.ones(shape))
     if missing:
         with pytest.raises(CheckpointError, match=f"score: the checkpoint lacks its {missing}"):
-            scheme.load_check.require_all(layer)
+            check.require_all(layer)
     else:
-        scheme.load_check.require_all(layer)
+        check.require_all(layer)
 
 
 # What is served

@@ -11,17 +11,16 @@ from functools import cache
 from pathlib import Path
 from statistics import mean, stdev
 
-import numpy as np
 import pytest
 import torch
+from checkpoints import tensors_of
 from edits import SPARSE_FLAGS, edited
 from engines import STOCK, Answer, Engines, Request
 from models import LLAMA, QWEN, Decoder, converted, write_w8a8
-from safetensors.torch import load_file
+from packed import packed
 from torch import Tensor
 
-from slidesparse.bitmask import decompress
-from slidesparse.quantize import FP8
+from slidesparse.quantize import FP8, INT8
 
 pytestmark = pytest.mark.vllm
 
@@ -96,38 +95,28 @@ def test_per_tensor_scales_tokens_equal_stock(engines: Engines, store: Path) -> 
 def test_sparse_formats_of_compressed_tensors_equal_dense(
     engines: Engines, store: Path, quant: str, form: str, env: dict[str, str]
 ) -> None:
-    """Tokens equal those of the dense weights; tests/checkpoint/test_packed.py shows that its tensors have
-    this form.
-    """
-    dense, packed = (checkpoint(store, LLAMA, "2:4", layout, quant) for layout in ("dense", "packed"))
-    model = stored_sparse(Path(packed), store / form, form)
+    """Tokens equal those of the dense weights; tests/checkpoint/test_converted.py has files of that package."""
+    dense = checkpoint(store, LLAMA, "2:4", "dense", quant)
+    model = stored_sparse(Path(dense), store / form, form)
     assert sparse(engines, model, env=env).tokens == sparse(engines, dense).tokens
 
 
-def stored_sparse(packed: Path, out: Path, form: str) -> str:
-    """Rewrite a packed checkpoint as compressed-tensors stores it."""
+def stored_sparse(dense: Path, out: Path, form: str) -> str:
+    """Rewrite a checkpoint of 2:4 as compressed-tensors stores it."""
     tensors: dict[str, Tensor | None] = {}
-    if form == "sparse-bitmask":
-        for name, values in load_file(packed / "model.safetensors").items():
-            if not name.endswith(".compressed"):
-                continue
-            layer = name.removesuffix(".compressed")
-            values, bitmask = (
-                values.view(torch.int8),
-                load_file(packed / "model.safetensors")[f"{layer}.bitmask"],
-            )
-            w = decompress(values, bitmask, 2 * values.shape[1])
-            counts = (w != 0).sum(-1)
-            packed_bits = np.packbits((w != 0).numpy(), axis=-1, bitorder="little")
-            tensors[name] = w[w != 0].view(FP8)
-            tensors[f"{layer}.bitmask"] = torch.from_numpy(packed_bits)
-            tensors[f"{layer}.row_offsets"] = counts.cumsum(0) - counts
-            tensors[f"{layer}.shape"] = torch.tensor(w.shape)
+    for name, w in tensors_of(dense).items():
+        if w.dtype in (INT8, FP8):
+            layer, counts = name.removesuffix(".weight"), (w.float() != 0).sum(-1)
+            values, bitmask = packed(w, w.shape[1] // 2 if form == "sparse-24-bitmask" else None)
+            tensors |= {name: None, f"{layer}.compressed": values, f"{layer}.bitmask": bitmask}
+            tensors |= {
+                f"{layer}.shape": torch.tensor(w.shape),
+                f"{layer}.row_offsets": counts.cumsum(0) - counts,
+            }
     targets = {"targets": ["Linear"], "ignore": ["lm_head"]}  # vLLM ignores the format without targets
     structure = "2:4" if form == "sparse-24-bitmask" else "unstructured"
     sparsity = {"format": form, "sparsity_structure": structure, "global_sparsity": 0.5, **targets}
-    method = {"quant_method": "compressed-tensors", "slidesparse": None, "sparsity_config": sparsity}
-    return edited(packed, out, tensors, method)
+    return edited(dense, out, tensors, {"slidesparse": None, "sparsity_config": sparsity})
 
 
 def test_cublaslt_path_tokens_equal_stock(engines: Engines, store: Path) -> None:
