@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from checkpoints import converted
 from engines import Engines, Request
-from models import LLAMA, converted, write_float
+from models import LLAMA, write_float
 
 from slidesparse.errors import SlideSparseError
 from slidesparse.evaluate import perplexity

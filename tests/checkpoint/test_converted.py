@@ -22,6 +22,7 @@ from checkpoints import (
     block_of,
     config_of,
     convert,
+    converted,
     edit_json,
     llama,
     refused,
@@ -33,7 +34,6 @@ from checkpoints import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from packed import packed_layout
 from strategies import assert_same_bits, patterns
 from torch import Tensor
 
@@ -58,11 +58,7 @@ def make(folder: Path, layout: str, pattern: str = "6:8", **options: Any) -> Pat
     source = folder.parent / "float"
     if not source.exists():
         llama(source)
-    if layout != "packed":
-        convert(source, folder, pattern, layout=layout, **options)
-        return folder
-    convert(source, folder.parent / f"{folder.name}-dense", pattern, **options)
-    return packed_layout(folder.parent / f"{folder.name}-dense", folder)
+    return converted(source, folder, pattern, layout, **options)
 
 
 def dense(folder: Path) -> dict[str, Tensor]:

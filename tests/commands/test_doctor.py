@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import DOWN, config_of, convert, edit_json, llama, tensors_of, w8a8, write
+from checkpoints import DOWN, config_of, convert, converted, edit_json, llama, tensors_of, w8a8, write
 from commands import Done
-from models import converted
 
 from slidesparse import doctor, gemm, versions
 from slidesparse.build import compile, find

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from checkpoints import converted
 from edits import SPARSE_FLAGS, edited
 from engines import STOCK, Answer, Engines
-from models import QWEN, converted, write_w8a8
+from models import QWEN, write_w8a8
 from test_serving_reload import DOWN, dense_weight
 
 pytestmark = pytest.mark.vllm

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import tensors_of
+from checkpoints import converted, tensors_of
 from edits import SPARSE_FLAGS, edited, refused
 from engines import STOCK, Engines, Request
-from models import QWEN, converted, write_float, write_w8a8
+from models import QWEN, write_float, write_w8a8
 from safetensors.torch import load_file
 from torch import Tensor
 

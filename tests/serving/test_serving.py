@@ -13,10 +13,10 @@ from statistics import mean, stdev
 
 import pytest
 import torch
-from checkpoints import tensors_of
+from checkpoints import converted, tensors_of
 from edits import SPARSE_FLAGS, edited
 from engines import STOCK, Answer, Engines, Request
-from models import LLAMA, QWEN, Decoder, converted, write_w8a8
+from models import LLAMA, QWEN, Decoder, write_w8a8
 from packed import packed
 from torch import Tensor
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from bitnets import ONLINE, best, greedy, load, transformers_model, write_master
+from checkpoints import converted
 from engine_tasks import PROMPTS
 from engines import Answer, Engines
-from models import converted
 
 pytestmark = pytest.mark.vllm
 

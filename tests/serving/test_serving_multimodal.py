@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from calibration import dequantized
-from checkpoints import convert
+from checkpoints import convert, converted
 from engines import Engines
-from models import LLAMA, converted, write_w8a8
+from models import LLAMA, write_w8a8
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import converted
 from edits import SPARSE_FLAGS, edited
 from engines import STOCK, Engines, Request
-from models import QWEN, converted, write_w8a8
+from models import QWEN, write_w8a8
 
 pytestmark = pytest.mark.vllm
 

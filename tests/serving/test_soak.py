@@ -24,8 +24,9 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from checkpoints import converted
 from lora import write_adapter
-from models import QWEN, converted, write_w8a8
+from models import QWEN, write_w8a8
 
 from slidesparse.versions import installed, numbers
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import Decoder, float_tensors, quantization_config
+from packed import packed_layout
 from safetensors.torch import load_file, save_file
 from strategies import assert_same_bits
 from tiny import build, fill
@@ -177,6 +178,14 @@ def convert(
         **{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()},
     )
     return stream.convert(source, out, parsed, dry_run=dry_run, progress=progress, skeletons=skeletons)
+
+
+def converted(source: Path, out: Path, pattern: str, layout: str = "dense", **options: Any) -> Path:
+    """Convert and return ``out``; the packed layout is what version 0.2 wrote."""
+    if layout == "packed":
+        return packed_layout(converted(source, out.with_name(f"{out.name}-dense"), pattern, **options), out)
+    convert(source, out, pattern, layout=layout, **options)
+    return out
 
 
 def refused(

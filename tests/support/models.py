@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from slidesparse.pattern import parse_pattern
 from slidesparse.quantize import FP8, quantize_rows
 
 # oneDNN's INT8 kernels for x86 CPUs without VNNI add pairs of products in 16 bits and saturate.  Stock vLLM uses
@@ -152,19 +151,6 @@ def _write(folder: Path, config: dict[str, object], tensors: dict[str, torch.Ten
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     return folder
-
-
-def converted(source: Path, out: Path, pattern: str, layout: str = "dense") -> Path:
-    """Prune ``source`` with the real converter; the packed layout is what its version 0.2 wrote."""
-    from packed import packed_layout
-
-    from slidesparse.convert.options import ConvertOptions
-    from slidesparse.convert.stream import convert
-
-    if layout == "packed":
-        return packed_layout(converted(source, out.with_name(f"{out.name}-dense"), pattern), out)
-    convert(source, out, ConvertOptions(parse_pattern(pattern), layout=layout))
-    return out
 
 
 def shrink_codes(folder: Path) -> Path:
