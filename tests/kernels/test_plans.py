@@ -10,9 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from slidesparse import reference
 from slidesparse.build.compile import compile_with
 from slidesparse.gemm import cublaslt, cuda, cusparselt, library
 from slidesparse.gemm.cublaslt import CublasLt
@@ -23,7 +21,6 @@ from slidesparse.gemm.problem import (
     TWO_FOUR,
     LibraryError,
     Problem,
-    Tensors,
     bucket,
     require_operand,
 )
@@ -140,75 +137,17 @@ def test_refusals(case: str) -> None:
         act()
 
 
-@pytest.fixture
-def gpu_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch's products on the CPU take only what they take on a Hopper GPU."""
-    int_mm, scaled_mm = torch._int_mm, torch._scaled_mm
-
-    def limited_int_mm(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
-        assert a.shape[0] > 16
-        assert a.shape[1] % 8 == b.shape[1] % 8 == 0
-        assert b.t().is_contiguous()
-        return int_mm(a, b, out=out)
-
-    def limited_scaled_mm(
-        a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, **options: Any
-    ) -> Tensor:
-        assert a.shape[1] % 16 == b.shape[1] % 16 == 0
-        assert b.t().is_contiguous()
-        shapes = scale_a.shape, scale_b.shape
-        assert shapes in (((1, 1), (1, 1)), ((len(a), 1), (1, b.shape[1])))
-        assert scale_a.is_contiguous()
-        assert scale_b.is_contiguous()
-        assert bias is None or bias.dtype == options["out_dtype"] != torch.float32
-        return scaled_mm(a, b, scale_a, scale_b, bias, **options)
-
-    monkeypatch.setattr(torch, "_int_mm", limited_int_mm)
-    monkeypatch.setattr(torch, "_scaled_mm", limited_scaled_mm)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.version, "cuda", "12.9")
-
-
-def integers(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Small ones: oneDNN saturates sums of pairs without VNNI, and float32 sums of them are exact."""
-    generator = torch.Generator().manual_seed(rows)
-    return torch.randint(-8, 9, (rows, columns), generator=generator).float().to(dtype)
-
-
-@pytest.mark.usefixtures("gpu_limits")
-@pytest.mark.parametrize("dtype", [torch.int8, FP8], ids=str)
-@pytest.mark.parametrize("m", [1, 16, 17, 300])
-def test_products_by_torch_equal_the_reference(m: int, dtype: torch.dtype) -> None:
-    """Sides are odd, and what is in memory behind the last row does not matter."""
-    rows, weight = integers(400, 45, dtype), integers(33, 45, dtype)
-    packed, expected = CublasLt().pack(weight, None), reference.matmul(rows[:m], weight)
-    for q in (rows[:m], rows[:m].clone()):
-        assert torch.equal(CublasLt().accumulate(q, packed, 33, expected.dtype), expected)
-
-
-@pytest.mark.usefixtures("gpu_limits")
-@pytest.mark.parametrize("out", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_fp8_is_scaled_in_the_epilogue(out: torch.dtype, has_bias: bool) -> None:
-    """As K is odd, activations are padded.  On a CPU torch rounds scaled operands and results to the output's type."""
-    m, n = cublaslt.MAX_UNSCALED_TOKENS + 1, 32
-    q, weight, y = integers(m, 45, FP8), integers(n, 45, FP8), torch.empty(m, n, dtype=out)
-    scale_x, scale_w = torch.linspace(0.1, 0.2, m).view(-1, 1), torch.linspace(0.3, 0.5, n).view(-1, 1)
-    bias = torch.linspace(-3, 3, n).to(out).float() if has_bias else None
-    CublasLt().scaled_matmul(Tensors(q, CublasLt().pack(weight, None), y, scale_w, scale_x, bias))
-    x, w = q.double() * scale_x, weight.double() * scale_w
-    expected = x @ w.t() + (0 if bias is None else bias)
-    bound = torch.finfo(out).eps * (x.abs() @ w.abs().t() + expected.abs())
-    assert bool(((y.double() - expected).abs() <= bound).all())
-
-
-@pytest.mark.usefixtures("gpu_limits")
-def test_cublaslt_scales_by_vectors_on_hopper_with_cuda_12_9(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert CublasLt().epilogue("fp8", "bf16") == "both"
-    for capability, version in (((8, 9), "13.0"), ((10, 0), "13.0"), ((9, 0), "12.8")):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        monkeypatch.setattr(torch.version, "cuda", version)
-        assert CublasLt().epilogue("fp8", "bf16") == "none", (capability, version)
+@pytest.mark.parametrize(
+    ("capability", "version", "scales"),
+    [((9, 0), "12.9", "both"), ((8, 9), "13.0", "none"), ((10, 0), "13.0", "none"), ((9, 0), "12.8", "none")],
+)
+def test_cublaslt_scales_by_vectors_on_hopper_with_cuda_12_9(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], version: str, scales: str
+) -> None:
+    """Its products, by torch, are tested on a GPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "cuda", version)
+    assert CublasLt().epilogue("fp8", "bf16") == scales
 
 
 def test_accumulator_dtypes_are_outputs_of_both_libraries() -> None:
