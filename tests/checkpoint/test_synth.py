@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import transformers
 from architectures import MOE
-from checkpoints import assert_same_tensors, config_of, convert, edit_json, snapshot, tensors_of
-from commands import Done
+from checkpoints import assert_same_tensors, config_of, convert, tensors_of
 from tiny import SIZES, tiny
 
 from slidesparse import synth as module
@@ -146,34 +145,6 @@ def test_ternary_weights_have_the_zeros_of_trained_ones(tmp_path: Path) -> None:
         # a share p of n has a deviation of sqrt(p (1 - p) / n), of which five are allowed
         drawn = min(len(codes), module.SAMPLE) * codes.shape[1]
         assert abs(float((codes == 0).float().mean()) - 0.42) < 5 * math.sqrt(0.42 * 0.58 / drawn)
-
-
-# Refusals
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["BitNet-2B", "--quant", "fp8"], "INT8 activations"),
-        (["Qwen9-7B"], "'Qwen9-7B'"),
-        (["--quant", "int4"], "int8, fp8, bf16"),
-        (["--layout", "slided"], "--layout slided"),
-        (["--layers", "3"], "--layers 3 must be from 1 to 2"),
-        (["--layers", "0"], "--layers 0"),
-        (["--quant", "bf16", "--sparsity", "6:8"], "--quant bf16"),
-        (["--quant", "bf16", "--layout", "slided"], "--quant bf16"),
-        ([{"model_type": "llama7"}], "model_type 'llama7' is not known"),
-    ],
-)
-def test_invalid_configs_and_options_are_refused(tmp_path: Path, options: list[Any], words: str) -> None:
-    config = config_file(tmp_path)
-    if isinstance(options[0], dict):
-        edit_json(config, **options.pop())
-    before = snapshot(tmp_path)
-    named = bool(options) and not options[0].startswith("-")
-    result = Done("synth", options[0] if named else config, tmp_path / "out", *options[named:])
-    assert (result.code, words in result.err) == (2, True), result.err
-    assert snapshot(tmp_path) == before
 
 
 # Public models, and transformers

@@ -136,24 +136,43 @@ def test_every_option_reaches_the_conversion(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "fact"),
-    [
-        ("-s nonsense", "'nonsense'"),
-        ("-s ''", "''"),
-        ("", "neither a pattern nor a budget"),
-        ("-s 6:8 --max-loss 25%", "found --sparsity and --max-loss"),
-        ("--max-loss 25", "--max-loss '25' is not a percentage"),
-        ("--max-loss 1%", "--max-loss 1% needs calibration data"),
-        ("-s 6:8 --resume", "--resume would have no effect without calibration data"),
-        ("-s 6:8 --samples 9 --rotate on", "--samples and --rotate"),
-        ("-s 6:8 --calib missing.jsonl", "missing.jsonl"),
-        ("-s 6:8 --calib random --rotate yes", "--rotate 'yes' is not known"),
-        ("-s 6:8 --layer down_proj", "--layer 'down_proj' is not REGEX=PATTERN"),
-    ],
-)
-def test_convert_with_invalid_usage_exits_2(source: Path, tmp_path: Path, options: str, fact: str) -> None:
-    result = Done("convert", source, tmp_path / "out", *shlex.split(options))
+INVALID = [
+    ("convert source out -s nonsense", "'nonsense'"),
+    ("convert source out -s ''", "''"),
+    ("convert source out", "neither a pattern nor a budget"),
+    ("convert source out -s 6:8 --max-loss 25%", "found --sparsity and --max-loss"),
+    ("convert source out --max-loss 25", "--max-loss '25' is not a percentage"),
+    ("convert source out --max-loss 1%", "--max-loss 1% needs calibration data"),
+    ("convert source out -s 6:8 --resume", "--resume would have no effect without calibration data"),
+    ("convert source out -s 6:8 --samples 9 --rotate on", "--samples and --rotate"),
+    ("convert source out -s 6:8 --calib missing.jsonl", "missing.jsonl"),
+    ("convert source out -s 6:8 --calib random --rotate yes", "--rotate 'yes' is not known"),
+    ("convert source out -s 6:8 --layer down_proj", "--layer 'down_proj' is not REGEX=PATTERN"),
+    ("synth BitNet-2B out --quant fp8", "INT8 activations"),
+    ("synth Qwen9-7B out", "'Qwen9-7B'"),
+    ("synth source out --quant int4", "int8, fp8, bf16"),
+    ("synth source out --layout slided", "--layout slided"),
+    ("synth source out --layers 3", "--layers 3 must be from 1 to 2"),
+    ("synth source out --layers 0", "--layers 0"),
+    ("synth source out --quant bf16 --sparsity 6:8", "--quant bf16"),
+    ("synth source out --quant bf16 --layout slided", "--quant bf16"),
+    ("tune Llama9", "Llama9"),
+    ("tune BitNet-2B --shapes 1x1", "--shapes"),
+    ("tune --shapes " + "9" * 5000 + "x8", "99...99"),
+    ("tune --m " + "9" * 5000, "99...99"),
+    ("tune --dtype fp16", "fp16"),
+    ("tune --pattern 2:8", "6:8"),
+    ("tune --library cutlass", "cutlass"),
+]
+
+
+@pytest.mark.usefixtures("source")
+@pytest.mark.parametrize(("command", "fact"), INVALID)
+def test_invalid_usage_exits_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, fact: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = Done(*shlex.split(command))
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith("error: ")
     assert fact in result.err

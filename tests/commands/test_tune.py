@@ -160,24 +160,6 @@ def test_tune_command_tunes_layers_of_a_converted_checkpoint(
         assert (result.exit_code, received.pop()) == (0, expected), result.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "fact"),
-    [
-        ("Llama9", "Llama9"),
-        ("BitNet-2B --shapes 1x1", "--shapes"),
-        ("--shapes " + "9" * 5000 + "x8", "99...99"),
-        ("--m " + "9" * 5000, "99...99"),
-        ("--dtype fp16", "fp16"),
-        ("--pattern 2:8", "6:8"),
-        ("--library cutlass", "cutlass"),
-    ],
-)
-def test_tune_command_with_invalid_usage_exits_2(words: str, fact: str) -> None:
-    result = CliRunner().invoke(app, ["tune", *words.split()])
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert fact in result.stderr
-
-
 # --- shapes
 
 
