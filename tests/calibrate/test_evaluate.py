@@ -99,6 +99,8 @@ def test_data_without_a_window_are_refused(folder: Path, name: str, text: str) -
     (folder / name).write_text(text)
     with pytest.raises(SlideSparseError, match=f"{name} gives no window of 3 tokens"):
         windows(folder / name, folder, 3, None)
+    with pytest.raises(SlideSparseError, match="'missing.txt' is not a file"):
+        windows("missing.txt", folder, 3, None)
 
 
 def test_no_more_documents_are_read_than_needed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,24 +157,3 @@ def test_eval_perplexity(folder: Path, without_engine: list[Any]) -> None:
     result = json.loads(Done(*command, "--json").out)
     assert result["perplexity"]["value"] == pytest.approx(math.exp(2), rel=1e-6)
     assert "delta_pct" not in result
-
-
-@pytest.mark.parametrize(
-    ("options", "fact"),
-    [
-        (("--data", "missing.txt"), "'missing.txt' is not a file"),
-        (("--data", "a.txt", "--option", "dtype"), "--option 'dtype'"),
-        (("--data", "a.txt", "--seqlen", 1), "--seqlen 1"),
-        (("--data", "a.txt", "--samples", 0), "--samples 0"),
-        (("--data", "a.txt", "--against", "nowhere"), "nowhere is no checkpoint folder"),
-    ],
-)
-def test_eval_with_invalid_usage_exits_2(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[Any, ...], fact: str
-) -> None:
-    (folder / "a.txt").write_text("a b c d")
-    monkeypatch.chdir(folder)
-    length = () if "--seqlen" in options else ("--seqlen", 4)
-    process = Done("eval", "perplexity", folder, *length, *options)
-    assert process.code == 2
-    assert fact in process.err

@@ -156,6 +156,10 @@ INVALID = [
     ("synth source out --layers 0", "--layers 0"),
     ("synth source out --quant bf16 --sparsity 6:8", "--quant bf16"),
     ("synth source out --quant bf16 --layout slided", "--quant bf16"),
+    ("eval perplexity source --data ids.npy --seqlen 9 --option dtype", "--option 'dtype'"),
+    ("eval perplexity source --data ids.npy --seqlen 1", "--seqlen 1"),
+    ("eval perplexity source --data ids.npy --samples 0", "--samples 0"),
+    ("eval perplexity source --data ids.npy --against nowhere", "nowhere is no checkpoint folder"),
     ("tune Llama9", "Llama9"),
     ("tune BitNet-2B --shapes 1x1", "--shapes"),
     ("tune --shapes " + "9" * 5000 + "x8", "99...99"),
@@ -166,7 +170,7 @@ INVALID = [
 ]
 
 
-@pytest.mark.usefixtures("source")
+@pytest.mark.usefixtures("source", "calib")
 @pytest.mark.parametrize(("command", "fact"), INVALID)
 def test_invalid_usage_exits_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, fact: str
