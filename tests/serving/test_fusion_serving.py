@@ -17,57 +17,43 @@ from test_serving_reload import DOWN, dense_weight
 pytestmark = pytest.mark.vllm
 
 
-INDUCTOR = "norms and activations not fused: the model is not compiled by Inductor"
-OTHER = "norms and activations not fused: post_grad_custom_post_pass is taken by object"
+FUSED, NOT = "norms and activations fused", "norms and activations not fused: "
+INDUCTOR = f"{NOT}the model is not compiled by Inductor"
+VALID = {"mode": 3, "compiler": "inductor", "backend": "reference", "fuse": True, "taken": False}
 
 
 @pytest.mark.parametrize(
-    ("mode", "compiler", "backend", "fuse", "other", "status"),
+    ("changed", "status"),
     [
-        *(
-            (mode, name, "reference", True, False, "norms and activations fused")
-            for mode, name in ((2, "inductor"), (3, ""))
-        ),
-        *((mode, "inductor", "reference", True, False, INDUCTOR) for mode in (0, None, 1)),
-        (3, "eager", "reference", True, False, INDUCTOR),
-        (
-            3,
-            "inductor",
-            "cusparselt",
-            True,
-            False,
-            "norms and activations not fused: backend cusparselt quantizes by",
-        ),
-        (3, "inductor", "reference", False, False, ""),
-        (3, "inductor", "reference", True, True, OTHER),
+        ({"mode": 2}, FUSED),
+        ({"compiler": ""}, FUSED),
+        *(({"mode": mode}, INDUCTOR) for mode in (0, None, 1)),
+        ({"compiler": "eager"}, INDUCTOR),
+        ({"backend": "cusparselt"}, f"{NOT}backend cusparselt quantizes by"),
+        ({"fuse": False}, ""),
+        ({"taken": True}, f"{NOT}post_grad_custom_post_pass is taken by int"),
     ],
 )
 def test_pass_is_registered_where_it_can_run(
-    monkeypatch: pytest.MonkeyPatch,
-    mode: int | None,
-    compiler: str,
-    backend: str,
-    fuse: bool,
-    other: bool,
-    status: str,
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], status: str
 ) -> None:
     """Either way the model's key is part of vLLM's config; another program's pass is not replaced."""
     from slidesparse.vllm_patch import compat, fusion
 
-    options: dict[str, Any] = {fusion.PASS_KEY: object()} if other else {}
-    compilation = SimpleNamespace(mode=mode, backend=compiler, inductor_compile_config=options)
+    case = SimpleNamespace(**{**VALID, **changed})
+    options: dict[str, Any] = {fusion.PASS_KEY: 1} if case.taken else {}
+    compilation = SimpleNamespace(mode=case.mode, backend=case.compiler, inductor_compile_config=options)
     config = SimpleNamespace(compilation_config=compilation, additional_config={})
     monkeypatch.setattr(compat, "current_config", lambda: config)
-    resolution: Any = SimpleNamespace(fuse=fuse, backend=backend)
     for _ in range(2):
-        actual = fusion.register("a key", resolution)
+        actual = fusion.register("a key", case)
         assert actual.startswith(status)
         assert bool(actual) is bool(status)
     (registered,) = options.values()
-    if other:
+    if case.taken:
         assert config.additional_config == {fusion.ADDITIONAL: ["a key"]}
     else:
-        assert (registered.keys, registered.fuses) == (("a key",), status == "norms and activations fused")
+        assert (registered.keys, registered.fuses) == (("a key",), status == FUSED)
 
 
 def test_cache_keys_change_hashes_of_nested_and_draft_models(tmp_path: Path) -> None:
