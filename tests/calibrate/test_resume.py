@@ -6,9 +6,6 @@ import os
 import random
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from calibration import DEVICES, Killed, calibrated, save, write_ids
-from checkpoints import snapshot
+from checkpoints import killed, snapshot
 from pacing import set_clock
 
 from slidesparse import files
@@ -126,36 +123,11 @@ def test_resumed_budget_decides_as_before(
         assert snapshot(tmp_path / f"out{point}") == snapshot(tmp_path / "whole")
 
 
-KILLED = """
-import os, signal, sys
-import torch
-torch.set_num_threads(1)
-from slidesparse.calibrate.task import Calibration
-from slidesparse.checkpoint.storage import Writer
-from slidesparse.convert.options import ConvertOptions
-from slidesparse.convert.stream import convert
-from slidesparse.pattern import SlidePattern
-source, out, ids, most, device = sys.argv[1:]
-written, write = 0, Writer.write
-def write_then_die(self, *arguments):
-    global written
-    write(self, *arguments)
-    written += 1
-    if written == int(most):
-        os.kill(os.getpid(), signal.SIGKILL)
-Writer.write = write_then_die
-calibration = Calibration((ids,), seqlen=24, device=device, rotate="off", resume=True)
-convert(source, out, ConvertOptions(SlidePattern(8), calibration=calibration))
-"""
-
-
 @DEVICES
 def test_killed_by_a_signal_resumes(source: Path, tmp_path: Path, ids: str, device: str) -> None:
     """Within the second block's 14 tensors."""
-    command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out"), ids, "20", device]
-    process = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=120, check=False)
-    assert process.returncode == -signal.SIGKILL
-    assert not (tmp_path / "out").exists()
+    options = {"seqlen": 24, "device": device, "rotate": "off", "resume": True}
+    killed(source, tmp_path / "out", 20, data=[ids], **options)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)

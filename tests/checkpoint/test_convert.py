@@ -10,9 +10,6 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +28,7 @@ from checkpoints import (
     config_of,
     convert,
     edit_json,
+    killed,
     llama,
     refused,
     rewrite,
@@ -187,32 +185,11 @@ def test_output_may_be_an_empty_folder_a_link_or_below_new_parents(tmp_path: Pat
 
 # Kills and interrupts
 
-KILLED = """
-import os, signal, sys
-from slidesparse.checkpoint import names, storage
-from slidesparse.convert.options import ConvertOptions
-from slidesparse.convert.stream import convert
-from slidesparse.pattern import SlidePattern
-storage.CHUNK_ELEMENTS = 1000
-written, write = 0, storage.Writer.write
-def write_then_die(self, *arguments):
-    global written
-    write(self, *arguments)
-    written += 1
-    if written == 40:
-        os.kill(os.getpid(), signal.SIGKILL)
-storage.Writer.write = write_then_die
-convert(sys.argv[1], sys.argv[2], ConvertOptions(SlidePattern.parse("6:8")))
-"""
-
 
 def test_killed_conversion_leaves_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = llama(tmp_path / "source")
     out = tmp_path / "out"
-    command = [sys.executable, "-c", KILLED, str(source), str(out)]
-    process = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=120, check=False)
-    assert process.returncode == -signal.SIGKILL
-    assert not out.exists()
+    killed(source, out, 40)
     (partial,) = (path for path in tmp_path.iterdir() if path != source)
     assert re.fullmatch(r"\.out\.partial-\w+", partial.name)
     assert (partial / MODEL).exists()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import struct
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -186,6 +189,37 @@ def converted(source: Path, out: Path, pattern: str, layout: str = "dense", **op
         return packed_layout(converted(source, out.with_name(f"{out.name}-dense"), pattern, **options), out)
     convert(source, out, pattern, layout=layout, **options)
     return out
+
+
+KILLED = """
+import json, os, signal, sys
+import torch
+from slidesparse.calibrate.task import Calibration
+from slidesparse.checkpoint.storage import Writer
+from slidesparse.convert.options import ConvertOptions
+from slidesparse.convert.stream import convert
+from slidesparse.pattern import SlidePattern
+torch.set_num_threads(1)
+source, out, most, calibration = sys.argv[1:]
+written, write = 0, Writer.write
+def write_then_die(self, *arguments):
+    global written
+    write(self, *arguments)
+    written += 1
+    if written == int(most):
+        os.kill(os.getpid(), signal.SIGKILL)
+Writer.write = write_then_die
+options = json.loads(calibration)
+convert(source, out, ConvertOptions(SlidePattern(8), calibration=Calibration(**options) if options else None))
+"""
+
+
+def killed(source: Path, out: Path, writes: int, **calibration: Any) -> None:
+    """Convert to 6:8 in a process that is killed at this number of writes."""
+    command = [sys.executable, "-c", KILLED, str(source), str(out), str(writes), json.dumps(calibration)]
+    process = subprocess.run(command, timeout=120, check=False)
+    assert process.returncode == -signal.SIGKILL
+    assert not out.exists()
 
 
 def refused(
