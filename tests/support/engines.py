@@ -344,7 +344,7 @@ def _import_vllm() -> None:
         raise RuntimeError("importing vLLM has initialized CUDA: no forked child could use it")
 
 
-def _text_of(readable: int, seconds: int) -> str | None:
+def text_of(readable: int, seconds: float) -> str | None:
     """Read a pipe until its end; None if it has not ended after ``seconds``."""
     text, deadline = b"", time.monotonic() + seconds
     while select.select([readable], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -383,7 +383,7 @@ def main() -> None:
                 _child(request, log.name, writable)
                 os._exit(0)
             os.close(writable)
-            text = _text_of(readable, request.seconds)
+            text = text_of(readable, request.seconds)
             os.close(readable)
             if text is None:
                 os.killpg(pid, signal.SIGKILL)

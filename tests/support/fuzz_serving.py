@@ -7,10 +7,8 @@ activations.  The products must be those of the weights that `convert` reads fro
 from __future__ import annotations
 
 import os
-import select
 import signal
 import tempfile
-import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ os.environ |= {
 
 import fuzz
 import torch
-from engines import Request, llm_options
+from engines import Request, llm_options, text_of
 
 from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.errors import SlideSparseError
@@ -155,19 +153,14 @@ def serve(folder: Path, damage: str, outcomes: dict[str, str]) -> str:
         finally:
             os._exit(0)
     os.close(writable)
-    text, deadline = b"", time.monotonic() + 2 * fuzz.SECONDS
-    while select.select([readable], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        part = os.read(readable, 65536)
-        text += part
-        if not part:
-            break
-    else:
+    text = text_of(readable, 2 * fuzz.SECONDS)
+    if text is None:
         os.kill(pid, signal.SIGKILL)
     os.close(readable)
     os.waitpid(pid, 0)
-    if not text or text[:1] == b"!":
-        raise fuzz.Defect(text[1:].decode() or "the process ended without output, or did not end")
-    return text.decode().partition(": ")[0]
+    if not text or text[0] == "!":
+        raise fuzz.Defect((text or "!the process ended without output, or did not end")[1:])
+    return text.partition(": ")[0]
 
 
 def run(first: int, count: int) -> dict[str, Any]:
