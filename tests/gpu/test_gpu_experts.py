@@ -18,7 +18,7 @@ from slidesparse.gemm import cuda
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.backend import Hopper, plan_layer
 from slidesparse.gemm.hopper.native import TYPES
-from slidesparse.gemm.problem import Layer, LibraryError
+from slidesparse.gemm.problem import Layer
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8, quantize_rows
@@ -269,12 +269,6 @@ def test_nothing_is_here() -> None:
         assert torch.equal(OURS.combine(y, rows, 2), torch.zeros(tokens, 72, dtype=BF16, device=gpu()))
 
 
-def test_refusals() -> None:
-    experts, x = Experts.make(3, 72, 64, "2:4"), normal(8, 64, 4)
-    order, _, offsets = OURS.route(torch.zeros(4, 2, dtype=torch.int32, device=gpu()), None, 3)
+def test_more_experts_than_counters_are_refused() -> None:
     with pytest.raises(RuntimeError, match="513 experts: 1 to 512"):
         OURS.route(torch.zeros(4, 2, dtype=torch.int32, device=gpu()), None, 513)
-    with pytest.raises(RuntimeError, match="one of 2 for each of 8 slots"):
-        grouped(experts, x[:5], order, 2, offsets, None, False)
-    with pytest.raises(LibraryError, match="no kernel"):
-        run_tile(experts, x, order, offsets, torch.empty(8, 72, device=gpu()), "stream:4x8/1/1")

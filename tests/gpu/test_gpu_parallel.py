@@ -86,22 +86,3 @@ def test_fp8_error_is_at_most_twice_that_of_stock(gpu_engines: GpuEngines) -> No
 @pytest.mark.parametrize("engine", [pytest.param(TP, id="TP"), pytest.param(PP, id="PP")])
 def test_compiled_tokens_match_eager(gpu_engines: GpuEngines, engine: Engine) -> None:
     require_only_rounding(*gpu_engines.answers(compiled_beside_stock(engine)))
-
-
-def refused(pattern: str) -> list[Engine]:
-    return [replace(TP, pattern=pattern, layout="slided")]
-
-
-@needs(refused)
-@pytest.mark.parametrize("pattern", ["4:6", "8:10"])
-def test_unsplittable_slided_layouts_are_refused_before_loading(
-    gpu_engines: GpuEngines, pattern: str
-) -> None:
-    response = gpu_engines.start(refused(pattern)[0]).result()
-    message = response.error + response.log
-    assert response.error
-    assert "self_attn.o_proj: the slided layout of 256 in-features at " + pattern in message
-    assert "2 tensor-parallel shards of whole blocks; tensor-parallel sizes that work: 1." in message
-    assert "slidesparse convert SRC OUT --layout dense" in message
-    assert "Loading safetensors" not in message
-    assert "Model loading took" not in message

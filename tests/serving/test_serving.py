@@ -215,6 +215,7 @@ def test_unsplittable_slided_layout_error_names_valid_tp_sizes(engines: Engines,
     assert "self_attn.o_proj: the slided layout of 128 in-features at 4:6 (2 of every 6 pruned)" in message
     assert "2 tensor-parallel shards of whole blocks; tensor-parallel sizes that work: 1." in message
     assert "slidesparse convert SRC OUT --layout dense" in message
+    assert "Loading safetensors" not in message
 
 
 @pytest.mark.parametrize(
