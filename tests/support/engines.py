@@ -28,18 +28,11 @@ import engine_tasks
 
 from slidesparse import gemm
 from slidesparse.evaluate.engine import summaries
+from slidesparse.flags import DISABLE, MODE, REQUESTS
 
 HERE = Path(__file__).resolve()
 GRACE = 5.0  # seconds
-FLAGS = (
-    "SLIDESPARSE",
-    "USE_CUSPARSELT",
-    "USE_CUBLASLT",
-    "DISABLE_SLIDESPARSE",
-    "SPARSITY",
-    "SLIDESPARSE_FUSE",
-    "SLIDESPARSE_BACKEND",
-)
+FLAGS = (MODE, DISABLE, *REQUESTS)
 IMPORTED_LATE = (
     "torch._dynamo",
     "vllm.entrypoints.llm",
