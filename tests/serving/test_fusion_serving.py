@@ -12,7 +12,7 @@ from checkpoints import converted
 from edits import SPARSE_FLAGS, edited
 from engines import STOCK, Answer, Engines
 from models import QWEN, write_w8a8
-from test_serving_reload import DOWN, dense_weight
+from test_serving import DOWN, dense_weight
 
 pytestmark = pytest.mark.vllm
 

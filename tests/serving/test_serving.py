@@ -152,9 +152,14 @@ def test_unpruned_model_on_sparse_path_equals_stock(
     assert answer.tokens == stock(engines, str(model)).tokens
 
 
-def test_flags_serve_checkpoint_without_metadata_sparse(engines: Engines, store: Path) -> None:
+@pytest.fixture(scope="module")
+def bare(store: Path) -> str:
+    """A pruned checkpoint without metadata."""
+    return edited(Path(checkpoint(store, QWEN, "6:8")), store / "bare", {}, {"slidesparse": None})
+
+
+def test_flags_serve_checkpoint_without_metadata_sparse(engines: Engines, bare: str) -> None:
     """The flags give the pattern of the pruned weights, and the loader checks it."""
-    bare = edited(Path(checkpoint(store, QWEN, "6:8")), store / "bare", {}, {"slidesparse": None})
     stock_answer = stock(engines, bare)
     assert sparse(engines, bare, env=SPARSE_FLAGS).tokens == stock_answer.tokens
     spawned = {**SPARSE_FLAGS, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
@@ -230,3 +235,49 @@ def test_dummy_weights_are_served_sparse(engines: Engines, store: Path, layout: 
 def test_reloaded_weights_give_the_same_tokens(engines: Engines, store: Path, layout: str) -> None:
     model = checkpoint(store, QWEN, "6:8", layout)
     assert sparse(engines, model, task="reload").tokens == sparse(engines, model).tokens
+
+
+# Weights that are replaced while a server runs: each layer stays sparse or dense, as it was at first.  Tokens after a
+# reload of others are compared on GPUs (test_gpu_serving), because vLLM's own CPU layers keep their first weights.
+
+DOWN = "model.layers.0.mlp.down_proj.weight"
+SPARSE_SINCE = "The layer has been sparse since the server started"
+
+
+def dense_weight() -> Tensor:
+    """A weight of DOWN that breaks 6:8."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(1, 60, (QWEN.hidden, QWEN.intermediate), dtype=INT8, generator=generator)
+
+
+@pytest.fixture(scope="module")
+def partly(bare: str) -> str:
+    """The checkpoint with one layer that breaks the pattern."""
+    return edited(Path(bare), Path(bare).with_name("partly"), {DOWN: dense_weight()}, {})
+
+
+def test_weights_loaded_after_dummy_ones_are_not_pruned(engines: Engines, store: Path) -> None:
+    """Dummy weights are pruned to the pattern; weights that are loaded later into the same engine must obey it."""
+    pruned, dummy = checkpoint(store, QWEN, "6:8"), {"load_format": "dummy"}
+    reloaded = sparse(engines, pruned, options=dummy, task="reload_after_dummy")
+    assert reloaded.tokens == sparse(engines, pruned).tokens
+    unpruned = str(store / "qwen2-int8")
+    answer = engines.ask(Request(unpruned, env=SPARSE_FLAGS, options=dummy, task="reload_after_dummy"))
+    message = answer.error + answer.log
+    assert "has 8 non-zeros, 6:8 (2 of every 8 pruned)" in message
+    assert f"{SPARSE_SINCE}; restart it to serve these weights" in message
+
+
+def test_reload_refuses_dense_weights_in_a_sparse_layer(engines: Engines, bare: str, partly: str) -> None:
+    work = {"other": partly, "model": bare}
+    answer = engines.ask(Request(bare, env=SPARSE_FLAGS, task="reload_other", work=work))
+    message = answer.error + answer.log
+    assert "model.layers.0.mlp.down_proj" in message
+    assert SPARSE_SINCE in message
+
+
+def test_reload_keeps_a_dense_layer_dense(engines: Engines, bare: str, partly: str) -> None:
+    work = {"other": bare, "model": partly}
+    answer = engines.serve(partly, env=SPARSE_FLAGS, task="reload_other", work=work)
+    assert "7 layers sparse, 2 dense (1 lm_head, 1 whose weights break the pattern)" in answer.summary
+    assert answer.data["turns"][0] == stock(engines, partly).tokens
