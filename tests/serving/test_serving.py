@@ -13,13 +13,17 @@ from statistics import mean, stdev
 
 import pytest
 import torch
-from checkpoints import converted, tensors_of
+from checkpoints import convert, converted, edit_block, rewrite, tensors_of
 from edits import SPARSE_FLAGS, edited
 from engines import STOCK, Answer, Engines, Request
-from models import LLAMA, QWEN, Decoder, write_w8a8
+from models import LLAMA, QWEN, Decoder, shrink_codes, write_w8a8
 from packed import packed
+from tool_sources import compressed
 from torch import Tensor
 
+from slidesparse.checkpoint.metadata import KEY, LayerEntry, Metadata
+from slidesparse.pattern import SlidePattern, parse_pattern
+from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8
 
 pytestmark = pytest.mark.vllm
@@ -32,6 +36,11 @@ FAMILIES = [pytest.param(QWEN, id="qwen2"), pytest.param(LLAMA, id="llama")]
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the module's checkpoints; each is made at its first use."""
     return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def source(store: Path) -> Path:
+    return write_w8a8(QWEN, store / "qwen2-int8")
 
 
 def checkpoint(store: Path, model: Decoder, pattern: str, layout: str = "dense", quant: str = "int8") -> str:
@@ -204,7 +213,7 @@ def _flat(rows: list[list[float]]) -> list[float]:
 def test_tp2_tokens_equal_stock(engines: Engines, store: Path, pattern: str, layout: str) -> None:
     """Row-parallel layers have K of 128 and 320, so shards have 64 and 160: whole blocks of 8, cut blocks of 6.
 
-    The dense layout is in test_serving_mixed.
+    The dense layout is tested with several patterns.
     """
     options = {"tensor_parallel_size": 2}
     expected = stock(engines, checkpoint(store, QWEN, pattern), options=options)
@@ -237,6 +246,114 @@ def test_reloaded_weights_give_the_same_tokens(engines: Engines, store: Path, la
     assert sparse(engines, model, task="reload").tokens == sparse(engines, model).tokens
 
 
+# Layers of several patterns, or of none
+
+RULES = ["down_proj=8:10", r"layers\.1\.mlp\.(gate|up)_proj=4:6"]
+
+
+def test_mixed_patterns_tokens_equal_stock(engines: Engines, source: Path, tmp_path: Path) -> None:
+    for layout in ("dense", "slided"):
+        convert(source, tmp_path / layout, layer=[*RULES, r"1.*o_proj=dense"], layout=layout)
+    answers = engines.as_stock(tmp_path / "dense"), engines.serve(tmp_path / "slided")
+    assert answers[0].tokens == answers[1].tokens
+    for answer in answers:
+        assert answer.summary.startswith(
+            "6:8 (2 of every 8 pruned): 7 layers sparse (1 at 4:6, 4 at 6:8, 2 at 8:10), "
+            "1 not pruned (by the same backend), 1 dense (1 lm_head)"
+        ), answer.summary
+
+
+@pytest.mark.slow
+def test_mixed_patterns_tp2_tokens_equal_stock(engines: Engines, source: Path, tmp_path: Path) -> None:
+    """Shards have 64 and 160 columns: whole blocks of 10 and 8, cut blocks of 6."""
+    convert(source, tmp_path / "out", "4:6", layer=["down_proj=8:10"])
+    answer = engines.as_stock(tmp_path / "out", options={"tensor_parallel_size": 2})
+    assert "8 layers sparse (6 at 4:6, 2 at 8:10)" in answer.summary
+
+
+def test_quantization_groups_of_compressed_tensors(engines: Engines, tmp_path: Path) -> None:
+    """Groups are given by class, regex and name, and one has static activations."""
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
+
+    groups = {
+        "group_0": QuantizationScheme(
+            targets=["Linear"],
+            weights=QuantizationArgs(strategy="channel"),
+            input_activations=QuantizationArgs(strategy="tensor"),
+        ),
+        "group_1": preset_name_to_scheme("W8A8", [r"re:.*mlp\..*_proj"]),
+        "group_2": preset_name_to_scheme("W8A8", ["model.layers.1.self_attn.o_proj"]),
+    }
+    source = compressed(tmp_path / "source", groups, ["lm_head", "re:.*layers.0.*o_proj"], QWEN)
+    convert(source, tmp_path / "out")
+    answer = engines.as_stock(shrink_codes(tmp_path / "out"))
+    assert "7 layers sparse, 2 dense (1 lm_head, 1 not quantized)" in answer.summary, answer.summary
+
+
+@pytest.mark.parametrize(
+    ("targets", "fragment"), [(["Linear"], "lm_head dequantized"), (["Linear", "lm_head"], "")]
+)
+def test_quantized_lm_head_tokens_equal_stock(
+    engines: Engines, tmp_path: Path, targets: list[str], fragment: str
+) -> None:
+    """vLLM serves a quantized head, but cannot load the other source's head unless it is rewritten."""
+    from compressed_tensors.quantization import preset_name_to_scheme
+
+    source = compressed(tmp_path / "source", {"group_0": preset_name_to_scheme("W8A8", targets)}, [], QWEN)
+    assert fragment in convert(source, tmp_path / "out").plan.rewritten
+    answer = engines.as_stock(shrink_codes(tmp_path / "out"))
+    assert "8 layers sparse, 1 dense (1 lm_head)" in answer.summary
+
+
+WIDE = Decoder("Qwen2ForCausalLM", hidden=256, intermediate=512, head_dim=64)
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_half_pruned_blocks_tokens_equal_stock(engines: Engines, tmp_path: Path, size: int) -> None:
+    """Version 0.2 wrote 2:4@50%, here beside a layer of 6:8 and one that is not pruned."""
+    folder = write_w8a8(WIDE, tmp_path / "out")
+    patterns = dict.fromkeys(WIDE.linears(), parse_pattern("2:4@50%"))
+    patterns["model.layers.1.mlp.down_proj"] = parse_pattern("6:8")
+    del patterns["model.layers.1.self_attn.o_proj"]
+    tensors = tensors_of(folder)
+    rewrite(folder, **{f"{name}.weight": prune(tensors[f"{name}.weight"], p) for name, p in patterns.items()})
+    layers = {name: LayerEntry(pattern, WIDE.linears()[name][1]) for name, pattern in patterns.items()}
+    edit_block(folder, **{KEY: Metadata(parse_pattern("2:4@50%"), "dense", layers).to_json()})
+    answer = engines.as_stock(folder, options={"tensor_parallel_size": size})
+    assert answer.summary.startswith(
+        "2:4@50% (2 of every 4 pruned in 50% of the blocks): 7 layers sparse (6 at 2:4@50%, 1 at 6:8), "
+        "1 not pruned (by the same backend), 1 dense (1 lm_head)"
+    ), answer.summary
+
+
+NO_PRUNED_LAYERS = "none of the checkpoint's pruned layers is in this part of the model"
+
+
+def test_model_part_without_pruned_layers_is_served(engines: Engines, tmp_path: Path) -> None:
+    """An example is a quantized draft in the checkpoint of a pruned model, with or without a flag for the
+    sparse path.
+    """
+    folder = write_w8a8(QWEN, tmp_path / "draft")
+    layers = {"model.layers.7.mlp.down_proj": LayerEntry(SlidePattern(8), QWEN.intermediate)}
+    edit_block(folder, **{KEY: Metadata(SlidePattern(8), "dense", layers).to_json()})
+    for env in ({}, {"USE_CUSPARSELT": "1"}):
+        answer = engines.as_stock(folder, env)
+        assert "0 layers sparse, 8 not pruned (by the same backend), 1 dense (1 lm_head)" in answer.summary
+        assert answer.summary.endswith(NO_PRUNED_LAYERS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dense", "slided"])
+def test_pipeline_stage_without_pruned_layers_loads(
+    engines: Engines, source: Path, tmp_path: Path, layout: str
+) -> None:
+    """It only loads, as vLLM's engine for CPUs computes nothing in pipelines."""
+    convert(source, tmp_path / "out", layer=[r"layers\.1\.=dense"], layout=layout)
+    answer = engines.serve(tmp_path / "out", options={"pipeline_parallel_size": 2}, work={"prompts": []})
+    assert "4 layers sparse" in answer.log
+    assert NO_PRUNED_LAYERS in answer.log
+
+
 # Weights that are replaced while a server runs: each layer stays sparse or dense, as it was at first.  Tokens after a
 # reload of others are compared on GPUs (test_gpu_serving), because vLLM's own CPU layers keep their first weights.
 
@@ -256,13 +373,12 @@ def partly(bare: str) -> str:
     return edited(Path(bare), Path(bare).with_name("partly"), {DOWN: dense_weight()}, {})
 
 
-def test_weights_loaded_after_dummy_ones_are_not_pruned(engines: Engines, store: Path) -> None:
+def test_weights_loaded_after_dummy_ones_are_not_pruned(engines: Engines, source: Path, store: Path) -> None:
     """Dummy weights are pruned to the pattern; weights that are loaded later into the same engine must obey it."""
     pruned, dummy = checkpoint(store, QWEN, "6:8"), {"load_format": "dummy"}
     reloaded = sparse(engines, pruned, options=dummy, task="reload_after_dummy")
     assert reloaded.tokens == sparse(engines, pruned).tokens
-    unpruned = str(store / "qwen2-int8")
-    answer = engines.ask(Request(unpruned, env=SPARSE_FLAGS, options=dummy, task="reload_after_dummy"))
+    answer = engines.ask(Request(str(source), env=SPARSE_FLAGS, options=dummy, task="reload_after_dummy"))
     message = answer.error + answer.log
     assert "has 8 non-zeros, 6:8 (2 of every 8 pruned)" in message
     assert f"{SPARSE_SINCE}; restart it to serve these weights" in message
