@@ -13,7 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import DOWN, config_of, convert, converted, edit_json, llama, tensors_of, w8a8, write
+from checkpoints import (
+    DOWN,
+    block_of,
+    config_of,
+    convert,
+    converted,
+    edit_block,
+    llama,
+    tensors_of,
+    w8a8,
+    write,
+)
 from commands import Done
 
 from slidesparse import doctor, gemm, versions
@@ -253,13 +264,11 @@ def broken(folder: Path) -> None:
 
 
 def without_metadata(folder: Path) -> None:
-    block = config_of(folder)["quantization_config"]
-    edit_json(folder / "config.json", quantization_config={k: v for k, v in block.items() if k != KEY})
+    edit_block(folder, **{KEY: None})
 
 
 def misspelled(folder: Path) -> None:
-    block = config_of(folder)["quantization_config"]
-    edit_json(folder / "config.json", quantization_config={**block, "quant_method": "Compressed_Tensors"})
+    edit_block(folder, quant_method="Compressed_Tensors")
 
 
 def with_zero_points(folder: Path) -> None:
@@ -270,16 +279,15 @@ def with_zero_points(folder: Path) -> None:
 def marked(folder: Path) -> None:
     """Leave the sparsity_config of pruning, as older tools do."""
     sparsity = {"format": "dense", "sparsity_structure": "2:4", "targets": ["Linear"]}
-    block = config_of(folder)["quantization_config"]
-    edit_json(folder / "config.json", quantization_config={**block, "sparsity_config": sparsity})
+    edit_block(folder, sparsity_config=sparsity)
 
 
 def marked_static(folder: Path) -> None:
     """Mark what neither vLLM nor the plugin serves."""
     marked(folder)
-    block = config_of(folder)["quantization_config"]
-    block["config_groups"]["group_0"]["input_activations"] |= {"dynamic": False, "strategy": "tensor"}
-    edit_json(folder / "config.json", quantization_config=block)
+    groups = block_of(folder)["config_groups"]
+    groups["group_0"]["input_activations"] |= {"dynamic": False, "strategy": "tensor"}
+    edit_block(folder, config_groups=groups)
 
 
 SPARSE = {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"}
@@ -354,9 +362,9 @@ def test_what_needs_no_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("SPARSITY", "7:9")
     assert Done("doctor", tmp_path / "out").code == 2
     monkeypatch.delenv("SPARSITY")
-    block = config_of(tmp_path / "out")["quantization_config"]
-    block[KEY]["layers"][DOWN]["in_features"] = 96
-    edit_json(tmp_path / "out" / "config.json", quantization_config=block)
+    metadata = block_of(tmp_path / "out")[KEY]
+    metadata["layers"][DOWN]["in_features"] = 96
+    edit_block(tmp_path / "out", **{KEY: metadata})
     for folder in (tmp_path / "out", tmp_path / "none"):
         result, inspected = Done("doctor", folder), Done("inspect", folder)
         assert (result.code, result.out, result.err) == (2, "", inspected.err)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import converted, tensors_of
+from checkpoints import block_of, converted, tensors_of
 from edits import SPARSE_FLAGS, edited, refused
 from engines import STOCK, Engines, Request
 from models import QWEN, write_float, write_w8a8
@@ -38,14 +37,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"float": write_float(QWEN, folder / "float"), "w8a8": w8a8, "fp8": fp8, **layouts}
 
 
-def quantization(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return config["quantization_config"]
-
-
 def group(folder: Path, **changes: Any) -> dict[str, Any]:
     """The config groups of a checkpoint with changes."""
-    return {"config_groups": {"group_0": {**quantization(folder)["config_groups"]["group_0"], **changes}}}
+    return {"config_groups": {"group_0": {**block_of(folder)["config_groups"]["group_0"], **changes}}}
 
 
 # Changes of a tensor: None removes it
@@ -91,7 +85,7 @@ def coded(code: int) -> Callable[[Tensor], Tensor]:
 
 def metadata(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], dict[str, Any]]:
     def changed(folder: Path) -> dict[str, Any]:
-        block = copy.deepcopy(quantization(folder)["slidesparse"])
+        block = copy.deepcopy(block_of(folder)["slidesparse"])
         change(block["layers"])
         return {"slidesparse": block}
 
@@ -329,7 +323,7 @@ def test_unsupported_schemes_are_left_to_vllm_and_counted(
     Static ones have a zero point, which is INT8 like a weight.
     """
     pruned = checkpoints["dense"]
-    parts = quantization(pruned)["config_groups"]["group_0"]
+    parts = block_of(pruned)["config_groups"]["group_0"]
     weights, activations = parts["weights"], parts["input_activations"]
     static = {**activations, "strategy": "tensor", "dynamic": False, "symmetric": False}
     asymmetric = {**activations, "symmetric": False}

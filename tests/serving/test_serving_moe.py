@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import convert
+from checkpoints import convert, edit_block
 from edits import SPARSE_FLAGS, edited
 from engines import STOCK, Answer, Engines, Request
 from models import shrink_codes
@@ -98,9 +97,7 @@ def test_a_missing_expert_is_refused(engines: Engines, tmp_path: Path) -> None:
 
 def test_experts_with_a_flag_alone_and_compiled(engines: Engines, tmp_path: Path) -> None:
     model = converted(MODELS["qwen3"], tmp_path)
-    block = json.loads((model / "config.json").read_text())
-    del block["quantization_config"]["slidesparse"]
-    (model / "config.json").write_text(json.dumps(block))
+    edit_block(model, slidesparse=None)
     answer = engines.serve(model, env=SPARSE_FLAGS, options={"enforce_eager": False}, pieces=True)
     assert answer.tokens == stock(engines, model).tokens
     assert "6 layers sparse" in answer.summary

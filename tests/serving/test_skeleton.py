@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -154,8 +153,7 @@ def test_fused_groups_are_known(skeletons: Skeletons, tmp_path: Path) -> None:
     }
     assert groups == {("kv_a_proj_with_mqa", "q_a_proj"), ("gate_proj", "up_proj")}
     convert(source, tmp_path / "out")
-    block = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    ignore = [*block["ignore"], "model.layers.0.self_attn.kv_a_proj_with_mqa"]
+    ignore = [*block_of(tmp_path / "out")["ignore"], "model.layers.0.self_attn.kv_a_proj_with_mqa"]
     edited(tmp_path / "out", tmp_path / "part", {}, {"ignore": ignore})
     words = (
         "fused_qkv_a_proj: vLLM fuses q_a_proj, kv_a_proj_with_mqa into one layer, but .* only some of them"
