@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
-from calibration import DEVICES, Killed, calibrated, open_model, save, write_ids
+from calibration import DEVICES, Killed, calibrated, open_model, paced_worker, save, set_pace, write_ids
 from checkpoints import LLAMA, bert, edit_json, llama, snapshot, tensors_of
-from pacing import paced_worker, set_pace
 from torch import Tensor
 
 from slidesparse.calibrate import distill, samples

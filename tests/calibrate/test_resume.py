@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from calibration import DEVICES, Killed, calibrated, save, write_ids
+from calibration import DEVICES, Killed, calibrated, save, set_clock, write_ids
 from checkpoints import killed, snapshot
-from pacing import set_clock
 
 from slidesparse import files
 from slidesparse.calibrate import distill, learning
@@ -46,7 +45,7 @@ def dying(monkeypatch: pytest.MonkeyPatch, at: int) -> Iterator[list[str]]:
 
 
 def run(source: Path, out: Path, ids: str, **options: Any) -> Any:
-    """Convert by the clock of `pacing`."""
+    """Convert by the clock of `set_clock`."""
     with pytest.MonkeyPatch.context() as patch:
         set_clock(patch)
         patch.setattr(distill, "SAVE_SECONDS", 5.0)

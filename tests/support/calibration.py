@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from checkpoints import LLAMA, config_of, convert, tensors_of, write
 from tiny import build, fill
 from torch import Tensor, nn
 
+from slidesparse.calibrate import distill
 from slidesparse.calibrate.inputs import Hessian
 from slidesparse.calibrate.model import Model
 from slidesparse.calibrate.roles import Roles, random_rotation
@@ -127,3 +129,26 @@ def hessian_of(x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
         hessian.add(part.reshape(1, *part.shape))
     assert hessian.tokens == len(x)
     return hessian.matrix
+
+
+WORKER = distill._worker
+
+
+def set_clock(patch: pytest.MonkeyPatch) -> None:
+    """Let the clock of distillation advance by one second at each reading, so that all runs have the same steps."""
+    seconds = iter(range(10**6))
+    patch.setattr(distill, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+
+
+def set_pace(patch: pytest.MonkeyPatch) -> None:
+    """Set the clock, with short steps at a high rate."""
+    set_clock(patch)
+    patch.setattr(distill, "RATE", 0.01)
+    patch.setitem(distill.STEP_TOKENS, "cpu", 960)
+    patch.setitem(distill.PASS_TOKENS, "cpu", 240)
+
+
+def paced_worker(*arguments: Any) -> None:
+    """Train in a process of its own, by such a clock."""
+    set_pace(pytest.MonkeyPatch())
+    WORKER(*arguments)
