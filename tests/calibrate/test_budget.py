@@ -72,28 +72,24 @@ def all_choices(problem: AllocationProblem) -> list[Choice]:
 
 
 @settings(max_examples=200, deadline=None)
-@given(problems())
-def test_frontier_is_optimal(problem: AllocationProblem) -> None:
-    """Each point of the frontier has the least loss of all choices that are as fast."""
-    frontier = problem.frontier()
-    assert not any(frontier[0].patterns.values())
-    choices = all_choices(problem)
-    for choice in frontier:
-        least = min(o.loss for o in choices if o.time <= choice.time + 1e-9)
-        assert choice.loss <= least + 1e-9
-    assert frontier[-1].time <= min(o.time for o in choices) + 1e-9
-
-
-@settings(max_examples=200, deadline=None)
 @given(problems(), st.floats(0.01, 12))
-def test_fastest_choice_is_within_a_step_of_the_optimum(problem: AllocationProblem, loss: float) -> None:
-    """The optimum of the relaxed problem lies between two points of the frontier and bounds every choice."""
+def test_choices_are_optimal(problem: AllocationProblem, loss: float) -> None:
+    """Each point of the frontier has the least loss of all choices that are as fast.
+
+    The optimum of the relaxed problem lies between two points of the frontier and bounds the fastest choice.
+    """
+    frontier, choices = problem.frontier(), all_choices(problem)
+    assert not any(frontier[0].patterns.values())
+    for point in frontier:
+        least = min(o.loss for o in choices if o.time <= point.time + 1e-9)
+        assert point.loss <= least + 1e-9
+    assert frontier[-1].time <= min(o.time for o in choices) + 1e-9
     choice = problem.fastest(loss)
     assert choice.loss <= loss + 1e-9
-    within = [point for point in problem.frontier() if point.loss <= loss]
+    within = [point for point in frontier if point.loss <= loss]
     assert choice.time <= within[-1].time + 1e-9
-    best = min(o.time for o in all_choices(problem) if o.loss <= loss)
-    behind = problem.frontier()[len(within) : len(within) + 1]
+    best = min(o.time for o in choices if o.loss <= loss)
+    behind = frontier[len(within) : len(within) + 1]
     assert best >= (behind or within[-1:])[0].time - 1e-9
 
 
