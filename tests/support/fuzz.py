@@ -237,24 +237,30 @@ def _tensor(folder: Path, rng: random.Random) -> str:
     return f"tensor {name}: change {change}"
 
 
+def damage_file(path: Path, change: int) -> str:
+    """Remove a file, or replace it by one without content, a folder, a link, a loop or a pipe."""
+    path.unlink()
+    instead: dict[int, Callable[[], object]] = {
+        1: path.touch,
+        2: path.mkdir,
+        3: lambda: path.symlink_to("/etc/passwd"),
+        4: lambda: path.symlink_to(path.name),
+        5: lambda: os.mkfifo(path),
+    }
+    instead.get(change, lambda: None)()
+    return f"{path.name}: file {change}"
+
+
 def _files(folder: Path, rng: random.Random) -> str:
-    """Remove, copy or rename a file, or replace it by one without content, a folder, a link, a loop or a pipe."""
+    """Damage, copy or rename a file."""
     path, change = rng.choice(sorted(folder.iterdir())), rng.randrange(8)
+    if change < 6:
+        return damage_file(path, change)
     if change == 6:
         other = folder / rng.choice(["x.safetensors", "y.bin", "modules.json", INDEX, "z.py"])
         other.write_bytes(path.read_bytes())
-    elif change == 7:
-        path.rename(folder / rng.choice(["x.safetensors", "config.json", "modules.json"]))
     else:
-        path.unlink()
-        instead: dict[int, Callable[[], object]] = {
-            1: path.touch,
-            2: path.mkdir,
-            3: lambda: path.symlink_to("/etc/passwd"),
-            4: lambda: path.symlink_to(path.name),
-            5: lambda: os.mkfifo(path),
-        }
-        instead.get(change, lambda: None)()
+        path.rename(folder / rng.choice(["x.safetensors", "config.json", "modules.json"]))
     return f"{path.name}: file {change}"
 
 

@@ -20,9 +20,8 @@ from unittest.mock import patch
 
 import fuzz
 import pytest
-from calibration import Killed, calibrated, save, write_ids
+from calibration import Killed, calibrated, save, set_clock, write_ids
 from checkpoints import snapshot
-from pacing import set_clock
 
 from slidesparse.calibrate import learning
 from slidesparse.calibrate.resume import STATE, work_folder
