@@ -49,7 +49,7 @@ def open_checkpoint(folder: str | Path) -> tuple[Checkpoint, Metadata | None]:
     with checkpoint.reader() as reader:
         for layer in metadata.layers:
             require_quantized(checkpoint, layer, source)
-            require_shape(checkpoint, metadata, layer)
+            _require_columns(checkpoint, metadata, layer)
             if not bool(torch.isfinite(reader.whole(layer + SCALE).float()).all()):
                 raise CheckpointError(
                     f"tensor {layer + SCALE} holds NaN or Inf; convert the original checkpoint again"
@@ -57,8 +57,8 @@ def open_checkpoint(folder: str | Path) -> tuple[Checkpoint, Metadata | None]:
     return checkpoint, metadata
 
 
-def require_shape(checkpoint: Checkpoint, metadata: Metadata, layer: str) -> None:
-    """Raise CheckpointError unless a pruned layer's weight is a matrix with as many columns as the metadata say."""
+def _require_columns(checkpoint: Checkpoint, metadata: Metadata, layer: str) -> None:
+    """Raise CheckpointError unless a pruned layer's weight, a matrix, has as many columns as the metadata say."""
     spec, entry = checkpoint.require(layer + WEIGHT), metadata.layers[layer]
     if metadata.layout != "packed" and checkpoint.tensors[spec.name].parts:
         raise CheckpointError(
@@ -66,7 +66,7 @@ def require_shape(checkpoint: Checkpoint, metadata: Metadata, layer: str) -> Non
             "convert the original checkpoint again"
         )
     stored = entry.columns(metadata.layout)
-    if len(spec.shape) != 2 or spec.shape[1] != stored:
+    if spec.columns != stored:
         raise CheckpointError(
             f"tensor {spec.name} has shape {list(spec.shape)}; {entry.in_features} in-features at {entry.pattern} in "
             f"the {metadata.layout} layout have {stored} columns; convert the original checkpoint again"

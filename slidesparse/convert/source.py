@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from slidesparse.checkpoint.bitnet import is_bitnet
-from slidesparse.checkpoint.converted import require_shape, restore
+from slidesparse.checkpoint.converted import restore
 from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, Metadata
 from slidesparse.checkpoint.names import BIAS, HEAD, WEIGHT, ZERO_POINT, layer_names
 from slidesparse.checkpoint.storage import FLOATS, Checkpoint, CheckpointError, Reader
@@ -302,8 +302,6 @@ class Converted(Quantized):
         self.metadata = self._converted = metadata
 
     def in_features(self, layer: str) -> int:
-        super().in_features(layer)
-        require_shape(self.checkpoint, self._converted, layer)
         return self._converted.layers[layer].in_features
 
     def codes(self, reader: Reader, layer: str, rows: slice, prune: Prune) -> tuple[Tensor, Tensor | None]:
