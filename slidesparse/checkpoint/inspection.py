@@ -64,27 +64,16 @@ class CheckpointReport:
 def inspect(folder: str | Path) -> CheckpointReport:
     """Examine all linear layers of a checkpoint, converted or not.  Raises CheckpointError for a broken one."""
     checkpoint, metadata = open_checkpoint(folder)
+    names = sorted(metadata.layers if metadata else Skeleton(checkpoint).layers, key=natural)
     with checkpoint.reader() as reader:
-        layers = tuple(
-            _inspect_layer(checkpoint, reader, metadata, name) for name in linear_layers(checkpoint, metadata)
-        )
+        layers = tuple(_inspect_layer(checkpoint, reader, metadata, name) for name in names)
     claimed = metadata.pattern.ratio if metadata else None
     stored = sparsity_of(checkpoint.quantization_config() or {})
     layout = metadata.layout if metadata else stored[0] if stored else None
     unread = sum(name.endswith(_UNREAD) for name in checkpoint.tensors)
-    return CheckpointReport(str(folder), claimed, layout, layers, expert_dtypes(checkpoint), unread)
-
-
-def expert_dtypes(checkpoint: Checkpoint) -> dict[str, int]:
-    """Count the matrices of routed experts by dtype."""
     routed = filter(is_expert, layer_names(checkpoint.tensors))
-    return dict(Counter(checkpoint.tensors[name + WEIGHT].spec.dtype for name in routed))
-
-
-def linear_layers(checkpoint: Checkpoint, metadata: Metadata | None) -> list[str]:
-    """List the layers of the metadata, or the linear layers of transformer blocks as transformers knows them."""
-    names = metadata.layers if metadata else Skeleton(checkpoint).layers
-    return sorted(names, key=natural)
+    experts = Counter(checkpoint.tensors[name + WEIGHT].spec.dtype for name in routed)
+    return CheckpointReport(str(folder), claimed, layout, layers, dict(experts), unread)
 
 
 def _inspect_layer(
