@@ -1,6 +1,5 @@
 """The command line."""
 
-import io
 import signal
 import sys
 
@@ -13,8 +12,6 @@ def main() -> None:
     After the imports, ``slidesparse.cli.main`` is the module of that name.
     """
     interrupt_by_signals()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # for paths that the terminal cannot show
     try:
         from slidesparse.cli.main import main as run
 
