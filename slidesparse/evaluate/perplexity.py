@@ -19,7 +19,6 @@ from slidesparse.evaluate.engine import Scored, run
 
 WINDOW = 2048  # tokens
 ROUNDS, COVERAGE = 2000, 0.95  # of the bootstrap
-DRAWS = 2**24  # indices drawn at a time
 
 Array = np.ndarray
 
@@ -99,11 +98,9 @@ def bootstrap(statistic: Callable[..., Array], *columns: Array) -> Interval:
     """
     count = len(columns[0])
     generator = np.random.default_rng(0)
-    resampled, step = [], max(1, DRAWS // max(1, count))
-    for start in range(0, ROUNDS, step):
-        drawn = generator.integers(0, count, (min(step, ROUNDS - start), count))
-        resampled.append(statistic(*(column[drawn] for column in columns)))
-    low, high = np.quantile(np.concatenate(resampled), [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
+    draws = (generator.integers(0, count, count) for _ in range(ROUNDS))
+    resampled = [statistic(*(column[drawn] for column in columns)) for drawn in draws]
+    low, high = np.quantile(resampled, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
     return Interval(float(statistic(*columns)), float(low), float(high))
 
 
