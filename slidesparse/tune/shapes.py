@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from slidesparse.gemm.problem import ALL_2_4, ALL_DENSE, CODED, coded_columns, s
 from slidesparse.pattern import SlidePattern, parse_pattern, round_up
 from slidesparse.synth import PUBLIC
 
+SIZE = "[1-9][0-9]{0,8}"  # as a regex
 FEW_TOKENS = (1, 2, 4, 8, 16, 32)  # also tuned for backends whose plans serve any number of tokens
 TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 PATTERNS = ("2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16", "2_inf")
@@ -94,44 +96,34 @@ def find_model(name: str) -> tuple[str, tuple[Layer, ...]]:
 
 def parse_shapes(text: str) -> tuple[Layer, ...]:
     """Parse shapes N x K, ``"4608x3584,3584x18944"``, into layers with these names.  Raises ShapeError."""
-    layers = []
-    for word in split_list(text):
-        match = re.fullmatch(r"([0-9]{1,9})[xX]([0-9]{1,9})", word)
-        if not match or not int(match[1]) or not int(match[2]):
-            raise ShapeError(
-                f"--shapes {shown(word)} is not a shape; use N x K of weights, such as 4608x3584"
-            )
-        layers.append(Layer(f"{match[1]}x{match[2]}", int(match[1]), int(match[2])))
-    if not layers:
-        raise ShapeError("--shapes is empty; use N x K of weights, such as 4608x3584,3584x18944")
-    return tuple(layers)
+    is_shape = re.compile(f"{SIZE}[xX]{SIZE}").fullmatch
+    words = _words("--shapes", text, is_shape, "a shape: use N x K of weights, such as 4608x3584")
+    sizes = [tuple(map(int, word.lower().split("x"))) for word in words]
+    return tuple(Layer(f"{n}x{k}", n, k) for n, k in sizes)
 
 
 def parse_tokens(text: str) -> tuple[int, ...]:
     """Parse token counts: ``"64,128"`` -> (64, 128).  Raises ShapeError."""
-    try:
-        tokens = tuple(int(word) for word in split_list(text))
-    except ValueError as error:
-        raise ShapeError(f"--m {shown(text)} is not a list of token counts, such as 64,256,1024") from error
-    if not tokens or min(tokens) < 1:
-        raise ShapeError(f"--m {text!r}: token counts are at least 1")
-    return tokens
+    is_count = re.compile(SIZE).fullmatch
+    return tuple(map(int, _words("--m", text, is_count, "a token count of 1 or more, such as 1024")))
 
 
 def parse_patterns(text: str, mixed: bool = False) -> tuple[str, ...]:
     """Parse "6:8,2_10" into ("6:8", "8:10"), with ``mixed`` also "2:4@50%".  Raises PatternError or ShapeError."""
     parse = parse_pattern if mixed else SlidePattern.parse
-    if not (words := split_list(text)):
-        raise ShapeError("--pattern is empty; use patterns such as 2:4,6:8")
-    return tuple(parse(word).ratio for word in words)
+    return tuple(parse(word).ratio for word in _words("--pattern", text, bool, "a pattern such as 6:8"))
 
 
 def parse_choice(option: str, text: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
     """Parse comma-separated words, each one of ``allowed``.  Raises ShapeError."""
-    words = tuple(split_list(text))
-    wrong = [word for word in words if word not in allowed]
-    if wrong or not words:
-        raise ShapeError(f"{option} {text!r}: {wrong or 'nothing'} is not one of {', '.join(allowed)}")
+    return tuple(_words(option, text, allowed.__contains__, f"one of {', '.join(allowed)}"))
+
+
+def _words(option: str, text: str, is_allowed: Callable[[str], object], allowed: str) -> list[str]:
+    """Return the words of a list.  Raises ShapeError for one that is not allowed, or if there is none."""
+    words = split_list(text)
+    for wrong in filterfalse(is_allowed, words or [""]):
+        raise ShapeError(f"{option} {shown(wrong)} is not {allowed}")
     return words
 
 
