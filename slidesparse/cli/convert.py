@@ -341,11 +341,12 @@ def _show_budget(outcome: Outcome) -> None:
 
 def _show_errors(report: Report) -> None:
     """Show the layers with the largest errors, if calibration measured them."""
-    errors = {row["name"]: row for row in report.layers}
-    ranked = report.sensitivity[:MAX_WORST]
-    for name in ranked:
-        row = errors[name]
+
+    def rank(row: dict[str, Any]) -> tuple[float, str]:
+        return -row.get("error_finetuned", row["error_quantized"]), row["name"]
+
+    for number, row in enumerate(sorted(report.layers, key=rank)[:MAX_WORST]):
         text = f"{row['error_pruned']:.4f} after pruning, {row['error_quantized']:.4f} after quantization"
         if "error_finetuned" in row:
             text += f", {row['error_finetuned']:.4f} after fine-tuning"
-        show("error", f"{name}: {text}{'  (the largest)' if name == ranked[0] else ''}")
+        show("error", f"{row['name']}: {text}{'' if number else '  (the largest)'}")

@@ -99,12 +99,6 @@ class Report:
     left_out: tuple[str, ...] = ()  # files of the source that were not copied
     unserved: str = ""  # why the vLLM that is installed does not serve the model
 
-    @property
-    def sensitivity(self) -> list[str]:
-        """The pruned layers by descending relative output error; empty without calibration."""
-        errors = {row["name"]: row.get("error_finetuned", row["error_quantized"]) for row in self.layers}
-        return sorted(errors, key=lambda name: (-errors[name], name))
-
 
 def convert(
     source: str | Path,
