@@ -474,9 +474,15 @@ class Reader:
         spec, file, start = stored[:3]
         count = rows.stop - rows.start
         raw = torch.empty(count * spec.row_bytes, dtype=torch.uint8)
-        if not read_at(self._descriptors[file], bytes_of(raw), start + rows.start * spec.row_bytes):
-            path = self.checkpoint.folder / file
-            raise CheckpointError(f"{path} became shorter while it was read; convert again once it is whole")
+        view, position = bytes_of(raw), start + rows.start * spec.row_bytes
+        while view:
+            done = os.preadv(self._descriptors[file], [view], position)  # a read may be short
+            if not done:
+                path = self.checkpoint.folder / file
+                raise CheckpointError(
+                    f"{path} became shorter while it was read; convert again once it is whole"
+                )
+            view, position = view[done:], position + done
         return raw.view(DTYPES[spec.dtype]).view(count, spec.columns)
 
     def whole(self, name: str) -> Tensor:
@@ -538,17 +544,6 @@ def bytes_of(x: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU without copying."""
     raw = x.view(-1).view(torch.uint8).numpy()
     return memoryview(raw)  # type: ignore[arg-type]  # numpy's stubs before 2.1 do not say Buffer
-
-
-def read_at(descriptor: int, view: memoryview, position: int) -> bool:
-    """Fill ``view`` from a position of a file, and return whether the file was long enough."""
-    done = 0
-    while done < len(view):
-        count = os.preadv(descriptor, [view[done:]], position + done)  # a read may be short
-        if count == 0:
-            return False
-        done += count
-    return True
 
 
 def write_at(descriptor: int, view: memoryview, position: int) -> None:
