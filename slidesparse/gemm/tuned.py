@@ -275,21 +275,13 @@ def _read_table(path: Path, subject: Subject) -> Entries:
     if not path.is_file():  # such as a pipe, which would block
         raise _table_error(path, "is not a file")
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise _table_error(path, f"cannot be read: {error}") from error
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _table_error(path, f"is not JSON: {error}") from error
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        stored_format = document.get("format") if isinstance(document, dict) else type(document).__name__
-        raise _table_error(path, f"has format {shown(stored_format)}, but this version reads {FORMAT}")
-    for name, expected in subject.facts().items():
-        if document.get(name) != expected:
-            raise _table_error(
-                path, f"is about {name} {shown(document.get(name))}, not {expected!r} as its name says"
-            )
+        document = json.loads(path.read_text(encoding="utf-8"))
+        found = {name: document.get(name) for name in ("format", *subject.facts())}
+    except (OSError, ValueError, RecursionError, AttributeError) as error:
+        raise _table_error(path, f"cannot be read as a JSON object: {error}") from error
+    for name, expected in {"format": FORMAT, **subject.facts()}.items():
+        if found[name] != expected:
+            raise _table_error(path, f"has {name} {shown(found[name])}, not {expected!r}")
     try:
         return {
             Shape.parse(key): {_tokens(m): _entry_from_json(entry) for m, entry in measured.items()}

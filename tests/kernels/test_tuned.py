@@ -127,13 +127,13 @@ def test_concurrent_saves_keep_both_entries(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is not JSON"),
-        ('{"format": 2}', "has format 2, but this version reads 1"),
-        ("[]", "has format 'list'"),
+        ("{", "JSON"),
+        ('{"format": 2}', "has format 2, not 1"),
+        ("[]", "JSON object: 'list'"),
         (json.dumps({"format": "x" * 3000}), "has format 'xxx.*[.]{3}"),
-        (None, "is about gpu 'NVIDIA H100', not 'NVIDIA H200' as its name says"),
-        ("\xff", "is not JSON"),
-        ("[" * 10**5, "is not JSON"),
+        (None, "has gpu 'NVIDIA H100', not 'NVIDIA H200'"),
+        ("\xff", "JSON"),
+        ("[" * 10**5, "JSON"),
     ],
 )
 def test_damaged_or_foreign_table_is_reported(cache: Path, text: str | None, message: str) -> None:
