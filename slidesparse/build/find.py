@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sysconfig
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,14 +96,11 @@ def find_nvcc() -> FoundFile:
             f"{', '.join(NVCC_WHEELS)}",
             NVCC_INSTALL,
         )
-    return next((file for file in found if _is_recent(file.path)), found[0])
-
-
-def _is_recent(nvcc: str) -> bool:
-    try:
-        return bool(nvcc_version(nvcc))
-    except ToolchainError:
-        return False
+    for file in found:
+        with suppress(ToolchainError):
+            nvcc_version(file.path)
+            return file
+    return found[0]
 
 
 def nvcc_version(path: str) -> str:
