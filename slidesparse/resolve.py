@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
 from functools import cache
@@ -177,20 +178,16 @@ def _is_w8a8(quantization_config: Mapping[str, Any]) -> bool:
     """Return whether any group of layers has 8-bit weights per row or tensor, and dynamic symmetric activations."""
     groups = quantization_config.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
-        weights, inputs = (_part(group, name) for name in ("weights", "input_activations"))
-        strategies = weights.get("strategy") in ("channel", "tensor") and inputs.get("strategy") == "token"
-        # 8 bits and symmetric are compressed-tensors' defaults
-        exact = all(
-            part.get("num_bits", 8) == 8 and part.get("symmetric", True) for part in (weights, inputs)
-        )
-        if strategies and exact and inputs.get("dynamic") is True:
-            return True
+        with suppress(TypeError, KeyError, AttributeError):  # it, or a part of it, is no object
+            weights, inputs = parts = group["weights"], group["input_activations"]
+            strategies = (
+                weights.get("strategy") in ("channel", "tensor") and inputs.get("strategy") == "token"
+            )
+            # 8 bits and symmetric are compressed-tensors' defaults
+            exact = all(part.get("num_bits", 8) == 8 and part.get("symmetric", True) for part in parts)
+            if strategies and exact and inputs.get("dynamic") is True:
+                return True
     return False
-
-
-def _part(group: Any, name: str) -> Mapping[str, Any]:
-    part = group.get(name) if isinstance(group, Mapping) else None
-    return part if isinstance(part, Mapping) else {}
 
 
 def or_unset() -> str:
@@ -275,7 +272,8 @@ def resolve(
     Args:
         capability: the GPU's compute capability, where CUDA must not be initialized to ask for it.
 
-    Raises ResolveError when the flags contradict the checkpoint or leave the pattern open.
+    Chooses the backend, whose kernels are compiled once, here, for all workers.  Raises ResolveError when the flags
+    contradict the checkpoint or leave the pattern open.
     """
     metadata = Metadata.of_config(quantization_config)
     if metadata is None and quantization_config.get("quant_method") == QUANT_METHOD:
@@ -299,7 +297,15 @@ def resolve(
         )
     from slidesparse.ops import ABI  # imported late, as it imports torch
 
-    backend, reason = _backend(path, on_cuda, requested.backend, capability)
+    device, backend = _device(on_cuda), requested.backend
+    if backend is None:
+        backend, reason = gemm.choose(path, device, capability)
+    elif why_not := gemm.get(backend).unusable(device, capability):
+        raise ResolveError(
+            f"environment variable {BACKEND}={backend}: backend {backend} cannot run here: {why_not}"
+        )
+    else:
+        reason = f"{BACKEND}={backend}"
     blocks = path == SPARSE and isinstance(pattern, MixedPattern)
     if blocks and requested.path and not gemm.get(backend).takes_dense:
         raise ResolveError(
@@ -356,18 +362,3 @@ def _device(on_cuda: bool) -> Any:
     import torch  # late: the rest of this file needs no torch
 
     return torch.device("cuda" if on_cuda else "cpu")
-
-
-def _backend(
-    path: str, on_cuda: bool, requested: str | None, capability: Capability = None
-) -> tuple[str, str]:
-    """Choose the backend, and compile its kernels once for all workers; return its name and the reason."""
-    device = _device(on_cuda)
-    if requested is None:
-        return gemm.choose(path, device, capability)
-    reason = gemm.get(requested).unusable(device, capability)
-    if reason:
-        raise ResolveError(
-            f"environment variable {BACKEND}={requested}: backend {requested} cannot run here: {reason}"
-        )
-    return requested, f"{BACKEND}={requested}"

@@ -282,10 +282,9 @@ def test_choose_takes_the_preferred_usable_backend(monkeypatch: pytest.MonkeyPat
 
 
 def test_backend_flag_overrides_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slidesparse.resolve import _backend as backend_of
-
     with_gpu(monkeypatch, cusparselt="no library")
-    assert backend_of("sparse", True, "hopper") == ("hopper", "SLIDESPARSE_BACKEND=hopper")
+    resolution = resolve({}, Flags("sparse", backend="hopper"), True)
+    assert (resolution.backend, resolution.reason) == ("hopper", "SLIDESPARSE_BACKEND=hopper")
     for backend, on_cuda in (("cusparselt", True), ("hopper", False)):
         with pytest.raises(ResolveError, match=f"SLIDESPARSE_BACKEND={backend}: .* cannot run here"):
-            backend_of("sparse", on_cuda, backend)
+            resolve({}, Flags("sparse", backend=backend), on_cuda)
