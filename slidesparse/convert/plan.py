@@ -33,7 +33,7 @@ from slidesparse.checkpoint.storage import (
 )
 from slidesparse.checkpoint.w8a8 import KINDS
 from slidesparse.convert.options import ConvertOptions
-from slidesparse.convert.source import Converted, Source, source_of
+from slidesparse.convert.source import Source, source_of
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import Pattern, SlidePattern
 
@@ -145,7 +145,7 @@ class Planner:
         self.checkpoint = checkpoint = self.skeleton.with_single_experts()
         self.routed = naming.experts(checkpoint.tensors)
         self.source = source or source_of(checkpoint, options.quant, bool(self.routed))
-        if isinstance(self.source, Converted):
+        if self.source.metadata:
             _require_layout_alone(self.source.metadata, options)
         elif options.calibration:
             self.source.require_calibration()
@@ -380,24 +380,18 @@ class Planner:
         return config
 
 
-def _require_layout_alone(metadata: Metadata | None, options: ConvertOptions) -> None:
+def _require_layout_alone(metadata: Metadata, options: ConvertOptions) -> None:
     """Raise CheckpointError for an option that would change the weights of a source that is pruned already."""
-    assert metadata
-    if options.budget or metadata.pattern != options.pattern:
-        asked = options.budget.goal if options.budget else f"--sparsity {options.pattern.ratio}"
-        to_keep = f", or give --sparsity {metadata.pattern.ratio} to change the layout"
-        raise CheckpointError(
-            f"the source is already pruned to {metadata.pattern}, but {asked} is asked for; start from the original "
-            f"checkpoint{to_keep if isinstance(metadata.pattern, SlidePattern) else ''}"
-        )
-    conflicts = {
+    asked = {
+        "--max-loss": options.budget,
+        f"--sparsity {options.pattern.ratio}": options.pattern != metadata.pattern,
         "--ignore": options.ignore,
         "--layer": options.layer_patterns,
         "--calib": options.calibration,
         "--quant": options.quant,
     }
-    for option in (option for option, is_given in conflicts.items() if is_given):
+    for option in filter(asked.get, asked):
         raise CheckpointError(
-            f"{option} cannot be used with a source that is already pruned, as only its layout changes; "
-            "start from the original checkpoint"
+            f"{option} cannot be used with a source that is already pruned to {metadata.pattern}, as only its layout "
+            f"changes, with --sparsity {metadata.pattern.ratio}; start from the original checkpoint"
         )

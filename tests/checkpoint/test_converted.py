@@ -174,7 +174,7 @@ def test_slided_rows_with_split_weights_are_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"pattern": "4:6"}, "--sparsity 4:6 is asked for"),
+        ({"pattern": "4:6"}, "--sparsity 4:6"),
         ({"ignore": ["down"]}, "--ignore"),
         ({"layer": ["down_proj=8:10"]}, "--layer"),
         ({"quant": "int8"}, "--quant"),
