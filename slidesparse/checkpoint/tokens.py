@@ -65,7 +65,7 @@ def read_documents(data: str) -> Iterator[Document]:
         # JSON strings may contain U+2028 and the like, so that lines end at line feeds only
         for number, line in enumerate(read_text(path).split("\n"), 1):
             if line.strip():
-                yield from _document(_parse(line, f"{path}, line {number}"), f"{path}, line {number}")
+                yield from _document(line, f"{path}, line {number}", is_json=True)
     elif suffix == ".parquet":
         for number, row in enumerate(_parquet_rows(path), 1):
             yield from _document(row, f"{path}, row {number}")
@@ -89,17 +89,11 @@ def _name(data: str) -> str:
     return page[1] if page else data
 
 
-def _parse(line: str, where: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as reason:
-        raise SlideSparseError(f"{where} is not JSON: {reason}") from reason
-
-
-def _document(value: Any, where: str) -> list[Document]:
+def _document(value: Any, where: str, is_json: bool = False) -> list[Document]:
     """Return the document in a row, or none if it is empty."""
-    value = {TEXT: value} if isinstance(value, str) else value
     try:
+        value = json.loads(value) if is_json else value
+        value = {TEXT: value} if isinstance(value, str) else value
         if isinstance(messages := value.get(MESSAGES), list) and value.get(TEXT) is None:
             tools = value.get(TOOLS)  # in Parquet often as text
             chat = Conversation(
@@ -111,7 +105,7 @@ def _document(value: Any, where: str) -> list[Document]:
             raise TypeError(f"the text is a {type(text).__name__}")
         text.encode()  # half of a surrogate pair is no text for tokenizers
         return [text] if text.strip() else []
-    except (KeyError, TypeError, AttributeError, ValueError) as reason:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as reason:
         raise SlideSparseError(
             f'{where} ({type(reason).__name__}: {reason}): give {{"text": "..."}}, '
             '{"messages": [{"role": "user", "content": "..."}, ...]} or a string'
@@ -172,17 +166,14 @@ def read_ids(path: Path) -> np.ndarray:
     try:
         with np.errstate(over="ignore"):  # sizes of a damaged header
             ids = np.load(path, allow_pickle=False, mmap_mode="r")
+        if not isinstance(ids, np.ndarray):
+            raise ValueError(f"it is a {type(ids).__name__}")
     except (ValueError, EOFError, OSError, OverflowError, BadZipFile) as reason:
         raise SlideSparseError(f"{path} is not an array of numbers that NumPy wrote: {reason}") from reason
-    if (
-        not isinstance(ids, np.ndarray)
-        or ids.dtype.kind not in "iu"
-        or ids.ndim not in (1, 2)
-        or ids.size > MAX_IDS
-    ):
-        content = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else type(ids).__name__
+    if ids.dtype.kind not in "iu" or ids.ndim not in (1, 2) or ids.size > MAX_IDS:
         raise SlideSparseError(
-            f"{path} holds {content}; token ids are integers [samples, tokens] or [tokens], at most {MAX_IDS}"
+            f"{path} holds {ids.dtype} {list(ids.shape)}; token ids are integers [samples, tokens] or [tokens], at "
+            f"most {MAX_IDS}"
         )
     return np.array(ids)
 
