@@ -26,7 +26,7 @@ from slidesparse.errors import FAILED, EnvironmentFault, SlideSparseError
 from slidesparse.pattern import parse_pattern
 
 if TYPE_CHECKING:
-    from slidesparse.checkpoint.inspection import CheckpointReport, LayerReport
+    from slidesparse.checkpoint.inspection import CheckpointReport
 
 app = application(
     "Prune language models to N:M patterns such as 6:8 and serve them with vLLM on 2:4 sparse tensor cores.  Start "
@@ -111,7 +111,16 @@ def _show_layers(report: CheckpointReport) -> None:
     for name in ("N x K", "dtype", "pattern", "satisfies", "violations", "bytes", "expansion"):
         table.add_column(name, justify="right", no_wrap=True)
     for layer in report.layers:
-        table.add_row(*_cells(layer))
+        table.add_row(
+            layer.name,
+            f"{layer.out_features} x {layer.in_features}",
+            layer.dtype,
+            layer.pattern or "-",
+            layer.satisfies or "-",
+            str(layer.violations) if layer.pattern else "-",
+            f"{layer.bytes:,}",
+            f"{layer.expansion:.3f}" if layer.expansion else "-",
+        )
     whole(table).print(table)
     for layer in report.layers:
         if layer.first_violation:
@@ -122,19 +131,6 @@ def _show_layers(report: CheckpointReport) -> None:
         out.print(f"weights in another tool's format, which are not read: {report.unread}")
     total = sum(layer.bytes for layer in report.layers)
     out.print(f"{len(report.layers)} layers, {total / 1e6:.1f} MB, {report.violations} violations")
-
-
-def _cells(layer: LayerReport) -> tuple[str, ...]:
-    return (
-        layer.name,
-        f"{layer.out_features} x {layer.in_features}",
-        layer.dtype,
-        layer.pattern or "-",
-        layer.satisfies or "-",
-        str(layer.violations) if layer.pattern else "-",
-        f"{layer.bytes:,}",
-        f"{layer.expansion:.3f}" if layer.expansion else "-",
-    )
 
 
 def build_targets(
