@@ -97,19 +97,15 @@ class Choice:
         return 1 / self.time
 
     @property
-    def counts(self) -> dict[str, int]:
-        """The number of groups at each pattern."""
-        return dict(Counter(map(name_of, self.patterns.values())))
-
-    @property
     def by_layer(self) -> dict[str, SlidePattern | None]:
         """The pattern of each layer."""
         return {name: pattern for group, pattern in self.patterns.items() for name in group}
 
     @property
     def mix(self) -> str:
-        """The `counts` as text, such as ``3 at 2:4, 5 at dense``."""
-        return ", ".join(f"{count} at {name}" for name, count in sorted(self.counts.items()))
+        """The number of groups at each pattern as text, such as ``3 at 2:4, 5 at dense``."""
+        counts = Counter(map(name_of, self.patterns.values()))
+        return ", ".join(f"{count} at {name}" for name, count in sorted(counts.items()))
 
 
 @dataclass(frozen=True)
