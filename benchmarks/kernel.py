@@ -163,7 +163,7 @@ def _prepare(
     operands = session.inputs.operands(problem, weights)
     if cell.library is None:
         assert stock
-        return "cutlass", (stock.gemm(operands), operands.copies)
+        return "cutlass", (stock.gemm(operands), len(operands.outs))
     if cell.dense_in_blocks:  # not saved: serving uses the winner for 2:4
         problems = [problem]
         results = [search(cell.library, problem, operands, session.clock, session.gpu.device)]
@@ -174,7 +174,7 @@ def _prepare(
     best, result = min(zip(problems, results, strict=True), key=lambda pair: pair[1].timing.p50)
     operands = session.inputs.operands(best, weights)
     plan = cell.library.plan(best, session.gpu.device, result.algorithm)
-    return result.algorithm, (operands.launch(plan), operands.copies)
+    return result.algorithm, (operands.launch(plan), len(operands.outs))
 
 
 def _weights(session: Session, group: Group, cell: Cell) -> list[Tensor]:

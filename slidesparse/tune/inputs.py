@@ -39,11 +39,6 @@ class Operands:
     scale_w: Tensor | None  # [n] float32
     scale_x: Tensor | None  # [m] float32
 
-    @property
-    def copies(self) -> int:
-        """The number of copies."""
-        return len(self.outs)
-
     def launch(self, plan: Plan) -> Launch:
         """Run ``plan`` on copy i."""
         scales = self.scale_w, self.scale_x

@@ -54,7 +54,7 @@ def search(
         best = min((us for us, _ in timed.values()), default=math.inf)
         try:
             launch = operands.launch(library.plan(problem, device, name))
-            timed[name] = _estimate_us(clock, launch, operands.copies, best), launch
+            timed[name] = _estimate_us(clock, launch, len(operands.outs), best), launch
         except LibraryError:
             continue
     finalists: dict[str, Replay] = {}
@@ -63,7 +63,7 @@ def search(
         if not outputs_agree(_launch_output(operands, launch), expected, problem):
             wrong += 1
             continue
-        finalists[name] = clock.prepare(launch, operands.copies, us, EXACT_US)
+        finalists[name] = clock.prepare(launch, len(operands.outs), us, EXACT_US)
         if len(finalists) == FINALISTS:
             break
     if not finalists:
