@@ -38,11 +38,6 @@ class Scheme:
     block: tuple[int, int] | None = None  # rows and columns of a block that shares a scale
     scale: str = SCALE  # suffix of the scale's tensor name
 
-    @property
-    def dtype(self) -> str:
-        """The safetensors dtype of the weight."""
-        return KINDS[self.quant][1]
-
 
 @dataclass(frozen=True)
 class Quantization:
@@ -115,7 +110,7 @@ class Quantization:
                     return scheme
         for target, scheme in self.targets.items():
             is_class = _names(target, "Linear") or ("." not in target and "linear" in target.lower())
-            if target.lower() == "linear" or (is_class and scheme and scheme.dtype == dtype):
+            if target.lower() == "linear" or (is_class and scheme and KINDS[scheme.quant][1] == dtype):
                 return scheme
         return None
 
@@ -161,9 +156,10 @@ def require_quantized(checkpoint: Checkpoint, layer: str, source: Quantization) 
             f"tensor {spec.name} is {spec.dtype}, but by quantization_config the layer is not quantized; fetch the "
             "checkpoint again"
         )
-    if spec.dtype != scheme.dtype:
+    promised = KINDS[scheme.quant][1]
+    if spec.dtype != promised:
         raise CheckpointError(
-            f"tensor {spec.name} is {spec.dtype}, but quantization_config promises {scheme.dtype} "
+            f"tensor {spec.name} is {spec.dtype}, but quantization_config promises {promised} "
             f"({scheme.quant}) and does not ignore it; fetch the checkpoint again, or start from the original "
             "one if some layers are meant to be unquantized"
         )
