@@ -318,7 +318,7 @@ def _show_budget(outcome: Outcome) -> None:
 
     def add(name: str, choice: Choice, style: str = "") -> None:
         lost = f"{100 * outcome.loss(choice):+.2f}%" if outcome.in_nats else f"{outcome.loss(choice):.4f}"
-        speed, zeros = f"{choice.speedup:.3f}x", f"{choice.zeros:.1%}"
+        speed, zeros = f"{1 / choice.time:.3f}x", f"{choice.zeros:.1%}"
         table.add_row(lost, speed, zeros, name + choice.mix, style=style)
 
     for number in sorted({round(last * part / FRONTIER_ROWS) for part in range(FRONTIER_ROWS + 1)}):

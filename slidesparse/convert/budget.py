@@ -92,11 +92,6 @@ class Choice:
     zeros: float  # share of the weights of all groups
 
     @property
-    def speedup(self) -> float:
-        """The speedup of all linear layers over stock vLLM's dense ones."""
-        return 1 / self.time
-
-    @property
     def by_layer(self) -> dict[str, SlidePattern | None]:
         """The pattern of each layer."""
         return {name: pattern for group, pattern in self.patterns.items() for name in group}
