@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -312,10 +312,6 @@ class Report:
             if layer.pattern:
                 counts[layer.pattern] += layer.count
         return dict(sorted(counts.items()))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return {**asdict(self), "patterns": self.patterns}
 
 
 def examine(model: str, folder: Path) -> Report:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -55,10 +54,6 @@ class CheckpointReport:
     def violations(self) -> int:
         """The total number of violations."""
         return sum(layer.violations for layer in self.layers)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return {**asdict(self), "violations": self.violations}
 
 
 def inspect(folder: str | Path) -> CheckpointReport:

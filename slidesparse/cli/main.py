@@ -10,6 +10,7 @@ import json
 import shlex
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,7 +80,7 @@ def doctor(
 
     report = examine(model, local_folder(model))
     if as_json:
-        print(json.dumps(report.to_json(), indent=2))
+        print(json.dumps({**asdict(report), "patterns": report.patterns}, indent=2))
     else:
         for line in lines(report):
             out.print(escape(line))
@@ -98,7 +99,7 @@ def inspect(
 
     report = run(local_folder(folder))
     if as_json:
-        print(json.dumps(report.to_json(), indent=2))
+        print(json.dumps({**asdict(report), "violations": report.violations}, indent=2))
     else:
         _show_layers(report)
     raise typer.Exit(FAILED if report.violations else 0)
