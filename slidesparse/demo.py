@@ -107,8 +107,8 @@ def demo(
         a == b for x, y in zip(ours.outputs, stock.outputs, strict=True) for a, b in zip(x, y, strict=False)
     ]
     out.print(f"{sum(pairs)} of its {len(pairs)} tokens are those of stock vLLM with the same checkpoint.")
-    if doctor.saturates() and not gpus:
-        out.print(f"They may differ: {doctor.saturates()}.")
+    if (inexact := doctor.cpu()[1]) and not gpus:
+        out.print(f"They may differ: {inexact}.")
     out.print(
         f"{time.monotonic() - started:.0f} s; checkpoints and vLLM's logs are in {folder}. To serve it yourself: vllm "
         f"serve {converted}",

@@ -150,23 +150,19 @@ def _probe() -> dict[str, str]:
     }
 
 
-def _cpu() -> tuple[str, bool]:
-    """Return the CPU's name, and whether stock vLLM's INT8 kernel (oneDNN) saturates sums of pairs at 16 bits there."""
+def cpu() -> tuple[str, str]:
+    """Return the CPU's name, and a note if stock vLLM's INT8 kernel (oneDNN) is inexact there, else ""."""
     info = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").is_file() else ""
     model = re.search(r"^model name\s*:\s*(.+)$", info, re.M)
     features = re.search(r"^flags\s*:\s*(.+)$", info, re.M)
     has_neither = features is not None and not re.search(r"avx_vnni|avx512_vnni|amx_int8", features[1])
-    return model[1].strip() if model else platform.processor() or "unknown CPU", has_neither
-
-
-def saturates() -> str:
-    """Return a note if stock vLLM's INT8 kernel is inexact on this CPU, else ""."""
     note = "stock vLLM's INT8 kernel is inexact on this CPU: it saturates at 16 bits without VNNI or AMX"
-    return note * _cpu()[1]
+    return model[1].strip() if model else platform.processor() or "unknown CPU", note * has_neither
 
 
 def _system() -> str:
-    return "\n".join(filter(None, [platform.platform(), f"{_cpu()[0]}, {os.cpu_count()} cores", saturates()]))
+    name, note = cpu()
+    return "\n".join(filter(None, [platform.platform(), f"{name}, {os.cpu_count()} cores", note]))
 
 
 def gpus() -> tuple[list[list[str]], str]:
@@ -350,7 +346,11 @@ def examine(model: str, folder: Path) -> Report:
             report.lacks(str(error), remedy, error.exit_code)
     if not report.code:
         words = " ".join(f"--{name} {value}" for name, value in serving_options(checkpoint.config).items())
-        report.verdict = _verdict(report) + (f"; start vllm serve with {words}" if words else "")
+        served, total = sum(report.patterns.values()), sum(layers.count for layers in report.layers)
+        report.verdict = f"the backend {report.backend} serves {served} of {total} linear layers"
+        if report.backend == "reference":
+            report.verdict += " with exact but slow CPU arithmetic, as this machine has no GPU"
+        report.verdict += f"; start vllm serve with {words}" if words else ""
     return report
 
 
@@ -419,13 +419,6 @@ def _pattern(
         elif isinstance(pattern, SlidePattern) and violations(rows, pattern):
             return None, BREAKS
     return (pattern.ratio if serving.resolution.path == gemm.SPARSE else DENSE_WEIGHT), ""
-
-
-def _verdict(report: Report) -> str:
-    total = sum(layers.count for layers in report.layers)
-    verdict = f"the backend {report.backend} serves {sum(report.patterns.values())} of {total} linear layers"
-    slow = " with exact but slow CPU arithmetic, as this machine has no GPU"
-    return verdict + slow * (report.backend == "reference")
 
 
 def lines(report: Report) -> Iterable[str]:
