@@ -76,13 +76,7 @@ class Recipe:
 
     compiles: tuple[tuple[str, ...], ...]  # may run in parallel
     link: tuple[str, ...]
-    file: str
-    key: str
-
-    @property
-    def place(self) -> Path:
-        """Where the file is in the cache."""
-        return cache_folder() / "extensions" / self.key / self.file
+    place: Path  # of the file in the cache
 
 
 def build(target: str | Target) -> Path:
@@ -100,7 +94,7 @@ def build(target: str | Target) -> Path:
             with locked(place.with_name(f"{place.name}.lock")):
                 if not place.is_file():
                     _logger.info("compiling the %s, once, into %s", target.title, place)
-                    _run_recipe(recipe, place)
+                    _run_recipe(recipe)
         _require_trusted(place)
     except OSError as error:
         raise ToolchainError(
@@ -216,7 +210,8 @@ def _recipe(target: Target) -> Recipe:
     for compiler in compilers:
         digest.update(find.version_text(*compiler).encode())
     digest.update(f"{sysconfig.get_config_var('SOABI')}\0{platform.machine()}".encode())
-    return Recipe(tuple(map(tuple, compiles)), tuple(link), file, digest.hexdigest()[:20])
+    place = cache_folder() / "extensions" / digest.hexdigest()[:20] / file
+    return Recipe(tuple(map(tuple, compiles)), tuple(link), place)
 
 
 def cuda_commands(
@@ -258,11 +253,14 @@ def read_units(listed: Path) -> list[tuple[Path, list[str]]]:
 # ---- running them
 
 
-def _run_recipe(recipe: Recipe, place: Path) -> None:
+def _run_recipe(recipe: Recipe) -> None:
     """Run the command lines in a folder of their own, and publish the file that they make."""
+    place = recipe.place
     with tempfile.TemporaryDirectory(dir=place.parent, prefix="building-") as scratch:
         folder = Path(scratch)
-        with ThreadPoolExecutor(_max_jobs()) as pool:
+        processors, wanted = len(os.sched_getaffinity(0)), os.environ.get("MAX_JOBS", "")
+        jobs = min(processors, int(wanted)) if wanted.isdecimal() and int(wanted) else processors
+        with ThreadPoolExecutor(jobs) as pool:
             futures = [pool.submit(compile_with, command, folder) for command in recipe.compiles]
             try:
                 said = [future.result() for future in futures]
@@ -271,9 +269,9 @@ def _run_recipe(recipe: Recipe, place: Path) -> None:
                 raise
         compile_with(recipe.link, folder)
         write_atomically(said_path(place), json.dumps(said).encode())
-        (folder / recipe.file).chmod(0o755)
-        sync(folder / recipe.file)
-        os.replace(folder / recipe.file, place)
+        (folder / place.name).chmod(0o755)
+        sync(folder / place.name)
+        os.replace(folder / place.name, place)
 
 
 def compile_with(command: Sequence[str], folder: Path | None = None) -> str:
@@ -296,10 +294,3 @@ def compile_with(command: Sequence[str], folder: Path | None = None) -> str:
         errors = "\n".join(re.split(r"\r?\n", process.stderr.strip())[:20])  # the first error is the cause
         raise ToolchainError(f"the compiler failed: {' '.join(command)}\n{errors}", REMEDY)
     return process.stderr
-
-
-def _max_jobs() -> int:
-    """Return the number of compilers to run at once: at most $MAX_JOBS, and one for each processor."""
-    processors = len(os.sched_getaffinity(0))
-    wanted = os.environ.get("MAX_JOBS", "")
-    return min(processors, int(wanted)) if wanted.isdecimal() and int(wanted) else processors
