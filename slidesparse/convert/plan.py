@@ -150,13 +150,11 @@ class Planner:
         elif options.calibration:
             self.source.require_calibration()
         pruned = self.source.metadata.layers if self.source.metadata else {}
+        is_ternary, scheme = is_bitnet(checkpoint.config), self.source.quantization.scheme
         self.skeleton.require_tensors(
-            {name: entry.in_features for name, entry in pruned.items()}, self._is_quantized
+            {name: entry.in_features for name, entry in pruned.items()},
+            lambda layer, dtype: is_ternary or bool(scheme(layer, dtype)),
         )
-
-    def _is_quantized(self, layer: str, dtype: str) -> bool:
-        """Return whether config.json quantizes a linear layer whose weight has a dtype."""
-        return is_bitnet(self.checkpoint.config) or bool(self.source.quantization.scheme(layer, dtype))
 
     @property
     def experts(self) -> list[str]:
@@ -340,7 +338,11 @@ class Planner:
         if name in dropped:
             return Output(spec, stored.file, ())
         if layer in self.source.heads and layer != name:
-            return Output(spec, stored.file, (spec._replace(dtype=self._float_dtype()),), layer=None)
+            floats = (
+                tensor.spec for tensor in self.checkpoint.tensors.values() if tensor.spec.dtype in FLOATS
+            )
+            largest = max(floats, key=lambda spec: spec.nbytes)  # the embedding
+            return Output(spec, stored.file, (spec._replace(dtype=largest.dtype),))
         if layer == name or layer not in patterns:
             return Output(spec, stored.file, tuple(spec._replace(name=n) for n in self.source.names(name)))
         entry, rows = entries.get(layer), spec.shape[0]
@@ -349,11 +351,6 @@ class Planner:
         if not self.source.copies_scale(layer):
             specs.append(TensorSpec(layer + SCALE, "F32", (rows, 1)))
         return Output(spec, stored.file, tuple(specs), layer, patterns[layer])
-
-    def _float_dtype(self) -> str:
-        """Return the dtype of the largest float tensor, the embedding."""
-        floats = [tensor.spec for tensor in self.checkpoint.tensors.values() if tensor.spec.dtype in FLOATS]
-        return max(floats, key=lambda spec: spec.nbytes).dtype
 
     def _ignored(self, kept: Mapping[str, str]) -> list[str]:
         """Return the entries of the ignore list for layers that are left unquantized by this conversion."""
