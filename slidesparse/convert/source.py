@@ -277,21 +277,18 @@ class Quantized(Source):
             )
 
 
-# Activations of a source -> what requantization changes
-_CHANGES = {
-    "static": "static activation scales removed, as activations are now quantized dynamically per token",
-    "dynamic": "activations are now quantized per token instead of per tensor",
-    "asymmetric": "activations are now quantized symmetrically",
-}
-
-
 def _change(scheme: Scheme) -> str:
     """Describe what requantization changes for a layer, or return ""."""
     if scheme.block:
         rows, columns = scheme.block
         return f"dequantized from blocks of {rows} x {columns} and quantized again per channel"
-    expanded = "per-tensor scales expanded to per-channel, which experts need"
-    return _CHANGES.get(scheme.activations) or (expanded if scheme.strategy == "tensor" else "")
+    of_scales = {"tensor": "per-tensor scales expanded to per-channel, which experts need"}
+    of_activations = {
+        "static": "static activation scales removed, as activations are now quantized dynamically per token",
+        "dynamic": "activations are now quantized per token instead of per tensor",
+        "asymmetric": "activations are now quantized symmetrically",
+    }
+    return of_activations.get(scheme.activations) or of_scales.get(scheme.strategy, "")
 
 
 class Converted(Quantized):
