@@ -147,6 +147,7 @@ def convert(
     if task and options.budget:  # what it lacks is refused here, not after the model was rotated
         require_usable(task, options.budget)
         loss_cache()
+    copied, left_out = _other_files(checkpoint)
     report = Report(
         plan,
         out,
@@ -154,7 +155,7 @@ def convert(
         note=task.samples.note if task else "",
         rotation=rotation,
         distillation=distillation,
-        left_out=tuple(map(str, _other_files(checkpoint)[1])),
+        left_out=tuple(map(str, left_out)),
         unserved=unserved,
     )
     if not dry_run:
@@ -162,7 +163,10 @@ def convert(
             require_resumable(out, _state(task, options, rotation), task.calibration.resume)
         remove_stale(out)
         if not (task and task.calibration.resume):  # the run before has written some of it
-            _require_room(plan, task, out)
+            # The codes of finished blocks are as large as the output
+            kept = plan.disk_bytes() + distillation_bytes(task) if task else 0
+            others = sum((checkpoint.folder / name).stat().st_size for name in copied)
+            require_space(out, plan.disk_bytes() + others + kept)
         report = _prune_and_write(planner, task, report, progress)
     elif task and options.budget:
         with planner.checkpoint.reader() as reader, tempfile.TemporaryDirectory() as folder:
@@ -207,9 +211,8 @@ def _sparse(planner: Planner, reader: Reader) -> str | None:
     if pattern.density == 1 or pattern.length is None:  # nothing is pruned
         return None
     for spec in (planner.checkpoint.require(name + WEIGHT) for name in planner.skeleton.layers):
-        if spec.columns < pattern.length or spec.dtype not in FLOATS or not spec.rows:
-            continue
-        if obeys(reader.rows(spec.name, next(spec.chunks())), pattern):
+        prunable = spec.columns >= pattern.length and spec.dtype in FLOATS
+        if prunable and obeys(reader.rows(spec.name, next(spec.chunks())), pattern):
             return f"{spec.name} already satisfies {pattern.ratio}, which rotation would undo"
     return None
 
@@ -360,17 +363,6 @@ def write_output(
             (folder / file).write_bytes(content)
         plan.checkpoint.require_unchanged()
         publish(folder, out)
-
-
-# Disk space
-
-
-def _require_room(plan: ConversionPlan, task: Task | None, out: Path) -> None:
-    """Raise EnvironmentFault unless the output, and what calibration keeps until then, fit on the disk."""
-    others = sum((plan.checkpoint.folder / name).stat().st_size for name in _other_files(plan.checkpoint)[0])
-    # The codes of finished blocks are as large as the output
-    kept = plan.disk_bytes() + distillation_bytes(task) if task else 0
-    require_space(out, plan.disk_bytes() + others + kept)
 
 
 # Files and chunks
