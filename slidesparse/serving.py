@@ -73,6 +73,11 @@ class Serving:
     left: Mapping[str, str]  # layer that vLLM's own kernels serve, also of experts -> reason, as in the log
     resolution: Resolution | None  # None if the plugin does not serve the checkpoint
 
+    @property
+    def quantized(self) -> set[str]:
+        """The weights, by the checkpoint's names, of the layers that it quantizes."""
+        return {name for layer in self.layers if layer.quantized for name in layer.weights}
+
 
 def is_available() -> bool:
     """Return whether vLLM is installed."""

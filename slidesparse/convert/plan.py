@@ -36,6 +36,7 @@ from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.source import Source, source_of
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import Pattern, SlidePattern
+from slidesparse.serving import NotServedError, Skeletons
 
 # Reasons for leaving a two-dimensional weight unchanged
 BY_IGNORE, BY_SOURCE, NOT_LINEAR = (
@@ -392,3 +393,55 @@ def _require_layout_alone(metadata: Metadata, options: ConvertOptions) -> None:
             f"{option} cannot be used with a source that is already pruned to {metadata.pattern}, as only its layout "
             f"changes, with --sparsity {metadata.pattern.ratio}; start from the original checkpoint"
         )
+
+
+def ask(planner: Planner, skeletons: Skeletons) -> str:
+    """Ask vLLM how it would serve the output, before anything is written, and set `Planner.served`.
+
+    Layers that vLLM builds without quantization, as some mixers of Mamba, stay unchanged, and those that it calls by a
+    name of its own are ignored by that name.  Returns "", or why vLLM does not serve such a model on this machine.
+    Raises CheckpointError where it would serve the source, but not the output.
+    """
+    plan = planner.plan()
+    options, folder = naming.serving_options(plan.config), plan.checkpoint.folder
+    if not plan.source.metadata:
+        block = {key: value for key, value in plan.config["quantization_config"].items() if key != KEY}
+        block["quant_method"] = COMPRESSED_TENSORS
+        config = {**plan.config, "quantization_config": block}
+        try:
+            serving = skeletons.layers(folder, _unpacked(plan), config, **options)
+        except NotServedError as error:
+            return str(error)
+        names: dict[str, list[str]] = {}
+        for layer in serving.layers:
+            for weight in layer.weights:
+                names.setdefault(weight, []).append(layer.name)
+        planned = {output.layer for output in plan.outputs if output.layer} & {*planner.skeleton.layers}
+        if not planned & serving.quantized:
+            return "it quantizes none of its linear layers"
+        planner.served = Served(frozenset(planned - serving.quantized), names)
+        plan = planner.plan()
+    specs = [spec for output in plan.outputs for spec in output.specs]
+    try:
+        serving = skeletons.layers(folder, specs, plan.config, **options)
+    except NotServedError as error:
+        raise CheckpointError(
+            f"vLLM, which is installed here, would not serve the converted checkpoint: {error}"
+        ) from None
+    lost = [name for name in plan.patterns if name not in serving.quantized and not naming.is_expert(name)]
+    if lost:
+        raise CheckpointError(
+            f"vLLM, which is installed here, would not serve {lost[0]} quantized; leave such layers unchanged by "
+            "--ignore"
+        )
+    return ""
+
+
+def _unpacked(plan: ConversionPlan) -> Iterator[TensorSpec]:
+    """Yield the tensors of a plan, [N, K] and without the scales that unquantized layers cannot load."""
+    for output in plan.outputs:
+        for spec in output.specs:
+            if output.layer and spec.name == output.layer + WEIGHT:
+                yield spec._replace(shape=(spec.shape[0], plan.source.in_features(output.layer)))
+            elif not spec.name.endswith(SCALE):
+                yield spec

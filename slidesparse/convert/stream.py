@@ -66,8 +66,7 @@ from slidesparse.checkpoint.storage import (
 from slidesparse.convert.budget import Choice
 from slidesparse.convert.choose import Outcome, estimate, loss_cache, prune_within, require_usable
 from slidesparse.convert.options import BUDGET, ConvertOptions
-from slidesparse.convert.plan import ConversionPlan, Output, Planner
-from slidesparse.convert.served import ask
+from slidesparse.convert.plan import ConversionPlan, Output, Planner, ask
 from slidesparse.convert.source import Floats, Quantized
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import MixedPattern, SlidePattern
