@@ -29,7 +29,7 @@ from benchmarks.records import (
 )
 from benchmarks.spmm import report as spmm
 from benchmarks.tables import NO_VALUE, digits, pattern_order, ratio, read, span, table
-from slidesparse.convert import times as layer_times
+from slidesparse.convert import budget
 from slidesparse.errors import CheckFailed
 from slidesparse.flags import REQUIRE
 from slidesparse.gemm.tuned import slug
@@ -592,8 +592,8 @@ def measured_layers(folder: Path) -> dict[tuple[str, str, int], dict[tuple[int, 
 
 
 def layer_fits() -> str:
-    """Return the CSV of fitted layer times that budgets use (see `slidesparse.convert.times`)."""
-    lines = [",".join(layer_times.COLUMNS)]
+    """Return the CSV of fitted layer times that budgets use (see `slidesparse.convert.budget`)."""
+    lines = [",".join(budget.COLUMNS)]
     for folder in sorted(FOLDERS):
         gpu = slug(read_conditions(folder / "linear.json")["gpu"])
         for (dtype, pattern, tokens), us in sorted(measured_layers(folder).items()):
@@ -639,7 +639,7 @@ def _files() -> Iterator[tuple[Path, str, str]]:
     for path in MARKED_PAGES:
         text = path.read_text(encoding="utf-8")
         yield path, text, fill_tables(text, path)
-    path = layer_times.FILE
+    path = budget.FILE
     yield path, path.read_text(encoding="utf-8") if path.exists() else "", layer_fits()
 
 

@@ -200,8 +200,7 @@ def _parse_goal(sparsity: str | None, max_loss: str | None) -> tuple[Pattern, Bu
     if sparsity is not None:
         return parse_pattern(sparsity), None
     assert max_loss is not None
-    from slidesparse.convert.budget import MIDDLE, Budget, parse_percent
-    from slidesparse.convert.times import default_gpu
+    from slidesparse.convert.budget import MIDDLE, Budget, default_gpu, parse_percent
 
     return MIDDLE, Budget(parse_percent("--max-loss", max_loss), gpu=default_gpu())
 

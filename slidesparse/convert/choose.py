@@ -24,10 +24,10 @@ from slidesparse.convert.budget import (
     AllocationProblem,
     Budget,
     Choice,
+    Shape,
     allocation_problem,
     percent,
 )
-from slidesparse.convert.times import Shape
 from slidesparse.errors import CalibrationError
 
 # Initial estimate of the loss of the whole model, relative to the sum of its layers' losses

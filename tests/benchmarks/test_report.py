@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 from benchmarks import report
 from benchmarks.cli import app
 from benchmarks.report import measured_layers
-from slidesparse.convert.times import layer_fits
+from slidesparse.convert.budget import layer_fits
 
 
 def test_tables_of_the_docs_equal_those_of_the_csvs() -> None:
@@ -18,7 +18,7 @@ def test_tables_of_the_docs_equal_those_of_the_csvs() -> None:
 
 
 def test_shipped_fits_are_as_close_to_the_measured_layers_as_stated() -> None:
-    """The bounds are those that slidesparse/convert/times.py states: on average by pattern and tokens, and at worst."""
+    """The bounds are those that convert/budget.py states: on average by pattern and tokens, and at worst."""
     gpus = ("nvidia-h200", report.H200, 0.095), ("nvidia-h100-80gb-hbm3", report.H100, 0.07)
     for gpu, folder, overall in gpus:
         fits, errors = layer_fits(gpu), []

@@ -27,16 +27,19 @@ from slidesparse.calibrate.task import no_progress
 from slidesparse.checkpoint.inspection import inspect
 from slidesparse.convert import choose, stream
 from slidesparse.convert.budget import (
+    DEFAULT_GPU,
     PATTERNS,
     AllocationProblem,
     Budget,
     Candidate,
     Choice,
+    Shape,
     allocation_problem,
+    default_gpu,
+    layer_fits,
 )
 from slidesparse.convert.choose import AIM, next_limit
 from slidesparse.convert.stream import Report
-from slidesparse.convert.times import DEFAULT_GPU, Shape, default_gpu, layer_fits
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 from slidesparse.pattern import SlidePattern
 
