@@ -17,30 +17,15 @@ if TYPE_CHECKING:
     from slidesparse.evaluate.perplexity import Interval
 
 
-Model = Annotated[
-    str, typer.Argument(help="The checkpoint to evaluate: a folder, or ORG/NAME on the Hub.", metavar="DIR")
-]
-Against = Annotated[
-    str | None, typer.Option(help="A checkpoint to compare with, such as the original model.", metavar="DIR")
-]
-Samples = Annotated[int | None, typer.Option(help="Use only the first N samples.", metavar="N")]
-Options = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--option",
-        help="An argument of vllm.LLM, such as dtype=float32; may be repeated.",
-        metavar="NAME=VALUE",
-    ),
-]
-Log = Annotated[Path | None, typer.Option(help="Append what vLLM prints to this file.", metavar="FILE")]
-
-
 app = application("Measure the accuracy of a checkpoint as vLLM serves it.")
 
 
 @app.command()
 def perplexity(
-    model: Model,
+    model: Annotated[
+        str,
+        typer.Argument(help="The checkpoint to evaluate: a folder, or ORG/NAME on the Hub.", metavar="DIR"),
+    ],
     data: Annotated[
         str,
         typer.Option(
@@ -48,7 +33,10 @@ def perplexity(
             metavar="FILE",
         ),
     ],
-    against: Against = None,
+    against: Annotated[
+        str | None,
+        typer.Option(help="A checkpoint to compare with, such as the original model.", metavar="DIR"),
+    ] = None,
     seqlen: Annotated[
         int | None,
         typer.Option(
@@ -57,9 +45,16 @@ def perplexity(
             metavar="N",
         ),
     ] = None,
-    samples: Samples = None,
-    option: Options = None,
-    log: Log = None,
+    samples: Annotated[int | None, typer.Option(help="Use only the first N samples.", metavar="N")] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An argument of vllm.LLM, such as dtype=float32; may be repeated.", metavar="NAME=VALUE"
+        ),
+    ] = None,
+    log: Annotated[
+        Path | None, typer.Option(help="Append what vLLM prints to this file.", metavar="FILE")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure the perplexity of a language model; with --against, also how much it rises over another's."""
