@@ -25,19 +25,7 @@ from typing import TYPE_CHECKING, Any
 from slidesparse import __version__, gemm, versions
 from slidesparse.build import compile, find
 from slidesparse.errors import ENVIRONMENT, FAILED, INSTALL, INSTALL_CUDA, SlideSparseError
-from slidesparse.flags import (
-    DISABLE,
-    MODE,
-    OFF,
-    PREFIX,
-    REQUIRED,
-    SPARSITY,
-    USE_CUBLASLT,
-    USE_CUSPARSELT,
-    Flags,
-    disabled,
-    unknown_names,
-)
+from slidesparse.flags import DISABLE, MODE, OFF, REQUIRED, SPARSITY, Flags, disabled, is_flag, unknown_names
 
 if TYPE_CHECKING:
     from slidesparse.checkpoint.metadata import Metadata
@@ -238,11 +226,6 @@ def _cache() -> str:
     if existing.is_dir() and os.access(existing, os.W_OK):
         return str(folder)
     return f"{folder} cannot be written: set SLIDESPARSE_CACHE to a folder that can"
-
-
-def is_flag(name: str) -> bool:
-    """Return whether an environment variable is a flag of SlideSparse."""
-    return name in (MODE, USE_CUSPARSELT, USE_CUBLASLT, DISABLE, SPARSITY) or name.startswith(PREFIX)
 
 
 def _flags() -> str:

@@ -109,6 +109,11 @@ def active_names(environ: Mapping[str, str] = os.environ) -> list[str]:
     return [name for name in REQUESTS if _word(environ, name) not in _FALSE]
 
 
+def is_flag(name: str) -> bool:
+    """Return whether an environment variable is a flag of SlideSparse, or is named like one."""
+    return name in (MODE, DISABLE, *REQUESTS) or name.startswith(PREFIX)
+
+
 def unknown_names(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the variables that are named like ours but not read, mistyped ones or those of another program."""
     return sorted(name for name in environ if name.startswith(PREFIX) and name not in KNOWN)
