@@ -156,7 +156,8 @@ def read_variant(folder: Path) -> Variant:
         raise E2eError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
     metadata = Metadata.of_config(block)
     try:
-        dtype = parse_block(block).quant if block else ""
+        schemes = parse_block(block).schemes if block else ()
+        dtype = " and ".join(sorted({scheme.quant for scheme in schemes}))
     except CheckpointError:
         dtype = ""  # another quantization, such as W4A16
     pattern, layout = (metadata.pattern, metadata.layout) if metadata else (None, "dense")

@@ -55,11 +55,6 @@ class Quantization:
         """The schemes of all groups."""
         return {scheme for scheme in self.groups.values() if scheme}
 
-    @property
-    def quant(self) -> str:
-        """The types of the weights as text, for messages."""
-        return " and ".join(sorted({scheme.quant for scheme in self.schemes}))
-
     def rewritten(self, experts: bool) -> bool:
         """Return whether the source must be requantized, for the plugin or for ``experts`` with per-tensor scales."""
         return self.method == FP8_METHOD or any(

@@ -166,7 +166,7 @@ class Quantized(Source):
         for scheme in self.quantization.schemes:
             if not scheme.block and quant not in (None, scheme.quant):
                 raise CheckpointError(
-                    f"--quant {quant} contradicts the source, whose weights are {self.quantization.quant} already; "
+                    f"--quant {quant} contradicts the source, which has {scheme.quant} weights already; "
                     "leave --quant out, or start from the original float checkpoint"
                 )
         self.heads = self._float_heads()
@@ -272,8 +272,8 @@ class Quantized(Source):
     def require_calibration(self) -> None:
         if not is_bitnet(self.checkpoint.config):
             raise CalibrationError(
-                f"calibration updates float weights, but the source holds {self.quantization.quant} ones; start from "
-                "the original checkpoint, or prune its quantized weights: leave --calib out"
+                "calibration updates float weights, but those of the source are quantized; start from the original "
+                "checkpoint, or prune its quantized weights: leave --calib out"
             )
 
 

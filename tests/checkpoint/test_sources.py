@@ -212,7 +212,7 @@ def test_quantization_groups_of_several_kinds(tmp_path: Path) -> None:
         assert (chosen["weights"].type, chosen["format"]) == (kind, f"{kind}-quantized")
         assert after[f"{layer}.weight"].dtype == dtype
     refused(
-        source, "--quant int8 contradicts the source, whose weights are fp8 and int8", out="x", quant="int8"
+        source, "--quant int8 contradicts the source, which has fp8 weights already", out="x", quant="int8"
     )
 
 
@@ -592,6 +592,6 @@ def test_unsupported_sources_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_options_for_floats_are_refused_for_quantized_sources(tmp_path: Path) -> None:
     source = w8a8(tmp_path / "source")
-    refused(source, "--quant fp8", "int8 already", quant="fp8")
+    refused(source, "--quant fp8", "int8 weights already", quant="fp8")
     calibration = Calibration(("random",), samples=1, seqlen=8)
-    refused(source, "int8 ones", error=CalibrationError, calibration=calibration)
+    refused(source, "those of the source are quantized", error=CalibrationError, calibration=calibration)
