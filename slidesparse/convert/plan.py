@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import filterfalse
 from typing import Any
@@ -51,14 +51,6 @@ JOINED = "routed experts in one tensor of another form, which vLLM serves unquan
 BY_LAYER, BY_BUDGET = "--layer", "by the budget"
 ROUTED = r"routed experts: --layer '\.experts\.=PATTERN' prunes them, too"
 QUANTIZED = "quantized in the source, but not a linear layer of a transformer block"
-
-
-@dataclass(frozen=True)
-class Served:
-    """The linear layers of a model in vLLM, as far as they are known."""
-
-    unquantized: frozenset[str] = frozenset()  # layers, by the checkpoint's names, that it never quantizes
-    names: Mapping[str, Sequence[str]] = field(default_factory=dict)  # layer -> vLLM's names of it
 
 
 @dataclass(frozen=True)
@@ -142,7 +134,9 @@ class Planner:
     """
 
     def __init__(self, checkpoint: Checkpoint, options: ConvertOptions, source: Source | None = None) -> None:
-        self.options, self.served, self.skeleton = options, Served(), Skeleton(checkpoint)
+        self.options, self.skeleton = options, Skeleton(checkpoint)
+        # Of the linear layers, by the checkpoint's names, those that vLLM never quantizes, and vLLM's names of all
+        self.unquantized, self.served_names = frozenset[str](), dict[str, list[str]]()
         self.checkpoint = checkpoint = self.skeleton.with_single_experts()
         self.routed = naming.experts(checkpoint.tensors)
         self.source = source or source_of(checkpoint, options.quant, bool(self.routed))
@@ -256,7 +250,7 @@ class Planner:
         groups += map(tuple, self.routed.values())
         ignored = naming.matched(layers, groups, self.options.ignore, BY_IGNORE)
         kept = {name: BY_IGNORE for name in layers if name in ignored}
-        kept |= {name: UNSERVED for name in layers if name in self.served.unquantized}
+        kept |= {name: UNSERVED for name in layers if name in self.unquantized}
         if self.source.requantizes and (
             quantized := [name for name in kept if not self.source.is_float(name)]
         ):
@@ -358,7 +352,7 @@ class Planner:
         names: list[str] = []
         ignores = self.source.quantization.ignores
         for name, reason in kept.items():
-            served = self.served.names.get(name, ())
+            served = self.served_names.get(name, ())
             if not self.source.replaces_ignore and (ignores(name) or not self.source.requantizes):
                 names += filterfalse(ignores, served) if ignores(name) else ()
                 continue
@@ -396,7 +390,7 @@ def _require_layout_alone(metadata: Metadata, options: ConvertOptions) -> None:
 
 
 def ask(planner: Planner, skeletons: Skeletons) -> str:
-    """Ask vLLM how it would serve the output, before anything is written, and set `Planner.served`.
+    """Ask vLLM how it would serve the output, before anything is written, and tell the planner.
 
     Layers that vLLM builds without quantization, as some mixers of Mamba, stay unchanged, and those that it calls by a
     name of its own are ignored by that name.  Returns "", or why vLLM does not serve such a model on this machine.
@@ -419,7 +413,7 @@ def ask(planner: Planner, skeletons: Skeletons) -> str:
         planned = {output.layer for output in plan.outputs if output.layer} & {*planner.skeleton.layers}
         if not planned & serving.quantized:
             return "it quantizes none of its linear layers"
-        planner.served = Served(frozenset(planned - serving.quantized), names)
+        planner.unquantized, planner.served_names = frozenset(planned - serving.quantized), names
         plan = planner.plan()
     specs = [spec for output in plan.outputs for spec in output.specs]
     try:

@@ -272,7 +272,7 @@ def _write_calibrated(
         reader = dense.reader
         if rotate and not dense.rotated:  # a tied lm_head stays tied
             tied = Planner(open_checkpoint(plan.checkpoint.folder)[0], options)
-            tied.served = planner.served
+            tied.unquantized, tied.served_names = planner.unquantized, planner.served_names
             planner, plan = tied, tied.plan()
         if options.budget:
             outcome = estimate(task, reader, work, options.budget, dense.rotated, progress)
