@@ -40,10 +40,6 @@ FORMS = (
 )
 
 # Options under a heading of --help
-_budget_option = partial(
-    typer.Option,
-    rich_help_panel="A pattern for each layer, chosen by a budget (instead of --sparsity; needs --calib)",
-)
 _calibration_option = partial(typer.Option, rich_help_panel="Calibration")
 _layer_option = partial(typer.Option, rich_help_panel="Options for individual layers")
 
@@ -68,11 +64,12 @@ def convert(
     ] = None,
     max_loss: Annotated[
         str | None,
-        _budget_option(
+        typer.Option(
             help="Make the model as fast as possible while its perplexity (for encoders: 1 - cosine of the embeddings) "
             "rises by at most this much, on the kind of text where that is most: held-out samples of each --calib and, "
             "where there is one, the reference of the Python language.",
             metavar="PERCENT",
+            rich_help_panel="A pattern for each layer, chosen by a budget (instead of --sparsity; needs --calib)",
         ),
     ] = None,
     quant: Annotated[
