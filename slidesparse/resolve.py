@@ -12,10 +12,10 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import cache
-from typing import Any
+from typing import Any, get_type_hints
 
 from slidesparse import __version__, flags, gemm
 from slidesparse.checkpoint.metadata import (
@@ -80,16 +80,13 @@ class Resolution:
     @classmethod
     def of_stamp(cls, stamp: Any) -> Resolution:
         """Read what `resolve` stamped.  Raises ResolveError for anything else."""
-        types = {field.name: _TYPES[str(field.type)] for field in fields(cls)}
+        types = get_type_hints(cls)
         if not isinstance(stamp, dict) or {name: type(value) for name, value in stamp.items()} != types:
             raise ResolveError(
                 f"quantization_config.{STAMP} was not written by this release of slidesparse ({__version__}): remove "
                 "it from config.json, and install the same slidesparse for all processes"
             )
         return cls(**stamp)
-
-
-_TYPES = {"str": str, "bool": bool, "int": int}
 
 
 def needs_plugin(quantization_config: Mapping[str, Any], user_quant: str | None) -> bool:
