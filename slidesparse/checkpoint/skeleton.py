@@ -68,8 +68,7 @@ class Skeleton:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         with _quiet():
-            self.config = _read_config(checkpoint)
-            self.text_config = _text_config(checkpoint, self.config)
+            self.config, self.text_config = _read_config(checkpoint)
             self.text_config.output_router_logits = False  # blocks may run one at a time
             self.model: Any = _build(checkpoint, self.config)
             self._targets, self._sources = _rename(self.model, checkpoint.tensors)
@@ -384,8 +383,11 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _read_config(checkpoint: Checkpoint) -> Any:
-    """Return transformers' config of a checkpoint, without its quantization."""
+def _read_config(checkpoint: Checkpoint) -> tuple[Any, Any]:
+    """Return transformers' config of a checkpoint, without its quantization, and in it that of the language model.
+
+    Raises CheckpointError where transformers finds none of either, or several.
+    """
     import transformers
 
     # transformers writes infinite numbers in a way of its own, which this function reads
@@ -404,22 +406,12 @@ def _read_config(checkpoint: Checkpoint) -> Any:
         for known in (text_config(checkpoint.config), checkpoint.config):
             if TIED in known:
                 config.tie_word_embeddings = known[TIED]
-        return config
+        text = config.get_text_config()
+        if not isinstance(text, transformers.PreTrainedConfig):
+            raise ValueError(f"a part of a multimodal model, {shown(text)}, in a model_type without parts")
+        return config, text
     except Exception as error:  # of many classes, by model
         raise _refused(checkpoint.folder, error) from error
-
-
-def _text_config(checkpoint: Checkpoint, config: Any) -> Any:
-    """Return the config of the language model.  Raises CheckpointError where transformers finds none, or several."""
-    from transformers import PreTrainedConfig
-
-    try:
-        text = config.get_text_config()
-        if not isinstance(text, PreTrainedConfig):
-            raise ValueError(f"a part of a multimodal model, {shown(text)}, in a model_type without parts")
-    except ValueError as error:
-        raise _refused(checkpoint.folder, error) from error
-    return text
 
 
 def _require_few_layers(values: Mapping[str, Any], folder: Path) -> None:
