@@ -54,8 +54,9 @@ class Inputs:
 
     def copies(self, problem: Problem) -> int:
         """Count the copies for a problem with dense weights; sparse ones, of two thirds of the bytes, get as many."""
-        n, k, m, size = problem.n, problem.k, problem.m, _size(problem.dtype)
-        return self.copies_exceeding_l2((n * k + m * k) * size + m * n * _size(problem.out))
+        n, k, m = problem.n, problem.k, problem.m
+        operand, out = DTYPES[problem.dtype].itemsize, DTYPES[problem.out].itemsize
+        return self.copies_exceeding_l2((n * k + m * k) * operand + m * n * out)
 
     def copies_exceeding_l2(self, call_bytes: int) -> int:
         """Return how many copies of ``call_bytes`` are L2_MULTIPLE times as large as the L2 cache; at least 1."""
@@ -135,7 +136,3 @@ def two_of_four(count: int, generator: torch.Generator) -> Tensor:
     table = torch.tensor(TWO_OF_FOUR, dtype=torch.bool, device=generator.device)
     chosen = torch.randint(len(TWO_OF_FOUR), (-(-count // 4),), generator=generator, device=generator.device)
     return table[chosen].view(-1)[:count]
-
-
-def _size(dtype: str) -> int:
-    return DTYPES[dtype].itemsize
