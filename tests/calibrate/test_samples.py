@@ -63,7 +63,7 @@ def rows(samples: Samples) -> list[list[int]]:
 def test_all_of_a_text_is_taken_up_to_a_limit(
     decoder: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a smaller source lacks of its half is left to a larger one, wherever it is named."""
+    """A larger source gives what a smaller one lacks of its half, wherever it is named."""
     monkeypatch.setattr(module, "MAX_TOKENS", 40)
     small, large = (str(tmp_path / name) for name in ("small.npy", "large.npy"))
     np.save(small, np.ones((2, 4), np.int64))

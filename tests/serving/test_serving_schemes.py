@@ -1,4 +1,4 @@
-"""What the plugin decides of layers and models, without an engine.
+"""The plugin's decisions on layers and models, without an engine.
 
 Where vLLM uses another scheme for W8A8 layers, such as FP8 without quantized activations on GPUs of compute capability
 below 8.9, it refuses if a flag is set or the layout needs ours, and otherwise warns once.
