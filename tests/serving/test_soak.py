@@ -53,6 +53,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # after 5 s it closes idle connections, one perhaps as it is used again
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
