@@ -125,8 +125,8 @@ class Hopper(CudaBackend):
         if experts > MAX_EXPERTS:
             return f"of more than {MAX_EXPERTS} a layer"
         # In INT8 vLLM 0.25.1 would give other texts: it does not quantize the inputs of experts
-        served = asked or pattern is not None
-        return None if served else "that are not pruned (SLIDESPARSE=require serves them)"
+        served = asked or pattern is not None or dtype != torch.int8
+        return None if served else "in INT8 that are not pruned (SLIDESPARSE=require serves them)"
 
     def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
         return "both"
