@@ -280,10 +280,13 @@ def run(
     Args:
         gpus: values of CUDA_VISIBLE_DEVICES; none for a machine without a GPU.
 
-    Returns a line for each cell that failed.  Raises CellError while another run uses the folder.
+    Returns a line for each cell that failed.  Raises CellError while another run uses the folder, or without a text.
     """
     done = load(texts.work)
-    waiting = _Queue([cell for cell in cells if cell not in done])
+    left = [cell for cell in cells if cell not in done]
+    for model in dict.fromkeys(cell.model for cell in left):
+        texts.of(model)  # what is missing is said before the first conversion
+    waiting = _Queue(left)
     failures, lock = list[str](), threading.Lock()
 
     def work(number: int, gpu: str | None) -> None:

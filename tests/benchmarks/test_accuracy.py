@@ -57,6 +57,13 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     assert run([], texts, (), 1, tmp_path / "table.csv", print) == []
 
 
+def test_a_missing_text_is_said_before_anything_is_converted(tmp_path: Path) -> None:
+    cell = Cell.parse("smollm2 --sparsity 2:4")
+    with pytest.raises(CellError, match=r"smollm2\.held_out\.npy is missing: .* prepare smollm2 WORK"):
+        run([cell], Texts(tmp_path, None, None), (), 1, tmp_path / "table.csv", print)
+    assert not (tmp_path / "running").exists()
+
+
 @pytest.mark.parametrize(
     ("answer", "passed"),
     [
