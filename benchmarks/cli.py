@@ -342,7 +342,7 @@ def docs(
     ] = False,
 ) -> None:
     """Regenerate every table of figures in docs/ from the CSV files there; prints which files changed."""
-    from benchmarks import report as reports
+    from benchmarks.docs import write
 
-    for path in reports.docs(check):
+    for path in write(check):
         print(path)

@@ -1,16 +1,10 @@
-"""Tables of figures, made from CSV files: those of docs/, and a page for any folder of results.
-
-A page of docs/ holds a table between the lines ``<!-- table: NAME -->`` and ``<!-- end -->``; NAME is one of `TABLES`.
-"""
+"""Tables of figures, made from CSV files: those of docs/, and a page for any folder of results."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from itertools import zip_longest
 from pathlib import Path
 
 import pandas as pd
@@ -30,7 +24,6 @@ from benchmarks.records import (
 from benchmarks.spmm import report as spmm
 from benchmarks.tables import NO_VALUE, digits, pattern_order, ratio, read, span, table
 from slidesparse.convert import budget
-from slidesparse.errors import CheckFailed
 from slidesparse.flags import REQUIRE
 from slidesparse.gemm.tuned import slug
 from slidesparse.pattern import parse_pattern
@@ -42,8 +35,6 @@ H200, H100 = BENCHMARKS / "h200", BENCHMARKS / "h100"
 FOLDERS = (H200, H100)
 ACCURACY = ROOT / "docs" / "accuracy"
 REAL_MODELS = ACCURACY / "real_models.csv"
-MARKED_PAGES = (BENCHMARKS / "README.md", BENCHMARKS / "spmm.md", ACCURACY / "README.md")
-MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 CUBLASLT, HOPPER, TWO_FOUR = "cublaslt", "hopper", "2:4"
 DTYPES = ("int8", "fp8", "bf16", "fp16")
@@ -600,60 +591,3 @@ def layer_fits() -> str:
             a, b = fit([(n * k / 1e6, time) for (n, k), time in us.items()])
             lines.append(f"{gpu},{dtype},{pattern},{tokens},{a:.4g},{b:.4g}")
     return "\n".join([*lines, ""])
-
-
-def fill_tables(text: str, path: Path) -> str:
-    """Return the text of a page with regenerated tables.  Raises RecordsError for a name that is not in TABLES."""
-
-    def fill(match: re.Match[str]) -> str:
-        name = match[2]
-        if name not in TABLES:
-            raise RecordsError(f"{path} asks for the table {name!r}; there are {', '.join(TABLES)}")
-        return f"{match[1]}{TABLES[name]()}{match[3]}"
-
-    return MARKED.sub(fill, text)
-
-
-def _plots() -> Iterator[tuple[Path, str, str]]:
-    """Yield (path, present text, generated text) of plots; those that name the digest of their data stay as they are.
-
-    Other releases of the library draw other bytes.
-    """
-    rows = whole_models(H100)
-    frontier = H100 if (rows[rows["round"].isin(MAIN)]["system"] == "bf16").any() else H200
-    for name, data in (("curve", ()), ("frontier", (frontier / f"{E2E.name}.csv",))):
-        path, sources = ACCURACY / f"{name}.svg", [REAL_MODELS, *data, Path(__file__).with_name("plots.py")]
-        note = f"of data {hashlib.sha256(b''.join(source.read_bytes() for source in sources)).hexdigest()}"
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        if note in text:
-            yield path, text, text
-            continue
-        from benchmarks import plots
-
-        yield path, text, plots.curve(note) if name == "curve" else plots.frontier(frontier, note)
-
-
-def _files() -> Iterator[tuple[Path, str, str]]:
-    """Yield (path, present text, generated text) of every generated file."""
-    yield from _plots()
-    for path in MARKED_PAGES:
-        text = path.read_text(encoding="utf-8")
-        yield path, text, fill_tables(text, path)
-    path = budget.FILE
-    yield path, path.read_text(encoding="utf-8") if path.exists() else "", layer_fits()
-
-
-def docs(check: bool) -> list[Path]:
-    """Write the files whose tables are out of date; return their paths.  With ``check`` raise CheckFailed instead."""
-    changed = [(path, text, generated) for path, text, generated in _files() if text != generated]
-    for path, text, generated in changed:
-        if not check:
-            path.write_text(generated, encoding="utf-8")
-            continue
-        pairs = zip_longest(text.splitlines(), generated.splitlines(), fillvalue="nothing")
-        number, (line, expected) = next((n, pair) for n, pair in enumerate(pairs, 1) if pair[0] != pair[1])
-        raise CheckFailed(
-            f"{path.relative_to(ROOT)}, line {number}: found\n  {line}\nbut the CSVs give\n  {expected}\n"
-            "write the pages anew: python -m benchmarks docs"
-        )
-    return [path for path, _, _ in changed]

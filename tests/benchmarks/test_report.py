@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 
 from benchmarks import report
 from benchmarks.cli import app
+from benchmarks.docs import MARKED, MARKED_PAGES
 from benchmarks.report import measured_layers
 from slidesparse.convert.budget import layer_fits
 
@@ -13,7 +14,7 @@ from slidesparse.convert.budget import layer_fits
 def test_tables_of_the_docs_equal_those_of_the_csvs() -> None:
     result = CliRunner().invoke(app, ["docs", "--check"])
     assert result.exit_code == 0, result.stderr
-    names = [name for path in report.MARKED_PAGES for _, name, _ in report.MARKED.findall(path.read_text())]
+    names = [name for path in MARKED_PAGES for _, name, _ in MARKED.findall(path.read_text())]
     assert sorted(names) == sorted(report.TABLES)
 
 
