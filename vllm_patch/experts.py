@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from slidesparse.vllm_patch import compat
 from slidesparse.vllm_patch.loading import AGAIN, require_numbers
-from slidesparse.vllm_patch.scheme import PACKED, conclude, obeys, release_unused, slid
+from slidesparse.vllm_patch.scheme import PACKED, conclude, release_unused, slid
 from slidesparse.vllm_patch.summary import Found
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -27,6 +27,7 @@ from slidesparse.gemm.problem import DTYPES, Layer
 from slidesparse.pattern import Pattern, PatternError, SlidePattern
 from slidesparse.prune import prune
 from slidesparse.resolve import BREAKS, ResolveError, batch_invariant, left_to_vllm
+from slidesparse.slide import obeys
 
 if TYPE_CHECKING:
     from slidesparse.vllm_patch.config import SlideSparseConfig

@@ -27,7 +27,7 @@ from slidesparse.gemm.problem import NAMES, TWO_FOUR, Layer, stores_windows
 from slidesparse.pattern import MixedPattern, Pattern, PatternError, SlideLayout, SlidePattern
 from slidesparse.prune import prune
 from slidesparse.resolve import BREAKS, left_to_vllm, require_invariance, warn_left
-from slidesparse.slide import is_slided, unslide, violations
+from slidesparse.slide import is_slided, obeys, unslide
 
 if TYPE_CHECKING:
     from slidesparse.vllm_patch.config import SlideSparseConfig
@@ -41,7 +41,6 @@ UNABLE = "in a setting that the backend does not support"
 UNLISTED = (
     "if it is pruned, vLLM and the metadata call it otherwise: convert the original model to the dense layout"
 )
-ROWS = 16  # rows that tell at once that a weight obeys no pattern
 PACKED = "_slidesparse_packed"  # marks a parameter that is already in the backend's form
 
 
@@ -307,13 +306,6 @@ def slid(config: SlideSparseConfig, pattern: Pattern, first_column: int) -> tupl
     if config.resolution.path != SPARSE or not isinstance(pattern, SlidePattern):
         return None, 0
     return pattern, pattern.shard_phase(first_column)
-
-
-def obeys(weight: Tensor, pattern: SlidePattern | None, phase: int) -> bool:
-    """Return whether [rows, K] obeys what it is `slid` for; a few rows tell at once of most that do not."""
-    return pattern is None or not (
-        violations(weight[:ROWS], pattern, phase) or violations(weight, pattern, phase)
-    )
 
 
 def conclude(config: SlideSparseConfig) -> None:
