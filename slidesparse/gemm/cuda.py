@@ -74,7 +74,7 @@ class CudaBackend(Backend):
 
     device_type = "cuda"
     sparse: bool  # whether it multiplies 2:4 weights
-    max_shape_distance: float = math.inf  # to a tuned shape, see `tuned.nearest_algorithm`
+    max_shape_distance: float = math.inf  # to a tuned shape, see `tuned.tuned_algorithm`
     products: dict[str, tuple[str, ...]]  # type of the operands -> output types; serving uses the first
 
     @abstractmethod

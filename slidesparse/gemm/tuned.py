@@ -122,51 +122,43 @@ def select_algorithm(
 ) -> tuple[str | None, str]:
     """Return the algorithm to use for ``problem``, and its origin as text; "" if it was tuned for that shape.
 
-    An untuned shape uses the algorithm of a near tuned one (see `nearest_algorithm`), else of one tuned on another GPU
+    An untuned shape uses the algorithm of a near tuned one (see `tuned_algorithm`), else of one tuned on another GPU
     of the same compute capability, else the one for fewer tokens, else None: the library's own choice.
     """
     if algorithm := tuned_algorithm(subject, problem):
         return algorithm, ""
-    if algorithm := nearest_algorithm(subject, problem, max_distance, suits):
+    if algorithm := tuned_algorithm(subject, problem, max_distance, suits):
         return algorithm, "that of a near tuned shape"
     for other in _similar_gpus(subject):
-        if algorithm := nearest_algorithm(other, problem, max_distance, suits):
+        if algorithm := tuned_algorithm(other, problem, max_distance, suits):
             return algorithm, f"one that was tuned on an {other.gpu}"
     if algorithm := tuned_algorithm(subject, problem, more_tokens=True):
         return algorithm, "that for fewer tokens"
     return None, "its own heuristic"
 
 
-def tuned_algorithm(subject: Subject, problem: Problem, more_tokens: bool = False) -> str | None:
-    """Return the algorithm tuned for ``problem``, or None.
-
-    Types, epilogue, n and k must be equal.  The smallest tuned M of at least m is used, else the largest, where that is
-    close enough (see MIN_SHARE and MAX_EXTRAPOLATION); with ``more_tokens``, the largest for any more tokens.  Raises
-    TableError for a damaged file.
-    """
-    measured = _merged_table(subject, tables_folder()).get(Shape.of_problem(problem))
-    m = _serving_m(measured, problem.m, more_tokens) if measured else None
-    return measured[m].algorithm if measured and m else None
-
-
-def nearest_algorithm(
+def tuned_algorithm(
     subject: Subject,
     problem: Problem,
-    max_distance: float = math.inf,
+    max_distance: float = 0,
     suits: Callable[[str], bool] = lambda _: True,
+    more_tokens: bool = False,
 ) -> str | None:
-    """Return the algorithm tuned for the nearest shape with about as many tokens, or None.
+    """Return the algorithm tuned for ``problem``, or for the nearest shape up to ``max_distance``, or None.
 
-    The distance is |log2 of the ratio of n| + |log2 of the ratio of k|, at most ``max_distance``.  Shapes whose
-    algorithm does not suit are skipped.  This algorithm is typically a few percent slower than the best, while the
-    library's heuristic may take twice as long: which tile is fastest depends on the types and the number of tiles, and
-    little on the shape.  Raises TableError for a damaged file.
+    The distance is |log2 of the ratio of n| + |log2 of the ratio of k|; types and epilogue must be equal.  Shapes whose
+    algorithm does not suit are skipped.  That of a near shape is typically a few percent slower than the best, while
+    the library's heuristic may take twice as long: which tile is fastest depends on the types and the number of tiles,
+    and little on the shape.
+
+    The smallest tuned M of at least m is used, else the largest, where that is close enough (see MIN_SHARE and
+    MAX_EXTRAPOLATION); with ``more_tokens``, the largest for any more tokens.  Raises TableError for a damaged file.
     """
     types = Shape.of_problem(problem).types
     candidates = [
         (abs(math.log2(problem.n / shape.n)) + abs(math.log2(problem.k / shape.k)), shape, measured[m])
         for shape, measured in _merged_table(subject, tables_folder()).items()
-        if shape.types == types and (m := _serving_m(measured, problem.m))
+        if shape.types == types and (m := _serving_m(measured, problem.m, more_tokens))
     ]
     near = sorted(candidates, key=lambda candidate: candidate[:2])
     algorithms = (best.algorithm for distance, _, best in near if distance <= max_distance)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import threading
@@ -62,10 +63,10 @@ def test_far_more_tokens_use_a_neighbouring_shape() -> None:
     lone = replace(PROBLEM, n=64)
     save_results((8192, "large"), problem=lone)
     assert tuned.select_algorithm(SUBJECT, replace(lone, m=16), 0.5) == (None, "its own heuristic")
-    assert tuned.nearest_algorithm(SUBJECT, many) == "near"
-    assert tuned.nearest_algorithm(SUBJECT, replace(PROBLEM, m=10000)) == "far"
-    assert tuned.nearest_algorithm(SUBJECT, replace(PROBLEM, m=10000), max_distance=1) is None
-    assert tuned.nearest_algorithm(SUBJECT, replace(PROBLEM, m=10**6)) is None
+    assert tuned.tuned_algorithm(SUBJECT, many, math.inf) == "near"
+    assert tuned.tuned_algorithm(SUBJECT, replace(PROBLEM, m=10000), math.inf) == "far"
+    assert tuned.tuned_algorithm(SUBJECT, replace(PROBLEM, m=10000), max_distance=1) is None
+    assert tuned.tuned_algorithm(SUBJECT, replace(PROBLEM, m=10**6), math.inf) is None
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ from slidesparse.slide import require_pattern
 HOPPER_CAPABILITY = (9, 0)  # sm_90a: neither earlier nor later GPUs have its instructions
 VERSION = "4"  # version of the configurations; tables of other versions are not read
 CANDIDATES = 24  # configurations that tuning tries for a problem
-MAX_SHAPE_DISTANCE = 1.0  # see `tuned.nearest_algorithm`
+MAX_SHAPE_DISTANCE = 1.0  # see `tuned.tuned_algorithm`
 # How much slower than the best one, by the cost model, a configuration of another shape may be.  One more row of tiles
 # can need a second wave of clusters, which takes up to 1.9 times as long: the model foresees that.
 MAX_PREDICTED = 1.1
