@@ -378,14 +378,15 @@ def _pattern(
     """
     from slidesparse.checkpoint.converted import DamagedError, restore
     from slidesparse.pattern import DENSE_WEIGHT, SlidePattern
-    from slidesparse.resolve import BREAKS, left_to_vllm, pattern_of
+    from slidesparse.resolve import BREAKS, NOT_PRUNED, left_to_vllm
     from slidesparse.serving import NotServedError
     from slidesparse.slide import violations
 
     assert serving.resolution is not None
     # of all its weights, as the server has compared their patterns
     entry = metadata.layers.get(layer.weights[0]) if metadata else None
-    pattern = pattern_of(serving.resolution, metadata, entry)
+    of_all = NOT_PRUNED if metadata else serving.resolution.parsed_pattern
+    pattern = entry.pattern if entry else of_all
     if left := left_to_vllm(serving.resolution, pattern):
         return None, left
     for name in layer.weights if serving.resolution.path == gemm.SPARSE else ():

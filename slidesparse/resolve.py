@@ -23,7 +23,6 @@ from slidesparse.checkpoint.metadata import (
     KEY,
     QUANT_METHOD,
     STAMP,
-    LayerEntry,
     Metadata,
     sparsity_of,
 )
@@ -205,33 +204,6 @@ def unread_storage(quantization_config: Mapping[str, Any]) -> str:
     if isinstance(sparsity, Mapping) and sparsity.get("targets"):
         return "It has a sparsity_config with targets, which vLLM since 0.19 refuses"
     return ""
-
-
-def common_entry(name: str, entries: Mapping[str, LayerEntry | None]) -> LayerEntry | None:
-    """Return the metadata entry that all parts of the fused layer ``name`` share; None if no part has one.
-
-    Args:
-        entries: the entry of each part, such as q_proj, k_proj and v_proj; None for a part without one.
-
-    Raises ResolveError where they differ.
-    """
-    present = [entry for entry in entries.values() if entry]
-    if present and any(entry != present[0] for entry in entries.values()):
-        pruned = ", ".join(
-            f"{part} {entry.pattern.ratio if entry else 'unpruned'}" for part, entry in entries.items()
-        )
-        raise ResolveError(
-            f"vLLM fuses {', '.join(entries)} into {name}, but their patterns in the checkpoint differ: {pruned}; "
-            "convert again with the same pattern for all of them"
-        )
-    return present[0] if present else None
-
-
-def pattern_of(resolution: Resolution, metadata: Metadata | None, entry: LayerEntry | None) -> Pattern:
-    """Return the pattern of a layer: its entry's, or without metadata that of the whole model."""
-    if entry:
-        return entry.pattern
-    return NOT_PRUNED if metadata else resolution.parsed_pattern
 
 
 def left_to_vllm(resolution: Resolution, pattern: Pattern) -> str | None:

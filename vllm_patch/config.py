@@ -39,7 +39,6 @@ from slidesparse.resolve import (
     Resolution,
     ResolveError,
     claim,
-    common_entry,
     needs_plugin,
     or_unset,
     resolve,
@@ -291,12 +290,24 @@ class SlideSparseConfig(CompressedTensorsConfig):
         compat.warn(f"SlideSparse leaves them dense: {problem}. To run them sparse: {remedy}")
 
     def _entry(self, name: str) -> LayerEntry | None:
-        """Return the metadata entry of a layer, or of all parts that vLLM fuses into it, or None."""
+        """Return the metadata entry that all parts share that vLLM fuses into a layer; None if no part has one.
+
+        Raises ResolveError where they differ.
+        """
         layers = self.metadata.layers if self.metadata else {}
         entries = {
             part.rpartition(".")[2]: layers.get(self._listed(part) or "") for part in self._parts(name)
         }
-        return common_entry(name, entries)
+        first, *others = entries.values()
+        if any(entry != first for entry in others):
+            pruned = ", ".join(
+                f"{part} {entry.pattern.ratio if entry else 'unpruned'}" for part, entry in entries.items()
+            )
+            raise ResolveError(
+                f"vLLM fuses {', '.join(entries)} into {name}, but their patterns in the checkpoint differ: {pruned}; "
+                "convert again with the same pattern for all of them"
+            )
+        return first
 
     def _parts(self, name: str) -> list[str]:
         """Return the checkpoint's names of the layers that vLLM fuses into one.
