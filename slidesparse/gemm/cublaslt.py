@@ -74,9 +74,6 @@ class CublasLt(LibraryBackend):
     def version(self) -> str:
         return torch.__version__
 
-    def unusable_library(self, capability: tuple[int, int], loads: bool) -> str | None:
-        return None  # torch brings it
-
     def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
         """Return "both" for FP8 to 16 bits where cuBLASLt scales by vectors, else "none"."""
         if dtype != "fp8" or out not in ("bf16", "fp16"):

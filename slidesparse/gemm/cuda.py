@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from slidesparse.errors import INSTALL_CUDA
+from slidesparse.errors import INSTALL_CUDA, EnvironmentFault
 from slidesparse.gemm import tuned
 from slidesparse.gemm.backend import Backend
 from slidesparse.gemm.problem import ALL_2_4, LibraryError, Plan, Problem
@@ -81,9 +81,11 @@ class CudaBackend(Backend):
     def version(self) -> str:
         """Return the version, such as "0.8.0", that tuned tables are for.  Raises LibraryError if it cannot load."""
 
-    @abstractmethod
-    def unusable_library(self, capability: tuple[int, int], loads: bool) -> str | None:
-        """Return why the library cannot be used on GPUs of ``capability``, or None; load it if ``loads``."""
+    def require_library(self, capability: tuple[int, int], loads: bool) -> None:
+        """Raise EnvironmentFault if a library that torch does not bring cannot be used on GPUs of ``capability``.
+
+        It is loaded if ``loads``.
+        """
 
     @abstractmethod
     def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:
@@ -126,7 +128,11 @@ class CudaBackend(Backend):
             )
         if not find_spec("triton"):
             return "Triton is not installed; install a CUDA build of torch, which brings it"
-        return self.unusable_library(gpu_capability, loads=capability is None)
+        try:
+            self.require_library(gpu_capability, loads=capability is None)
+        except EnvironmentFault as error:
+            return str(error)
+        return None
 
     def require(self, problem: Problem) -> None:
         """Raise LibraryError unless the backend has products of these types."""

@@ -147,15 +147,11 @@ class CuSparseLt(LibraryBackend):
     alignment = 32  # K of a sparse 8-bit GEMM must be a multiple of this
     products = OUTPUTS
 
-    def unusable_library(self, capability: tuple[int, int], loads: bool) -> str | None:
-        try:
-            if loads:
-                self.version()
-            else:
-                find_cusparselt()
-        except (LibraryError, ToolchainError) as error:
-            return str(error)
-        return None
+    def require_library(self, capability: tuple[int, int], loads: bool) -> None:
+        if loads:
+            self.version()
+        else:
+            find_cusparselt()
 
     def version(self) -> str:
         version: tuple[int, ...] = call(extension().version)

@@ -103,21 +103,17 @@ class Hopper(CudaBackend):
         native.call("unusable")
         return VERSION
 
-    def unusable_library(self, capability: tuple[int, int], loads: bool) -> str | None:
+    def require_library(self, capability: tuple[int, int], loads: bool) -> None:
         """Require compute capability 9.0, the kernels or nvcc, and a driver for them."""
         if capability != HOPPER_CAPABILITY:
-            return (
+            raise LibraryError(
                 "its kernels need compute capability 9.0 (Hopper), but this GPU has "
                 f"{capability[0]}.{capability[1]}"
             )
-        try:
-            if loads:
-                self.version()
-            else:
-                native.compile_kernels()
-        except LibraryError as error:
-            return str(error)
-        return None
+        if loads:
+            self.version()
+        else:
+            native.compile_kernels()
 
     def refuses_experts(
         self, experts: int, pattern: SlidePattern | None, dtype: torch.dtype, asked: bool
