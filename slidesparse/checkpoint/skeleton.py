@@ -180,12 +180,11 @@ class Skeleton:
         quantized checkpoint lacks uninitialized.  Where transformers computes parameters of a module from other
         tensors, it alone knows what they need.
         """
-        model, stored = self.model, {target for target, _ in self._targets.values()}
+        model, stored = self.model, {*self._targets.values()}
         computed = tuple(
             {
-                target.rsplit(".", 1 if EXPERT.match(name.removesuffix(WEIGHT)) else 2)[0] + "."
-                for name, (target, is_converted) in self._targets.items()
-                if is_converted
+                self._targets[name].rsplit(".", 1 if EXPERT.match(name.removesuffix(WEIGHT)) else 2)[0] + "."
+                for name in self._sources
             }
         )
         modules = [*self.blocks]
@@ -221,8 +220,8 @@ class Skeleton:
                 f"{missing[0]} is missing ({len(missing)} such); the checkpoint is incomplete, or the config another "
                 "model's: fetch it again"
             )
-        for name, (target, converted) in self._targets.items():
-            if not converted and self.stored[target] != name:
+        for name, target in self._targets.items():
+            if not self.converted(name) and self.stored[target] != name:
                 raise CheckpointError(
                     f"tensors {name} and {self.stored[target]} are both the model's {target}; remove one of them"
                 )
@@ -258,7 +257,7 @@ class Skeleton:
         numbers = {name: match for name in self.checkpoint.tensors if (match := block.match(name))}
         other = next((name for name, match in numbers.items() if int(match[1]) >= len(self.blocks)), None)
         # models with routed experts may have further blocks, to predict further tokens
-        if other and not any(is_converted for _, is_converted in self._targets.values()):
+        if other and not self._sources:
             raise CheckpointError(
                 f"tensor {other} belongs to none of the {len(self.blocks)} blocks of config.json; fetch it again"
             )
@@ -270,10 +269,11 @@ class Skeleton:
         """
         counts: Counter[tuple[str, int]] = Counter()
         parameters = dict(self.model.named_parameters())  # blocks that predict further tokens have none
-        for name, (target, is_converted) in self._targets.items():
-            if not is_converted or target not in parameters or not EXPERT.match(name.removesuffix(WEIGHT)):
+        for name, (_, parts) in self._sources.items():
+            target = self._targets[name]
+            if target not in parameters or not EXPERT.match(name.removesuffix(WEIGHT)):
                 continue
-            parts, (experts, *size) = self._sources[name][1], parameters[target].shape
+            experts, *size = parameters[target].shape
             shape = self.checkpoint.tensors[name].spec.shape
             if len(shape) != 2 or sorted((parts * shape[0], shape[1])) != sorted(size):
                 raise CheckpointError(
@@ -292,7 +292,7 @@ class Skeleton:
     @cached_property
     def stored(self) -> dict[str, str]:
         """The tensor that each parameter is stored as, for parameters that are stored unchanged."""
-        return {target: name for name, (target, converted) in self._targets.items() if not converted}
+        return {target: name for name, target in self._targets.items() if not self.converted(name)}
 
     def stored_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the tensors, with their shapes, that transformers would write for the model."""
@@ -303,11 +303,11 @@ class Skeleton:
 
     def tensors(self, prefix: str) -> dict[str, str]:
         """Return the tensors that make up the parameters whose names begin with ``prefix``, with their target names."""
-        return {name: target for name, (target, _) in self._targets.items() if target.startswith(prefix)}
+        return {name: target for name, target in self._targets.items() if target.startswith(prefix)}
 
     def converted(self, name: str) -> bool:
         """Return whether transformers computes parameters from a tensor, such as by joining the experts of a layer."""
-        return name in self._targets and self._targets[name][1]
+        return name in self._sources
 
     # What the model is used for
 
@@ -460,12 +460,10 @@ def _build(checkpoint: Checkpoint, config: Any) -> nn.Module:
     return built
 
 
-def _rename(
-    model: Any, tensors: Mapping[str, Any]
-) -> tuple[dict[str, tuple[str, bool]], dict[str, tuple[int, int]]]:
-    """Return the parameter of each tensor by transformers' mapping, and whether its values are converted.
+def _rename(model: Any, tensors: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, tuple[int, int]]]:
+    """Return the parameter of each tensor by transformers' mapping.
 
-    For those, also return which of how many kinds of tensors that are joined in the parameter it is.
+    For tensors whose values are converted, also return which of how many kinds that are joined in a parameter they are.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -484,7 +482,7 @@ def _rename(
     for name in tensors:
         target, source = rename_source_key(name, renamings, converters, prefix, parameters)
         if target in parameters or source is not None:
-            targets[name] = target, source is not None
+            targets[name] = target
         if source is not None:
             sources[name] = kinds[source]
     return targets, sources
