@@ -7,11 +7,11 @@ reads no flags but DISABLE_SLIDESPARSE, and stays out of a vLLM that it does not
 
 from __future__ import annotations
 
-MODELS = {"BitNetForCausalLM": f"{__name__}.bitnet:BitNetForCausalLM"}  # imported only when one is served
+MODEL = "BitNetForCausalLM"  # which vLLM lacks
 
 
 def register() -> None:
-    """Register the quantization method ``slidesparse`` and our models with vLLM, unless DISABLE_SLIDESPARSE=1.
+    """Register the quantization method ``slidesparse`` and the model that vLLM lacks, unless DISABLE_SLIDESPARSE=1.
 
     Idempotent; initializes no device; never raises.
     """
@@ -27,18 +27,11 @@ def register() -> None:
         problem = compat.unsupported()
         if not problem:
             from slidesparse.vllm_patch import config  # noqa: F401  registers the quantization method
+            from vllm import ModelRegistry
 
-            register_models()
+            if MODEL not in ModelRegistry.get_supported_archs():
+                ModelRegistry.register_model(MODEL, f"{__name__}.bitnet:{MODEL}")  # imported only to serve it
     except Exception as error:  # a release of vLLM that has renamed or changed something
         problem = f"it does not fit ({type(error).__name__}: {error})"
     if problem:
         absent.stay_out(problem)
-
-
-def register_models() -> None:
-    """Register the models that vLLM lacks."""
-    from vllm import ModelRegistry
-
-    for architecture, path in MODELS.items():
-        if architecture not in ModelRegistry.get_supported_archs():
-            ModelRegistry.register_model(architecture, path)

@@ -13,6 +13,7 @@ number per token, so that all use the mean of the whole row.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from vllm.distributed import (
     tensor_model_parallel_all_reduce,
 )
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
+from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
 
 ACTIVATION = "relu2"
 
@@ -72,17 +73,16 @@ class BitNetAttention(LlamaAttention):
         return output
 
 
-class BitNetMLP(LlamaMLP):
-    """Llama's MLP with relu(gate)^2 and a norm before down_proj."""
+class BitNetMLP(nn.Module):
+    """The linear layers of Llama's MLP with relu(gate)^2 and a norm before down_proj."""
 
-    def __init__(self, config: Any, **kwargs: Any) -> None:
+    def __init__(self, config: Any, llamas: nn.Module) -> None:
         if config.hidden_act != ACTIVATION:
             raise ValueError(
                 f"config.json: hidden_act is {config.hidden_act!r}; the activation of BitNet is {ACTIVATION!r}"
             )
-        # LlamaMLP accepts only "silu", which is not used here
-        super().__init__(config.hidden_size, config.intermediate_size, hidden_act="silu", **kwargs)
-        self.act_fn = None
+        super().__init__()
+        self.gate_up_proj, self.down_proj = llamas.gate_up_proj, llamas.down_proj
         self.ffn_sub_norm = sub_norm(config.intermediate_size, config.rms_norm_eps)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,25 +95,11 @@ class BitNetDecoderLayer(LlamaDecoderLayer):
     """Llama's decoder layer with `BitNetAttention` and `BitNetMLP`."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str = "", config: Any = None) -> None:
-        nn.Module.__init__(self)  # Llama's own constructor would make an MLP that supports only SiLU
         config = config or vllm_config.model_config.hf_config
-        quant_config = vllm_config.quant_config
-        self.hidden_size = config.hidden_size
-        self.self_attn = BitNetAttention(
-            config,
-            hidden_size=config.hidden_size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            max_position_embeddings=config.max_position_embeddings,
-            quant_config=quant_config,
-            bias=config.attention_bias,
-            bias_o_proj=config.attention_bias,
-            cache_config=vllm_config.cache_config,
-            prefix=f"{prefix}.self_attn",
-        )
-        self.mlp = BitNetMLP(config, quant_config=quant_config, prefix=f"{prefix}.mlp")
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        llamas = copy(config)
+        llamas.hidden_act = "silu"  # the only one that LlamaMLP accepts, which is not used here
+        super().__init__(vllm_config, prefix, llamas, BitNetAttention)
+        self.mlp = BitNetMLP(config, self.mlp)
 
 
 class BitNetForCausalLM(LlamaForCausalLM):
