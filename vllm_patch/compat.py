@@ -45,31 +45,9 @@ def loads_dummy_weights() -> bool:
     return str(current_config().load_config.load_format).endswith("dummy")
 
 
-def loads_a_dump() -> str:
-    """Return the load format if it loads the dumped parameters of another engine, else ""."""
-    load_format = str(current_config().load_config.load_format)
-    return load_format if load_format in ("sharded_state", "runai_streamer_sharded", "tensorizer") else ""
-
-
-def starts_threads() -> bool:
-    """Return whether two steps at a time run in threads of their own (``--enable-dbo``)."""
-    return bool(current_config().parallel_config.use_ubatching)
-
-
-def model_dtype() -> Any:
-    """Return the dtype of the activations of the model under construction; a head may have another one."""
-    return current_config().model_config.dtype
-
-
 def stages() -> int:
     """Return the pipeline-parallel size of the model under construction."""
     return int(current_config().parallel_config.pipeline_parallel_size)
-
-
-def holds_whole_model() -> bool:
-    """Return whether this process holds all layers, or shards of them, of the only model that is served."""
-    config = current_config()
-    return stages() == 1 and config.speculative_config is None
 
 
 def experts_router() -> Any:

@@ -259,7 +259,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         others = self.summary.claimed or self.summary.pruned_by_weights
         if not others or not unpruned or len(missing) <= self.summary.pruned_by_weights:
             return ""
-        if not compat.holds_whole_model():
+        if compat.stages() > 1 or compat.current_config().speculative_config is not None:
             return ""
         return (
             f"the metadata list {len(missing)} layers, such as {missing[0]}, that vLLM has no layer of that name for, "

@@ -41,6 +41,11 @@ UNABLE = "in a setting that the backend does not support"
 UNLISTED = (
     "if it is pruned, vLLM and the metadata call it otherwise: convert the original model to the dense layout"
 )
+DUMPS = (
+    "sharded_state",
+    "runai_streamer_sharded",
+    "tensorizer",
+)  # load formats of parameters of another engine
 PACKED = "_slidesparse_packed"  # marks a parameter that is already in the backend's form
 
 
@@ -147,14 +152,16 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
         Pooling models may have a head in float32.
         """
-        return dtype not in self.backend.outputs and dtype != compat.model_dtype() and not self.slided
+        other = dtype != compat.current_config().model_config.dtype
+        return other and dtype not in self.backend.outputs and not self.slided
 
     def _require_able(self, weight: Tensor, dtype: torch.dtype) -> None:
         """Raise BackendError or CheckpointError for settings that we cannot serve, before the weights are read."""
-        if dump := compat.loads_a_dump():
+        load_format = str(compat.current_config().load_config.load_format)
+        if load_format in DUMPS:
             raise CheckpointError(
-                f"--load-format {dump} loads a dump of parameters, in which weights have the form of the backend that "
-                "served them; load the checkpoint itself, without --load-format"
+                f"--load-format {load_format} loads a dump of parameters, in which weights have the form of the "
+                "backend that served them; load the checkpoint itself, without --load-format"
             )
         gemm.require_output(self.backend.name, dtype)
         require_invariance(self.backend.name, NAMES[weight.dtype])
@@ -163,7 +170,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
             gemm.require(self.backend.name, weight.device)
 
     def _require_no_threads(self) -> None:
-        if compat.starts_threads() and not self.backend.threads:
+        if compat.current_config().parallel_config.use_ubatching and not self.backend.threads:
             raise gemm.BackendError(
                 f"backend {self.backend.name} keeps GEMM plans for one thread, but vLLM's dual batch overlap runs each "
                 "step in new ones: leave out --enable-dbo, or set DISABLE_SLIDESPARSE=1"

@@ -304,7 +304,8 @@ def test_head_of_another_dtype_is_left_to_vllm(
 
     layer_scheme = object.__new__(SlideSparseScheme)
     layer_scheme.slided, layer_scheme.backend = slided, gemm.get(backend)
-    monkeypatch.setattr(compat, "model_dtype", lambda: model_dtype)
+    model = SimpleNamespace(dtype=model_dtype)
+    monkeypatch.setattr(compat, "current_config", lambda: SimpleNamespace(model_config=model))
     assert layer_scheme._is_other_head(dtype) is is_other_head
 
 
