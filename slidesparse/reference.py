@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slidesparse.pattern import SlideLayout
 from slidesparse.quantize import INT8, Arithmetic, quantize_rows
-from slidesparse.slide import lift_layout
+from slidesparse.slide import lift
 
 # A float32 sum of INT8 products is exact, in any order, up to 2**24 = 1024 * 128 * 128.
 EXACT_COLUMNS = 1024
@@ -27,7 +27,7 @@ def quant_slide(
 ) -> tuple[Tensor, Tensor]:
     """Quantize each token and lift it: [M, K] -> q [M, K'] of ``dtype``, scale [M, 1] float32."""
     q, scale = quantize_rows(x, dtype, arithmetic)
-    return lift_layout(q, layout), scale
+    return lift(q, layout), scale
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -177,7 +177,7 @@ def is_slided(slided: Tensor, layout: SlideLayout) -> bool:
     """
     if not slided.numel():
         return True
-    padding = lift_layout(slided.new_ones(layout.in_features, dtype=torch.int8), layout) == 0
+    padding = lift(slided.new_ones(layout.in_features, dtype=torch.int8), layout) == 0
     faults = []
     for rows in row_chunks(*slided.shape):
         used = nonzero(slided[rows])
@@ -188,16 +188,11 @@ def is_slided(slided: Tensor, layout: SlideLayout) -> bool:
     return not bool(torch.stack(faults).any())
 
 
-def lift(x: Tensor, pattern: SlidePattern, phase: int = 0) -> Tensor:
+def lift(x: Tensor, layout: SlideLayout) -> Tensor:
     """Repeat activations to match the windows: [..., K] -> [..., K'], so that slide(w) @ lift(x) == w @ x.
 
     No arithmetic.  Columns that only padding fills are zero.
     """
-    return lift_layout(x, pattern.layout(x.shape[-1], phase))
-
-
-def lift_layout(x: Tensor, layout: SlideLayout) -> Tensor:
-    """Lift ``x`` [..., K] by a given layout; see `lift`."""
     if layout.blocks == 0:
         return x
     blocks = blocks_of(x.reshape(-1, x.shape[-1]), layout)

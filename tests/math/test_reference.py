@@ -78,7 +78,7 @@ def test_slided_layer_has_the_dense_accumulators(case: Case, tokens: int, seed: 
     q, scale = quant_slide(x, pattern.layout(w.shape[1], phase), INT8)
     dense, dense_scale = quantize_rows(x, INT8)
     assert_same_bits(scale, dense_scale)
-    assert_same_bits(q, lift(dense, pattern, phase))
+    assert_same_bits(q, lift(dense, pattern.layout(dense.shape[1], phase)))
     assert torch.equal(matmul(q, slide(w, pattern, phase)).long(), exact(dense, w))
 
 
@@ -89,7 +89,7 @@ def test_fp8_sums_are_within_the_error_of_float32_summation(outputs: int) -> Non
     q = quantize_rows(torch.randn(3, 1024, generator=generator), FP8)[0]
     pruned = two_four(outputs, 1024, seed=1).float() / 128  # 2:4 obeys 6:8 too
     w = quantize_rows(pruned, FP8)[0]
-    lifted, slided = lift(q, SIX_EIGHT), slide(w, SIX_EIGHT)
+    lifted, slided = lift(q, SIX_EIGHT.layout(q.shape[1])), slide(w, SIX_EIGHT)
     assert slided.shape[1] == 1536
     acc = matmul(lifted, slided)
     assert acc.dtype == torch.float32

@@ -106,14 +106,15 @@ def test_lift_equals_the_index_formula(
         for d in range(4)
     ]
     expected = [[row[k] if 0 <= k < columns else 0 for k in source] for row in raw(x).tolist()]
-    lifted = lift(x, pattern, phase)
+    lifted = lift(x, pattern.layout(x.shape[1], phase))
     assert lifted.dtype == dtype
     assert raw(lifted).tolist() == expected
 
 
 def test_lift_keeps_leading_dimensions() -> None:
     x = torch.arange(60, dtype=torch.float32).reshape(2, 3, 10)
-    assert_same_bits(lift(x, SIX_EIGHT).reshape(6, -1), lift(x.reshape(6, 10), SIX_EIGHT))
+    layout = SIX_EIGHT.layout(10)
+    assert_same_bits(lift(x, layout).reshape(6, -1), lift(x.reshape(6, 10), layout))
 
 
 def test_slide_of_weights_above_one_chunk() -> None:
@@ -150,7 +151,8 @@ def test_slide_and_lift_of_strided_input() -> None:
     across = w.t().contiguous().t()
     assert not across.is_contiguous()
     assert_same_bits(slide(across, SIX_EIGHT), slide(w, SIX_EIGHT))
-    assert_same_bits(lift(across, SIX_EIGHT), lift(w, SIX_EIGHT))
+    layout = SIX_EIGHT.layout(w.shape[1])
+    assert_same_bits(lift(across, layout), lift(w, layout))
 
 
 @given(cases(), st.data())

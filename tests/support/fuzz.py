@@ -457,7 +457,7 @@ def _require_same_products(left: Path, right: Path) -> None:
         for name, entry in (metadata.layers if metadata else {}).items():
             x = torch.arange(entry.in_features, dtype=torch.float64)[None].sin()
             if metadata and metadata.layout == "slided":
-                x = lift(x, entry.pattern)
+                x = lift(x, entry.pattern.layout(x.shape[-1]))
             scale = tensors[f"{name}.weight_scale"].double().reshape(-1, 1)
             outputs[name] = (tensors[f"{name}.weight"].float().double() * scale) @ x[0]
         products.append(outputs)

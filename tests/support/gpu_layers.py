@@ -23,7 +23,7 @@ from slidesparse.gemm.problem import ALL_2_4, CODED, NAMES, SIX_EIGHT, Layer, Pr
 from slidesparse.pattern import SlideLayout, SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8, quantize_rows
-from slidesparse.slide import lift_layout
+from slidesparse.slide import lift
 
 LIBRARIES: dict[str, Any] = {name: gemm.get(name) for name in ("cusparselt", "cublaslt")}  # NVIDIA's
 BACKENDS = (*LIBRARIES, "hopper")
@@ -171,7 +171,7 @@ class PackedLayer:
 
         For a coded weight reorder them, [M, columns].
         """
-        return coded_order(q, self.layer) if self.coded else lift_layout(q, self.layout)
+        return coded_order(q, self.layer) if self.coded else lift(q, self.layout)
 
     def quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [M, K] -> codes [M, columns] and scales [M, 1], by Triton's kernel."""
