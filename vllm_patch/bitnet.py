@@ -20,12 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 from vllm.config import VllmConfig
-from vllm.distributed import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-    tensor_model_parallel_all_reduce,
-)
+from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
 
 ACTIVATION = "relu2"
@@ -38,12 +35,7 @@ class ShardedRMSNorm(nn.Module):
         super().__init__()
         self.hidden_size, self.eps = hidden_size, eps
         self.weight = nn.Parameter(torch.ones(hidden_size // get_tensor_model_parallel_world_size()))
-        self.weight.weight_loader = self._load  # type: ignore[attr-defined]  # where vLLM looks
-
-    @staticmethod
-    def _load(parameter: nn.Parameter, loaded: Tensor) -> None:
-        size = parameter.shape[0]
-        parameter.data.copy_(loaded.narrow(0, get_tensor_model_parallel_rank() * size, size))
+        self.weight.weight_loader = sharded_weight_loader(0)  # type: ignore[attr-defined]  # where vLLM looks
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()

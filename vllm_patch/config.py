@@ -146,12 +146,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         """Rename the layers of the metadata along with vLLM's own lists."""
         super().apply_vllm_mapper(hf_to_vllm_mapper)
         if self.metadata:
-            renamed = {
-                new: entry
-                for name, entry in self.metadata.layers.items()
-                if (new := hf_to_vllm_mapper._map_name(name)) is not None
-            }
-            self.metadata = replace(self.metadata, layers=renamed)
+            self.metadata = replace(self.metadata, layers=hf_to_vllm_mapper.apply_dict(self.metadata.layers))
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """Return the method for a layer: vLLM's own, but for experts that we may serve, which have no scheme.
