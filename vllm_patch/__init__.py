@@ -19,11 +19,9 @@ def register() -> None:
 
     if flags.disabled():
         return
-    from slidesparse.vllm_patch import absent
+    from slidesparse.vllm_patch import compat
 
     try:
-        from slidesparse.vllm_patch import compat
-
         problem = compat.unsupported()
         if not problem:
             from slidesparse.vllm_patch import config  # noqa: F401  registers the quantization method
@@ -34,4 +32,4 @@ def register() -> None:
     except Exception as error:  # a release of vLLM that has renamed or changed something
         problem = f"it does not fit ({type(error).__name__}: {error})"
     if problem:
-        absent.stay_out(problem)
+        compat.stay_out(problem)
