@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slidesparse.gemm.library import LibraryBackend, allocate_rows, pad
+from slidesparse.gemm.cuda import LibraryBackend, allocate_rows, pad
 from slidesparse.gemm.problem import (
     ALL_2_4,
     MIN_INT8_ROWS,

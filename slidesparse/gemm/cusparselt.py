@@ -20,7 +20,7 @@ from slidesparse.build.compile import build
 from slidesparse.build.find import ToolchainError, find_cusparselt, require_supported
 from slidesparse.errors import EnvironmentFault
 from slidesparse.gemm import cuda, tuned
-from slidesparse.gemm.library import LibraryBackend, allocate_rows, pad
+from slidesparse.gemm.cuda import LibraryBackend, allocate_rows, pad
 from slidesparse.gemm.problem import (
     ALL_2_4,
     MIN_ROWS,

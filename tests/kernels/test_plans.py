@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slidesparse.build.compile import compile_with
-from slidesparse.gemm import cublaslt, cuda, cusparselt, library
+from slidesparse.gemm import cublaslt, cuda, cusparselt
 from slidesparse.gemm.cublaslt import CublasLt
 from slidesparse.gemm.cusparselt import CuSparseLt
 from slidesparse.gemm.problem import (
@@ -61,9 +61,9 @@ def test_no_plan_is_made_during_graph_capture(monkeypatch: pytest.MonkeyPatch) -
 def test_allocate_rows_copies_only_if_memory_is_missing() -> None:
     wide = torch.arange(40).reshape(10, 4)
     for x, rows in ((wide, 10), (wide[:3], 10), (wide[6:8], 4), (wide[:0], 10)):
-        assert library.allocate_rows(x, rows) is x
+        assert cuda.allocate_rows(x, rows) is x
     for x, rows in ((wide, 11), (wide[6:8], 5), (wide[:, :3], 10), (wide.t(), 4), (wide[:0], 11)):
-        padded = library.allocate_rows(x, rows)
+        padded = cuda.allocate_rows(x, rows)
         assert padded.shape == (rows, x.shape[1])
         assert padded.is_contiguous()
         assert torch.equal(padded[: len(x)], x)
@@ -72,11 +72,11 @@ def test_allocate_rows_copies_only_if_memory_is_missing() -> None:
 @pytest.mark.parametrize("dtype", [torch.int8, FP8])
 def test_pad_appends_zeros(dtype: torch.dtype) -> None:
     x = torch.arange(1, 16, dtype=torch.int8).reshape(3, 5).view(dtype)
-    padded = library.pad(x, 4, 8)
+    padded = cuda.pad(x, 4, 8)
     assert (padded.shape, padded.dtype) == ((8, 8), dtype)
     assert torch.equal(padded[:3, :5].view(torch.int8), x.view(torch.int8))
     assert int(padded.view(torch.int8).int().sum()) == sum(range(1, 16))
-    assert library.pad(x, 5, 3) is x
+    assert cuda.pad(x, 5, 3) is x
 
 
 REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
@@ -151,7 +151,7 @@ def test_cublaslt_scales_by_vectors_on_hopper_with_cuda_12_9(
 
 
 def test_accumulator_dtypes_are_outputs_of_both_libraries() -> None:
-    for operand, out in library.ACCUMULATOR_DTYPES.items():
+    for operand, out in cuda.ACCUMULATOR_DTYPES.items():
         for outputs in (cusparselt.OUTPUTS, cublaslt.OUTPUTS):
             assert NAMES[out] in outputs[NAMES[operand]]
 

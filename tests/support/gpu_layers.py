@@ -15,7 +15,7 @@ from torch import Tensor
 from slidesparse import gemm, ops
 from slidesparse.flags import AUTO, BACKEND
 from slidesparse.gemm import backend as backends
-from slidesparse.gemm import cuda, cusparselt, library
+from slidesparse.gemm import cuda, cusparselt
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.backend import multiply, plan_layer, product_layer
 from slidesparse.gemm.hopper.native import TYPES
@@ -76,7 +76,7 @@ def exact(q: Tensor, weight: Tensor) -> Tensor:
 
 def dense_sums(q: Tensor, weight: Tensor) -> Tensor:
     """q [M, K] @ weight [N, K].T by cuBLASLt: INT32, or float32 of FP8."""
-    dense, dtype = LIBRARIES["cublaslt"], library.ACCUMULATOR_DTYPES[q.dtype]
+    dense, dtype = LIBRARIES["cublaslt"], cuda.ACCUMULATOR_DTYPES[q.dtype]
     sums: Tensor = dense.accumulate(q, dense.pack(weight, None), len(weight), dtype)
     return sums
 
@@ -188,7 +188,7 @@ class PackedLayer:
         if self.backend != "hopper":
             implementation.scaled_matmul(tensors)
             return y
-        q = library.pad(q, implementation.alignment).contiguous()
+        q = cuda.pad(q, implementation.alignment).contiguous()
         blocks = CODED if self.coded else ALL_2_4
         problem = Problem(
             NAMES[self.dtype], NAMES[out], self.layer.n, q.shape[1], len(q), "both", blocks=blocks
