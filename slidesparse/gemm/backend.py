@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from slidesparse import reference
-from slidesparse.gemm.problem import MIN_INT8_ROWS, TWO_FOUR, Layer, LibraryError, Tensors, bucket
+from slidesparse.gemm.problem import MIN_INT8_ROWS, Layer, LibraryError, Tensors, bucket
 from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import Arithmetic, arithmetic_of
-from slidesparse.slide import require_pattern
 
 
 class Backend(ABC):
@@ -127,10 +126,3 @@ def quantize(x: Tensor, layer: Layer, arithmetic: Arithmetic | None = None) -> t
     q, scale = reference.quant_slide(x, layer.layout, layer.dtype, arithmetic or arithmetic_of(x))
     missing = layer.columns - layer.layout.slided
     return (torch.nn.functional.pad(q.view(torch.int8), (0, missing)).view(q.dtype) if missing else q), scale
-
-
-def require_unbroken_blocks(weight: Tensor, pattern: SlidePattern | None, phase: int, broken: int) -> None:
-    """Raise PatternError, which locates the first, if a kernel counted ``broken`` blocks that break the pattern."""
-    if broken:
-        require_pattern(weight, pattern or TWO_FOUR, "weight", phase)
-        raise AssertionError(f"the GPU found {broken} blocks that break {pattern}, the CPU none")

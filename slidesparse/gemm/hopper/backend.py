@@ -18,7 +18,6 @@ from torch import Tensor
 
 from slidesparse.blocks import BLOCK, dense_blocks
 from slidesparse.gemm import cuda, tuned
-from slidesparse.gemm.backend import require_unbroken_blocks
 from slidesparse.gemm.cuda import CudaBackend
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.format import allocate_mixed
@@ -277,14 +276,17 @@ def pack_without_plan(
         )
     if not weight.is_cuda:
         raise LibraryError(f"a weight on {weight.device}; the Hopper kernels pack it on a GPU: move it there")
-    if (stored := stored_pattern(pattern, Hopper.coded)) is None and pattern is not None:
-        require_pattern(weight, pattern, "weight", phase)
-    pattern, phase = stored, phase if stored else 0
-    dense = dense_blocks(weight) if pattern is None else None
-    if dense is not None and not mixed and not bool(dense.any()):
-        dense = None
-    packed, broken = pack_by_kernel(weight, pattern or TWO_FOUR, phase, dense)
-    require_unbroken_blocks(weight, pattern, phase, broken)
+    stored, dense = stored_pattern(pattern, Hopper.coded), None
+    if stored is None:
+        if pattern is not None:
+            require_pattern(weight, pattern, "weight", phase)
+        blocks = dense_blocks(weight)
+        dense = blocks if mixed or bool(blocks.any()) else None
+        stored, phase = TWO_FOUR, 0
+    packed, broken = pack_by_kernel(weight, stored, phase, dense)
+    if broken:
+        require_pattern(weight, stored, "weight", phase)  # locates the first
+        raise AssertionError(f"the GPU found {broken} blocks that break {stored}, the CPU none")
     return packed
 
 
