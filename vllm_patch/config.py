@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -210,31 +210,24 @@ class SlideSparseConfig(CompressedTensorsConfig):
         if not self.summary.is_pending():  # the first layer
             self.summary.fusion = fusion.register(self.key, self.resolution)
         self.summary.expect(name, layer)
-        return SlideSparseScheme(self, scheme, name, entry, self._patterns(entry), reason)
+        return SlideSparseScheme(self, scheme, name, entry, self.patterns(entry), reason)
 
-    def _patterns(self, entry: LayerEntry | None) -> list[Pattern]:
-        """Return the patterns that the weights of a layer may obey, the sparsest first.
+    def patterns(self, entry: LayerEntry | None = None, of_experts: bool = False) -> list[Pattern]:
+        """Return the patterns that the weights of a layer, or of experts, may obey, the sparsest first.
 
         That is its entry's, or without metadata the one of the whole model.  A layer that the metadata do not list may
         be one that they list by another name than vLLM's, so any of their patterns is possible; which one, its weights
-        tell.  Slided ones could not be loaded: without the name, their number of columns is not known.
+        tell.  Slided ones could not be loaded: without the name, their number of columns is not known.  Experts are
+        never slided.
         """
         if entry:
             return [entry.pattern]
         if self.metadata is None:
             return [self.resolution.parsed_pattern]
-        listed = {entry.pattern for entry in self.metadata.layers.values()}
-        return self._possible(listed if self.resolution.layout != "slided" else ())
-
-    def patterns_of_experts(self) -> list[Pattern]:
-        """Return the patterns that the weights of experts, which are never slided, may obey, the sparsest first."""
-        if self.metadata is None:
-            return [self.resolution.parsed_pattern]
-        return self._possible(self.metadata.experts)
-
-    def _possible(self, listed: Iterable[Pattern]) -> list[Pattern]:
+        of_layers = {entry.pattern for entry in self.metadata.layers.values()}
+        listed = self.metadata.experts if of_experts else of_layers
         slides = [pattern for pattern in listed if isinstance(pattern, SlidePattern) and pattern.length]
-        if self.resolution.path != SPARSE:
+        if self.resolution.path != SPARSE or (self.resolution.layout == "slided" and not of_experts):
             slides = []
         return [*sorted(slides, key=lambda pattern: pattern.density), NOT_PRUNED]
 

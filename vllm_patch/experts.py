@@ -62,7 +62,7 @@ def method(config: SlideSparseConfig, layer: Any, name: str) -> Any:
     if reason := next((reason for reason, holds in reasons.items() if holds), ""):
         return reason
     made = ours(config, name, weights, inputs, moe)
-    left = [made.left(pattern) for pattern in config.patterns_of_experts()]
+    left = [made.left(pattern) for pattern in config.patterns(of_experts=True)]
     return left[0] if all(left) else made
 
 
@@ -85,7 +85,7 @@ class _Experts:
 
     def __init__(self, config: SlideSparseConfig, name: str, weights: Any, inputs: Any, moe: Any) -> None:
         self.config, self.name = config, name
-        self.patterns = [config.patterns_of_experts()] * 2  # that each of the two weights may have
+        self.patterns = [config.patterns(of_experts=True)] * 2  # that each of the two weights may have
         self.backend = gemm.get(config.resolution.backend)
         self.layers: tuple[Layer, Layer] | None = None  # what our operators run, once the weights are loaded
         self.kernel_missing, self._router = "", compat.experts_router()

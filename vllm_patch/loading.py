@@ -42,9 +42,6 @@ class LoadCheck:
         self._watched: dict[str, Loader] = {}
         self.weights = 1  # how many weights of the checkpoint were loaded into the layer
 
-    def _is_replaced(self, kind: str, parameter: Any) -> bool:
-        return getattr(parameter, "weight_loader", None) not in (None, self._watched.get(kind))
-
     def watch(self, loader: Loader, kind: str) -> Loader:
         """Wrap vLLM's ``loader(parameter, tensor, part)`` of a ``kind`` so that the tensor is checked first.
 
@@ -101,7 +98,8 @@ class LoadCheck:
         self.weights = max(1, len(self._loaded["weight"]))
         for kind, parts in self._loaded.items() if self._strict else ():
             parameter = getattr(layer, kind, None)
-            if parameter is None or (not parts and self._is_replaced(kind, parameter)):
+            replaced = getattr(parameter, "weight_loader", None) not in (None, self._watched.get(kind))
+            if parameter is None or (not parts and replaced):
                 continue
             complete = any(part is None or isinstance(part, tuple) for part in parts)
             if not complete and len(parts) < self._parts:
