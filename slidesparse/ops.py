@@ -65,16 +65,9 @@ def _linear(x: Tensor, *layer: Any) -> Tensor:
     return _linear_by(*arguments)
 
 
-def _linear_fake(
-    x: Tensor,
-    weight: Tensor,
-    scale_w: Tensor,
-    bias: Tensor | None,
-    layer: Sequence[int],
-    out: torch.dtype,
-    *_: str,
-) -> Tensor:
-    return x.new_empty(x.shape[0], Layer(*layer).n, dtype=out)
+def _linear_fake(x: Tensor, *others: Any) -> Tensor:
+    layer, out_dtype = others[3:5]
+    return x.new_empty(x.shape[0], Layer(*layer).n, dtype=out_dtype)
 
 
 def _rms_norm_linear(x: Tensor, norm: Tensor, eps: float, *layer: Any) -> Tensor:
