@@ -16,6 +16,7 @@ so K in-features become gamma * K = (2 - 2/N) * K, at half the multiplications p
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -69,12 +70,9 @@ class SlidePattern:
         zeros = first if separator == "_" else length - first
         if zeros != ZEROS:
             hint = ""
-            if (
-                HARDWARE_LENGTH <= length <= MAX_LENGTH
-                and length % 2 == 0
-                and first in (ZEROS, length - ZEROS)
-            ):
-                hint = f"; did you mean {cls(length)}?"
+            if first in (ZEROS, length - ZEROS):
+                with suppress(PatternError):  # for an odd length
+                    hint = f"; did you mean {cls(length)}?"
             raise PatternError(
                 f"sparsity {shown(text)} prunes {zeros} of every {length} weights, "
                 f"but the windows cover exactly {ZEROS} of an even number; use one of {EXAMPLES}{hint}"
