@@ -157,11 +157,7 @@ def _producer(layer: Node) -> Producer | None:
     value = source.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dim() != 2:
         return None
-    for match in (_norm, _activation):
-        producer = match(source, value)
-        if producer:
-            return producer
-    return None
+    return _norm(source, value) or _activation(source, value)
 
 
 def _replace(layer: Node, producer: Producer) -> None:

@@ -444,18 +444,15 @@ def _build(checkpoint: Checkpoint, config: Any) -> nn.Module:
     is_model = isinstance(named, type) and hasattr(named, "_from_config")
     make: Any = named._from_config if is_model else auto.from_config  # type: ignore[union-attr]
     with meta_parameters(), torch.no_grad():
-        try:
-            for attention in ("sdpa", "eager"):
-                # other implementations of experts need memory of their own
-                options = {"attn_implementation": attention, "experts_implementation": "eager"}
-                try:
-                    model = make(config, dtype=torch.float32, **options)
-                    break
-                except ValueError:
-                    if attention == "eager":
-                        raise
-        except Exception as error:  # of many classes, by model
-            raise _refused(checkpoint.folder, error) from error
+        for attention in ("sdpa", "eager"):
+            # other implementations of experts need memory of their own
+            options = {"attn_implementation": attention, "experts_implementation": "eager"}
+            try:
+                model = make(config, dtype=torch.float32, **options)
+                break
+            except Exception as error:  # of many classes, by model
+                if attention == "eager" or not isinstance(error, ValueError):
+                    raise _refused(checkpoint.folder, error) from error
     built: nn.Module = model.eval()
     return built
 
