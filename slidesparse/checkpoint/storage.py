@@ -30,6 +30,7 @@ from torch import Tensor
 
 from slidesparse.bitmask import BYTE, decompress
 from slidesparse.errors import SlideSparseError, shown
+from slidesparse.slide import row_chunks
 
 CONFIG = "config.json"
 TEXT_CONFIG = "text_config"  # key of the language model's config in that of a multimodal model
@@ -57,7 +58,6 @@ _QUANTIZED_BY = {
 # Files of a checkpoint other than the weights: tokenizers, configurations, chat templates, licences
 SIDE_SUFFIXES = (".json", ".jinja", ".txt", ".md", ".model", ".bpe", ".codes", ".tiktoken", ".spm")
 SIDE_NAMES = ("tokenizer.model", "LICENSE", "LICENCE", "COPYING", "NOTICE", "README", "USE_POLICY")
-CHUNK_ELEMENTS = 2**20  # elements converted at a time; 2**19 and 2**21 were measured to be slower
 JSON_LIMIT = 64 * 2**20  # bytes of a configuration or an index, which rarely exceed some megabytes
 MAX_SIZE = 2**40  # of a tensor's dimensions
 MAX_ROW_BYTES = 2**31  # a row is read at once; joined experts have some 2^28
@@ -116,13 +116,8 @@ class TensorSpec(NamedTuple):
         return self.rows * self.row_bytes
 
     def chunks(self, unit: int = 1) -> Iterator[slice]:
-        """Yield the rows of chunks of about CHUNK_ELEMENTS elements, which depend on the shape alone.
-
-        Each chunk but the last has a multiple of ``unit`` rows.
-        """
-        step = CHUNK_ELEMENTS // self.columns if self.columns else self.rows
-        step = max(unit, step // unit * unit)
-        return (slice(start, min(start + step, self.rows)) for start in range(0, self.rows, step))
+        """Yield the rows of chunks, see `row_chunks`, which depend on the shape alone."""
+        return row_chunks(self.rows, self.columns, unit)
 
 
 class StoredTensor(NamedTuple):

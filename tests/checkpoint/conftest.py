@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from slidesparse.checkpoint import storage
-
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Split each tiny tensor into several chunks that cut blocks of rows, the last one short."""
-    monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 640)  # ten rows of Q
+    monkeypatch.setattr("slidesparse.slide.CHUNK_ELEMENTS", 640)  # ten rows of Q

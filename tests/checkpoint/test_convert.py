@@ -40,7 +40,7 @@ from safetensors import safe_open
 from strategies import assert_same_bits
 from torch import Tensor
 
-from slidesparse.checkpoint import names, storage
+from slidesparse.checkpoint import names
 from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.convert import stream
@@ -107,7 +107,7 @@ def test_output_does_not_depend_on_processors_chunks_or_shards(
 ) -> None:
     for count, elements, shards in ((1, 640, 1), (7, 640, 3), (2, 2**20, 1)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, count=count: set(range(count)))
-        monkeypatch.setattr(storage, "CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr("slidesparse.slide.CHUNK_ELEMENTS", elements)
         source = llama(tmp_path / f"source{count}", shards=shards)
         convert(source, tmp_path / f"out{count}")
     first = tensors_of(tmp_path / "out1")

@@ -15,7 +15,6 @@ from tiny import SIZES, tiny
 
 from slidesparse import synth as module
 from slidesparse.blocks import dense_blocks, obeys
-from slidesparse.checkpoint import storage
 from slidesparse.checkpoint.inspection import inspect
 from slidesparse.checkpoint.names import is_expert
 from slidesparse.checkpoint.storage import Checkpoint
@@ -97,7 +96,7 @@ def test_share_of_blocks_is_pruned_for_measuring(
 ) -> None:
     """`convert` has no such pattern.  Chunks are less than two strips."""
     half = parse_pattern("2:4@50%")
-    monkeypatch.setattr(storage, "CHUNK_ELEMENTS", 256 * 100)
+    monkeypatch.setattr("slidesparse.slide.CHUNK_ELEMENTS", 256 * 100)
     synth(
         config_file(tmp_path, hidden_size=256, intermediate_size=512),
         tmp_path / "out",
