@@ -210,7 +210,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         if not self.summary.is_pending():  # the first layer
             self.summary.fusion = fusion.register(self.key, self.resolution)
         self.summary.expect(name, layer)
-        return SlideSparseScheme(self, scheme, name, entry, self.patterns(entry), reason)
+        return SlideSparseScheme(self, scheme, name, entry, reason)
 
     def patterns(self, entry: LayerEntry | None = None, of_experts: bool = False) -> list[Pattern]:
         """Return the patterns that the weights of a layer, or of experts, may obey, the sparsest first.

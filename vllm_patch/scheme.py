@@ -41,11 +41,7 @@ UNABLE = "in a setting that the backend does not support"
 UNLISTED = (
     "if it is pruned, vLLM and the metadata call it otherwise: convert the original model to the dense layout"
 )
-DUMPS = (
-    "sharded_state",
-    "runai_streamer_sharded",
-    "tensorizer",
-)  # load formats of parameters of another engine
+DUMPS = ("sharded_state", "runai_streamer_sharded", "tensorizer")  # load formats of other engines' parameters
 PACKED = "_slidesparse_packed"  # marks a parameter that is already in the backend's form
 
 
@@ -64,7 +60,6 @@ class SlideSparseScheme(CompressedTensorsScheme):
         inner: CompressedTensorsScheme,
         name: str,
         entry: LayerEntry | None,
-        patterns: list[Pattern],
         dense_because: str | None = None,
     ) -> None:
         self.config = config
@@ -73,12 +68,12 @@ class SlideSparseScheme(CompressedTensorsScheme):
         self.pruned_by_us = entry is not None
         self.unasked = not (config.resolution.asked or config.metadata)
         self.in_features = entry.in_features if entry else 0  # K, before sharding
-        self.patterns = patterns  # once the weights are loaded, one
+        self.patterns = config.patterns(entry)  # once the weights are loaded, one
         self.slided = config.resolution.layout == "slided" and entry is not None
         self.backend = gemm.get(config.resolution.backend)
         # Once the weights are loaded, one of these is set: why vLLM's own scheme serves the layer, or what our
         # operators run.
-        reasons = [left_to_vllm(config.resolution, pattern) for pattern in patterns]
+        reasons = [left_to_vllm(config.resolution, pattern) for pattern in self.patterns]
         self.dense_because = dense_because or (reasons[0] if all(reasons) else None)
         self.layer: Layer | None = None
 
