@@ -54,7 +54,7 @@ def no_gpu(needs_device: bool = True) -> str | None:
 
 
 def subject_of(backend: CudaBackend, device: torch.device) -> tuned.Subject:
-    """Return the subject of a backend's tuned table for a GPU.  Raises LibraryError if the library cannot load."""
+    """Return the subject of a backend's tuned table for a GPU.  Raises EnvironmentFault if the library cannot load."""
     gpu, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     return tuned.Subject(backend.name, backend.version(), gpu, capability)
 
@@ -100,7 +100,7 @@ class CudaBackend(Backend):
 
     @abstractmethod
     def version(self) -> str:
-        """Return the version, such as "0.8.0", that tuned tables are for.  Raises LibraryError if it cannot load."""
+        """Return the version, such as "0.8.0", that tuned tables are for.  Raises EnvironmentFault if there is none."""
 
     def require_library(self, capability: tuple[int, int], loads: bool) -> None:
         """Raise EnvironmentFault if a library that torch does not bring cannot be used on GPUs of ``capability``.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slidesparse.build.compile import build
-from slidesparse.build.find import ToolchainError, find_cusparselt, require_supported
+from slidesparse.build.find import find_cusparselt, require_supported
 from slidesparse.errors import EnvironmentFault
 from slidesparse.gemm import cuda, tuned
 from slidesparse.gemm.cuda import LibraryBackend, allocate_rows, pad
@@ -155,10 +155,7 @@ class CuSparseLt(LibraryBackend):
 
     def version(self) -> str:
         version: tuple[int, ...] = call(extension().version)
-        try:
-            require_supported(version)
-        except ToolchainError as error:
-            raise LibraryError(str(error)) from None
+        require_supported(version)
         return ".".join(map(str, version))
 
     def epilogue(self, dtype: str, out: str, device: torch.device | None = None) -> str:

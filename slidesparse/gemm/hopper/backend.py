@@ -34,7 +34,6 @@ from slidesparse.gemm.problem import (
     LibraryError,
     Problem,
     Tensors,
-    require_operand,
     stored_pattern,
 )
 from slidesparse.pattern import HARDWARE_LENGTH, SlidePattern, round_up
@@ -128,7 +127,6 @@ class Hopper(CudaBackend):
 
     def operand(self, weight: Tensor, blocks: str = ALL_2_4) -> Tensor:
         """Return the weight packed (`slidesparse.gemm.hopper.format`), with dense blocks where needed."""
-        require_operand(weight.dtype)
         return pack_without_plan(weight, SIX_EIGHT if blocks == CODED else None)
 
     def algorithms(self, problem: Problem, device: torch.device) -> list[str]:
