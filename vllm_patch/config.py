@@ -11,6 +11,7 @@ from typing import Any
 
 import regex  # with which vLLM compiles ignore and targets
 from slidesparse.vllm_patch import compat, experts, fusion
+from slidesparse.vllm_patch.loading import AGAIN
 from slidesparse.vllm_patch.scheme import W8A8, SlideSparseScheme
 from slidesparse.vllm_patch.summary import LayerSummary
 from vllm.logger import init_logger
@@ -49,7 +50,6 @@ from slidesparse.versions import VLLM_TESTED_TEXT
 
 logger = init_logger("vllm.slidesparse")
 
-CONVERT_AGAIN = "convert the original model again"
 WEIGHT_ONLY = "CompressedTensorsW8A16Fp8"
 HEADS = {"total_num_heads": "num_attention_heads", "total_num_kv_heads": "num_key_value_heads"}
 
@@ -130,7 +130,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise ResolveError(
-                f"vLLM cannot read quantization_config of this checkpoint ({reason}); {CONVERT_AGAIN}"
+                f"vLLM cannot read quantization_config of this checkpoint ({reason}); {AGAIN}"
             ) from error
         if all(refusal(parts) for parts in quant_config.target_scheme_map.values()):
             problem = "no group of layers of this checkpoint is W8A8 with dynamic activations"
@@ -177,27 +177,28 @@ class SlideSparseConfig(CompressedTensorsConfig):
         if not isinstance(layer, LinearBase):
             self.summary.count(name, "lm_head")
             return super().get_scheme(layer, layer_name)
+        parts = self._parts(name)
         try:
             scheme = super().get_scheme(layer, layer_name)
         except NotImplementedError as error:
             reason = " ".join(str(error).split())
             raise ResolveError(
                 f"{name}: vLLM does not support the quantization that quantization_config declares: {reason}; "
-                f"{CONVERT_AGAIN}"
+                f"{AGAIN}"
             ) from error
         except ValueError as error:
-            parts = ", ".join(part.rpartition(".")[2] for part in self._parts(name))
+            fused = ", ".join(part.rpartition(".")[2] for part in parts)
             raise ResolveError(
-                f"{name}: vLLM fuses {parts} into one layer, but quantization_config quantizes only some of them; "
-                "convert the original model again, with all or none of them"
+                f"{name}: vLLM fuses {fused} into one layer, but quantization_config quantizes only some of them; "
+                f"{AGAIN}, with all or none of them"
             ) from error
-        listed = [found for part in self._parts(name) if (found := self._listed(part))]
+        listed = [found for part in parts if (found := self._listed(part))]
         self.summary.claimed.update(listed)
         if scheme is None and listed:
-            subject = "it" if len(listed) == len(self._parts(name)) else ", ".join(listed)
+            subject = "it" if len(listed) == len(parts) else ", ".join(listed)
             raise ResolveError(
                 f"{name}: the metadata say that {subject} was pruned, but ignore and targets of quantization_config "
-                f"leave the layer unquantized; {CONVERT_AGAIN}"
+                f"leave the layer unquantized; {AGAIN}"
             )
         reason = refusal(self.get_scheme_dict(layer, name) or {}, scheme) if scheme else "not quantized"
         if not reason and not isinstance(scheme, W8A8):
@@ -252,7 +253,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         return (
             f"the metadata list {len(missing)} layers, such as {missing[0]}, that vLLM has no layer of that name for, "
             f"and the weights of {len(unpruned)} layers, such as {unpruned[0]}, obey none of their patterns: they were "
-            f"changed after pruning; {CONVERT_AGAIN}"
+            f"changed after pruning; {AGAIN}"
         )
 
     def _replaced_by(self, scheme: str, name: str, listed: bool) -> None:
@@ -360,7 +361,7 @@ def _require_readable(config: Mapping[str, Any]) -> None:
     if not isinstance(cache, (dict, type(None))):
         problem = f"kv_cache_scheme is {shown(cache)}, it must be an object or null"
     if problem:
-        raise ResolveError(f"quantization_config: {problem}; {CONVERT_AGAIN}")
+        raise ResolveError(f"quantization_config: {problem}; {AGAIN}")
 
 
 def _config_dicts(quant_config: dict[str, Any] | None, hf_config: Any) -> list[dict[str, Any]]:

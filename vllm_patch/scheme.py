@@ -65,9 +65,8 @@ class SlideSparseScheme(CompressedTensorsScheme):
         self.config = config
         self.inner = inner
         self.name = name
-        self.pruned_by_us = entry is not None
+        self.entry = entry
         self.unasked = not (config.resolution.asked or config.metadata)
-        self.in_features = entry.in_features if entry else 0  # K, before sharding
         self.patterns = config.patterns(entry)  # once the weights are loaded, one
         self.slided = config.resolution.layout == "slided" and entry is not None
         self.backend = gemm.get(config.resolution.backend)
@@ -88,16 +87,16 @@ class SlideSparseScheme(CompressedTensorsScheme):
         dtype, shard, in_features = (
             kwargs[key] for key in ("params_dtype", "input_size_per_partition", "input_size")
         )
-        if self.pruned_by_us and self.in_features != in_features:
+        if self.entry and self.entry.in_features != in_features:
             raise CheckpointError(
-                f"{self.name}: the metadata say {self.in_features} in-features, the model has {in_features}; convert "
-                "the original model again"
+                f"{self.name}: the metadata say {self.entry.in_features} in-features, the model has {in_features}; "
+                f"{AGAIN}"
             )
-        self.in_features = in_features
-        stored = self.patterns[0] if self.slided else None
-        columns = stored.layout(in_features).slided if isinstance(stored, SlidePattern) else in_features
-        remedy = UNLISTED if self.config.resolution.layout == "slided" and not self.pruned_by_us else AGAIN
-        strict = not self.unasked or self.config.resolution.layout != "dense"
+        self.in_features = in_features  # K, before sharding
+        layout = self.config.resolution.layout
+        columns = self.entry.columns(layout) if self.entry else in_features
+        remedy = UNLISTED if layout == "slided" and not self.entry else AGAIN
+        strict = not self.unasked or layout != "dense"
         self.load_check = LoadCheck(self.name, columns, len(kwargs["output_partition_sizes"]), remedy, strict)
         self.inner.create_weights(layer=layer, **kwargs)
         for kind in ("weight", "weight_scale"):
@@ -105,7 +104,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
             parameter.weight_loader = self.load_check.watch(parameter.weight_loader, kind)
         # vLLM makes the bias next, with this loader.
         layer.weight_loader = self.load_check.watch(layer.weight_loader, "bias")
-        if self.config.resolution.layout == "packed":
+        if layout == "packed":
             self.load_check.take_packed(layer)
         if self.dense_because is None and self._is_other_head(dtype):
             self.dense_because = f"{str(dtype).removeprefix('torch.')} outputs"
@@ -244,7 +243,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
             packed = self.backend.pack(*self._source(weight))
         except PatternError as error:
             problem = f"{self.name}: {str(error).removeprefix('weight: ')}"
-            if self.pruned_by_us or self.slided:
+            if self.entry:
                 raise PatternError(problem) from None
             if self.layer:
                 raise PatternError(
@@ -289,7 +288,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         summary, metadata = self.config.summary, self.config.metadata
         pattern = self.patterns[0]
         last = summary.count(self.name, self.dense_because, pattern.ratio)
-        if metadata and not self.pruned_by_us and len(self.patterns) == 1:
+        if metadata and not self.entry and len(self.patterns) == 1:
             summary.by_weights[self.name] = Found(pattern.ratio, self.in_features, self.load_check.weights)
         elif self.dense_because == BREAKS:
             summary.by_weights[self.name] = Found(BREAKS, self.in_features, 0)
