@@ -320,11 +320,8 @@ def _pattern(metadata: Metadata | None, requested: Flags, path: str, structure: 
             f"environment variable {SPARSITY}: {pattern.ratio} cannot be requested: blocks are 2:4 where "
             f"their zeros allow it; set {SPARSITY}={DENSE_WEIGHT}"
         )
-    if pattern:
-        return pattern
-    if structure == "2:4":
-        return SlidePattern(4)
-    return SlidePattern(4) if path == DENSE else NOT_PRUNED  # nothing is slid on the dense path
+    # nothing is slid on the dense path
+    return pattern or (SlidePattern(4) if structure == "2:4" or path == DENSE else NOT_PRUNED)
 
 
 def _device(on_cuda: bool) -> Any:

@@ -231,12 +231,9 @@ class SlideSparseScheme(CompressedTensorsScheme):
         require_numbers(self.name, weight)
         release_unused(weight)
         *sparser, last = self.patterns
-        for pattern in sparser:
-            if obeys(weight, *self._slides(pattern)):
-                last = pattern
-                break
-        self.patterns = [last]
-        self.dense_because = left_to_vllm(self.config.resolution, last)
+        found = next((pattern for pattern in sparser if obeys(weight, *self._slides(pattern))), last)
+        self.patterns = [found]
+        self.dense_because = left_to_vllm(self.config.resolution, found)
         if self.dense_because:
             return None
         try:
@@ -253,7 +250,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
             return None
         if self.slided and not self.dummy and not is_slided(weight, self._layout()):
             raise PatternError(
-                f"{self.name}: a weight stands in two windows of {last}, or outside of the layer; the "
+                f"{self.name}: a weight stands in two windows of {found}, or outside of the layer; the "
                 "checkpoint is damaged, convert the original one again"
             )
         return packed
