@@ -59,7 +59,6 @@ from slidesparse.quantize import INT8
 
 SAMPLE = 8 * STRIP  # rows of a layer that are drawn
 BUFFER = 2**22  # random numbers that all others are taken from
-SHARD_BYTES = 4 * 10**9
 TERNARY_ZEROS = 0.42  # share of BitNet's codes
 BF16 = "bf16"
 QUANTS = (*KINDS, BF16)
@@ -147,23 +146,17 @@ def _config(config: str | Path, quant: str, layers: int | None) -> dict[str, Any
 def _plan(
     folder: Path, values: dict[str, Any], quant: str, pattern: Pattern | None, layout: str
 ) -> ConversionPlan:
-    """Plan how a float checkpoint of the model would be converted, in shards."""
+    """Plan how a float checkpoint of the model would be converted."""
     source = RandomCheckpoint(folder, values, None, (), {})
     skeleton = Skeleton(source)
     shapes = skeleton.stored_shapes()
     if skeleton.config.tie_word_embeddings and skeleton.model.get_output_embeddings():
         shapes.pop("lm_head" + WEIGHT, None)
-    file, size, files = 0, 0, {}
-    for name, shape in shapes.items():
-        nbytes = 2 * torch.Size(shape).numel()
-        file, size = (file + 1, nbytes) if size and size + nbytes > SHARD_BYTES else (file, size + nbytes)
-        files[name] = file
-    names = [f"model-{i + 1:05}-of-{file + 1:05}.safetensors" for i in range(file + 1)] if file else [MODEL]
     tensors = {
-        name: StoredTensor(TensorSpec(name, NAMES[torch.bfloat16], shape), names[files[name]], 0)
+        name: StoredTensor(TensorSpec(name, NAMES[torch.bfloat16], shape), MODEL, 0)
         for name, shape in shapes.items()
     }
-    source = replace(source, files=tuple(names), tensors=tensors, index={} if file else None)
+    source = replace(source, files=(MODEL,), tensors=tensors)
     of_experts = ((EXPERT.pattern, pattern),) if pattern and experts(shapes) else ()
     options = ConvertOptions(
         pattern or SlidePattern(None), None if quant == BF16 else quant, layout, layer_patterns=of_experts
