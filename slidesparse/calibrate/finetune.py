@@ -18,7 +18,7 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -57,7 +57,6 @@ RATE_DECAY = 0.25  # factor on the learning rate after an epoch that raised the 
 VALIDATION_INTERVAL = 8
 
 _Piece = tuple[int, slice]  # index of a batch, and some of its samples
-_Graph = tuple[torch.cuda.CUDAGraph, list[tuple[Tensor, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -120,8 +119,8 @@ class _Trainer:
         max_tokens = min(PIECE_TOKENS[targets.device.type], self._step_tokens)
         self._training_pieces, self._validation_pieces = _pieces(targets.shapes, max_tokens)
         self._records = can_record(targets.device)
-        # By shapes: CUDA graphs of steps, and what they read; and how often steps were taken
-        self._graphs: dict[tuple[torch.Size, ...], _Graph] = {}
+        # By shapes: steps by CUDA graphs, and how often steps were taken
+        self._graphs: dict[tuple[torch.Size, ...], Callable[[Sequence[Tensor]], None]] = {}
         self._taken = Counter[tuple[torch.Size, ...]]()
 
     def run(self, epochs: int) -> Finetuned:
@@ -197,14 +196,10 @@ class _Trainer:
                 self._records = False
                 self._train(optimizer, data)
             return
-        if (step := self._graphs.get(shapes)) is None:
-            graph, _ = record(lambda: self._train(optimizer, data))
-            step = self._graphs[shapes] = graph, data
-        graph, read = step
-        for copies, tensors in zip(read, data, strict=True):
-            for copy, x in zip(copies, tensors, strict=True):
-                copy.copy_(x)
-        graph.replay()
+        tensors = [x for pair in data for x in pair]
+        if shapes not in self._graphs:
+            self._graphs[shapes] = record(lambda: self._train(optimizer, data), tensors)
+        self._graphs[shapes](tensors)
 
     def _train(self, optimizer: torch.optim.Optimizer, data: list[tuple[Tensor, Tensor]]) -> None:
         optimizer.zero_grad(set_to_none=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,42 +17,13 @@ T = TypeVar("T")
 INPUT_BYTES = 2**28
 
 
-class _Recording(NamedTuple):
-    """A CUDA graph, and what it reads and writes."""
-
-    graph: torch.cuda.CUDAGraph
-    inputs: list[Tensor]
-    out: Tensor
-
-
+@dataclass
 class _Recordings:
     """Graphs by function and arguments, with one pool of memory, as no two of them run at once."""
 
-    def __init__(self) -> None:
-        self.made: dict[tuple[Any, ...], _Recording] = {}
-        self._stream: torch.cuda.Stream | None = None  # to one of which memory belongs
-        self._first: torch.cuda.CUDAGraph | None = None  # the pool lives as long as one of its graphs
-
-    @contextmanager
-    def aside(self) -> Iterator[torch.cuda.Stream]:
-        stream = self._stream = self._stream or torch.cuda.Stream()
-        current = torch.cuda.current_stream()
-        stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(stream):
-                yield stream
-        finally:
-            current.wait_stream(stream)
-
-    def record(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        graph, pool = torch.cuda.CUDAGraph(), self._first.pool() if self._first else None
-        with (
-            self.aside() as stream,
-            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-        ):
-            out = work()
-        self._first = self._first or graph
-        return graph, out
+    made: dict[tuple[Any, ...], Callable[[Sequence[Tensor]], Tensor]] = field(default_factory=dict)
+    stream: torch.cuda.Stream | None = None  # to one of which memory belongs
+    first: torch.cuda.CUDAGraph | None = None  # the pool lives as long as one of its graphs
 
 
 _recordings: _Recordings | None = None  # within `recordings`
@@ -74,21 +46,44 @@ def can_record(device: torch.device) -> bool:
 
 
 @contextmanager
-def aside() -> Iterator[None]:
+def aside() -> Iterator[torch.cuda.Stream]:
     """Run work on the stream of the graphs, after what the present one has been given and before what it will be.
 
     What autograd keeps of a weight belongs to the stream of its first backward pass.  A graph of a later pass cannot
     wait for another stream.
     """
     assert _recordings
-    with _recordings.aside():
-        yield
+    stream = _recordings.stream = _recordings.stream or torch.cuda.Stream()
+    current = torch.cuda.current_stream()
+    stream.wait_stream(current)
+    try:
+        with torch.cuda.stream(stream):
+            yield stream
+    finally:
+        current.wait_stream(stream)
 
 
-def record(work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Return a graph of ``work()``, which must not wait for the GPU and has run before, and what it returns."""
+def record(work: Callable[[], T], inputs: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], T]:
+    """Return a function that copies tensors into ``inputs`` and runs a graph of ``work()``, which reads those.
+
+    It returns what the work did, which must not wait for the GPU and has run before.
+    """
     assert _recordings
-    return _recordings.record(work)
+    graph, pool = torch.cuda.CUDAGraph(), _recordings.first.pool() if _recordings.first else None
+    with (
+        aside() as stream,
+        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+    ):
+        out = work()
+    _recordings.first = _recordings.first or graph
+
+    def replay(tensors: Sequence[Tensor]) -> T:
+        for copy, x in zip(inputs, tensors, strict=True):
+            copy.copy_(x)
+        graph.replay()
+        return out
+
+    return replay
 
 
 @contextmanager
@@ -116,10 +111,6 @@ def recorded(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     if key not in _recordings.made:
         copies = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
         function(*copies)  # loads kernels
-        graph, out = record(partial(function, *copies))
-        _recordings.made[key] = _Recording(graph, [x for x in copies if isinstance(x, Tensor)], out)
-    recording = _recordings.made[key]
-    for copy, x in zip(recording.inputs, tensors, strict=True):
-        copy.copy_(x)
-    recording.graph.replay()
-    return recording.out.clone()
+        inputs = [x for x in copies if isinstance(x, Tensor)]
+        _recordings.made[key] = record(partial(function, *copies), inputs)
+    return _recordings.made[key](tensors).clone()
