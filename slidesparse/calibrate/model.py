@@ -54,9 +54,7 @@ class _StandIn(nn.Module):
     x: Tensor
     call: Call
 
-    def __init__(
-        self, block: nn.Module, others: tuple[Any, ...] | None = None, given: Tensor | None = None
-    ) -> None:
+    def __init__(self, block: nn.Module, others: tuple[Any, ...] | None, given: Tensor | None) -> None:
         super().__init__()
         self.stops = False
         self._given, self._others = given, others
@@ -191,9 +189,7 @@ class Model:
     def _record(self, ids: Tensor, weight: float) -> list[Call]:
         """Record the arguments of all blocks for ``ids``, with all weights outside of blocks equal to ``weight``."""
         with torch.inference_mode(False), torch.no_grad():
-            stand_ins = [_StandIn(block, self.other_outputs) for block in self.skeleton.blocks]
-            stand_ins[-1].stops = True
-            self.run_ends(self._placeholders(self.skeleton.model, weight), ids, stand_ins)
+            _, stand_ins = self.run_ends(self._placeholders(self.skeleton.model, weight), ids, stop=-1)
         return [stand_in.call for stand_in in stand_ins]
 
     @cached_property
@@ -201,7 +197,7 @@ class Model:
         """The values that a block returns in a tuple behind its hidden states; None if it returns no tuple."""
         ids = torch.zeros(1, TRACED_TOKENS, dtype=torch.long)
         with torch.inference_mode(False), torch.no_grad():
-            first = self.reach_blocks(self._placeholders(self.skeleton.model, 0.0), ids)
+            _, (first, *_) = self.run_ends(self._placeholders(self.skeleton.model, 0.0), ids, stop=0)
             args, kwargs = first.call
             block = self.skeleton.blocks[0]
             with self._explained():
@@ -216,15 +212,14 @@ class Model:
             if not name.startswith(self.skeleton.list_path + ".")
         }
 
-    def reach_blocks(self, weights: Mapping[str, Tensor], ids: Tensor) -> _StandIn:
-        """Run the model on ids [samples, tokens] up to its first block; return what stands for that."""
-        first, *others = (_StandIn(block) for block in self.skeleton.blocks)
-        first.stops = True
-        self.run_ends(weights, ids, [first, *others])
-        return first
+    def run_ends(
+        self, weights: Mapping[str, Tensor], ids: Tensor, x: Tensor | None = None, stop: int | None = None
+    ) -> tuple[Any, list[_StandIn]]:
+        """Run the model on ids [samples, tokens]; return its output, and what stood for its blocks.
 
-    def run_ends(self, weights: Mapping[str, Tensor], ids: Tensor, stand_ins: list[Any]) -> Any:
-        """Run the model on ids [samples, tokens] with ``stand_ins`` for its blocks; None if one of them stops.
+        Args:
+            x: what they return; None for what they are passed.
+            stop: the index of the block that ends the run, whose output is then None.
 
         Raises CalibrationError for a model that transformers cannot run on text.
         """
@@ -232,6 +227,10 @@ class Model:
         parent, _, name = path.rpartition(".")
         holder = model.get_submodule(parent)
         blocks = getattr(holder, name)
+        others = None if stop == 0 else self.other_outputs
+        stand_ins = [_StandIn(block, others, x) for block in self.skeleton.blocks]
+        if stop is not None:
+            stand_ins[stop].stops = True
         setattr(holder, name, nn.ModuleList(stand_ins))
         inputs: dict[str, Any] = {"input_ids": ids.to(self.device)}
         inputs |= {"use_cache": False} if self.skeleton.generates else {}
@@ -239,11 +238,12 @@ class Model:
         try:
             # Some models replace their buffers, which must be no tensors of the inference mode
             with self._explained(), torch.inference_mode(False), torch.set_grad_enabled(gradients):
-                return functional_call(model, dict(weights), (), inputs, tie_weights=False, strict=False)
+                out = functional_call(model, dict(weights), (), inputs, tie_weights=False, strict=False)
         except _Stop:
-            return None
+            out = None
         finally:
             setattr(holder, name, blocks)
+        return out, stand_ins
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -263,12 +263,11 @@ class Model:
 
         They differ for models that scale or limit logits.
         """
-        blocks, head = self.skeleton.blocks, self.skeleton.model.get_output_embeddings()
+        head = self.skeleton.model.get_output_embeddings()
         x, ids = torch.zeros(1, 1, self.hidden, device=self.device), torch.zeros(1, 1, dtype=torch.long)
         head.forward = lambda _: logits[None]
         try:
-            stand_ins = [_StandIn(block, self.other_outputs, x) for block in blocks]
-            out = self.run_ends(self._placeholders(self.skeleton.model, 0.0), ids, stand_ins)
+            out, _ = self.run_ends(self._placeholders(self.skeleton.model, 0.0), ids, x)
         finally:
             del head.forward
         finished: Tensor = out.logits[0]
@@ -370,16 +369,13 @@ class Ends:
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the input of the first block, float32 [samples, tokens, hidden], for ids [samples, tokens]."""
-        return self._model.reach_blocks(self.weights, ids).x
+        _, (first, *_) = self._model.run_ends(self.weights, ids, stop=0)
+        return first.x
 
     def logits(self, x: Tensor) -> Tensor:
         """Return a language model's logits, [..., vocabulary], for the output [..., hidden] of its last block."""
-        model, rows = self._model, x.reshape(1, -1, x.shape[-1])
-        blocks = model.skeleton.blocks
-        ids = torch.zeros(rows.shape[:2], dtype=torch.long)
-        out = model.run_ends(
-            self.weights, ids, [_StandIn(block, model.other_outputs, rows) for block in blocks]
-        )
+        rows = x.reshape(1, -1, x.shape[-1])
+        out, _ = self._model.run_ends(self.weights, torch.zeros(rows.shape[:2], dtype=torch.long), rows)
         logits: Tensor = out.logits
         return logits.view(*x.shape[:-1], -1)
 
