@@ -147,16 +147,18 @@ class Model:
         """Return the checkpoint's names of all layers of a block that may be pruned, routed experts included."""
         return [*self.linears(number), *self.skeleton.experts(number)]
 
-    def fused(self, number: int) -> list[tuple[str, ...]]:
-        """Return the checkpoint's names of a block's linear layers, those that vLLM may fuse into one together.
+    def fused(self) -> list[list[str]]:
+        """Return the checkpoint's names of all linear layers, those that vLLM may fuse into one together.
 
         These share an input and a parent module, such as q, k and v.
         """
-        fused: dict[tuple[int, str], list[str]] = {}
-        for i, group in enumerate(self.groups(number)):
-            for name in group:
-                fused.setdefault((i, name.rpartition(".")[0]), []).append(self.full_name(number, name))
-        return [tuple(names) for names in fused.values()]
+        fused: dict[tuple[int, int, str], list[str]] = {}
+        for number in range(self.blocks):
+            for i, group in enumerate(self.groups(number)):
+                for name in group:
+                    place = number, i, name.rpartition(".")[0]
+                    fused.setdefault(place, []).append(self.full_name(number, name))
+        return [*fused.values()]
 
     def full_name(self, number: int, name: str) -> str:
         """Return the checkpoint's name of a linear layer of a block."""
@@ -485,7 +487,6 @@ def fused_layers(checkpoint: Checkpoint, metadata: Metadata | None) -> list[list
 
     With ``metadata``, only the layers that they list.
     """
-    model = Model(Skeleton(checkpoint), torch.device("cpu"))
-    groups = (group for number in range(model.blocks) for group in model.fused(number))
-    listed = ([name for name in group if metadata is None or name in metadata.layers] for group in groups)
+    fused = Model(Skeleton(checkpoint), torch.device("cpu")).fused()
+    listed = ([name for name in group if metadata is None or name in metadata.layers] for group in fused)
     return [group for group in listed if group]

@@ -279,7 +279,7 @@ class Planner:
     def _groups(self, layers: Collection[str]) -> list[tuple[str, ...]]:
         """Return the groups of ``layers`` that vLLM may fuse; none of a model that transformers cannot run."""
         try:
-            fused = [group for number in range(self.model.blocks) for group in self.model.fused(number)]
+            fused = self.model.fused()
         except CalibrationError:
             if self.options.calibration:
                 raise
