@@ -70,11 +70,12 @@ class Pair:
 
 @dataclass(frozen=True)
 class Residual:
-    """How a block reads the residual stream and adds to it."""
+    """How a block, or the ends of a model, read the residual stream and add to it."""
 
     norms: Mapping[str, tuple[str, ...]]  # norm -> the linear layers that read it
     unit: float  # the weight of a norm without effect: 1, or 0 where one is added to it
-    writers: tuple[str, ...]
+    writers: tuple[str, ...] = ()
+    embedding: str = ""  # of the ends: rows of its weight enter the stream
 
     def norm_before(self, layer: str) -> str | None:
         """Return the norm that a layer reads, or None."""
@@ -234,37 +235,31 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 def _find_residual(block: Block, x: Tensor) -> Residual | None:
     """Return how the block uses the residual stream, or None if it does not commute with a rotation."""
-    residual = _guess_residual(block, x)
+    residual = find_norms(block.model, block.module, block.linears, lambda: block.output(x))
     if residual is None:
         return None
+    rows = {name: len(block.weights[name + WEIGHT]) for name in block.linears}
+    writers = tuple(
+        name for name in rows if rows[name] == block.model.hidden and not residual.norm_before(name)
+    )
+    if not writers:
+        return None
+    residual = replace(residual, writers=writers)
     q = random_rotation(block.model.hidden, x.device)
     turned, rotated = _changed(block, rotations(residual, block.weights, q)), x @ q.float()
     commutes = same(turned.output(rotated) - rotated, (block.output(x) - x) @ q.float())
     return residual if commutes else None
 
 
-def _guess_residual(block: Block, x: Tensor) -> Residual | None:
-    hidden = block.model.hidden
-    candidates = {
-        name: module
-        for name, module in block.module.named_modules()
-        if {n: tuple(p.shape) for n, p in module.named_parameters()} == {"weight": (hidden,)}
+def find_norms(
+    model: Model, module: nn.Module, layers: Iterable[str], run: Callable[[], object]
+) -> Residual | None:
+    """Return which norms of a module the ``layers`` read when it is run; None if there is none like RMSNorm."""
+    norms = {
+        name: norm
+        for name, norm in module.named_modules()
+        if {n: tuple(p.shape) for n, p in norm.named_parameters()} == {"weight": (model.hidden,)}
     }
-    norms = find_readers(candidates, block.module, block.linears, lambda: block.output(x))
-    readers = {name for names in norms.values() for name in names}
-    writers = tuple(
-        name for name in block.linears if len(block.weights[name + WEIGHT]) == hidden and name not in readers
-    )
-    if not readers or not writers:
-        return None
-    unit = unit_of(candidates[next(iter(norms))], block.model)
-    return None if unit is None else Residual(norms, unit, writers)
-
-
-def find_readers(
-    norms: Mapping[str, nn.Module], module: nn.Module, layers: Iterable[str], run: Callable[[], object]
-) -> dict[str, tuple[str, ...]]:
-    """Return which of the ``layers`` of a module read the output of each of the ``norms``, both run by ``run``."""
     outputs: dict[tuple[int, int], str] = {}  # by address and width
     found: dict[str, tuple[str, ...]] = {}
     kept: list[Tensor] = []  # so that no two have the same address
@@ -284,10 +279,11 @@ def find_readers(
             stack.callback(hook.remove)
         stack.enter_context(reading(module, layers, read))
         run()
-    return found
+    unit = _unit_of(norms[next(iter(found))], model) if found else None
+    return None if unit is None else Residual(found, unit)
 
 
-def unit_of(norm: nn.Module, model: Model) -> float | None:
+def _unit_of(norm: nn.Module, model: Model) -> float | None:
     """Return the weight with which a norm is RMSNorm without a weight, or None if it is not for 1 or 0."""
     x = torch.randn(TOKENS, model.hidden, generator=torch.Generator().manual_seed(2)).to(model.device)
     expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True))
@@ -312,12 +308,12 @@ def rotations(
     pair: Pair | None = None,
     r: Tensor | None = None,
 ) -> Changes:
-    """Return the changes of a block's tensors that fold its norms and rotate it, by their names in the block.
+    """Return the changes of tensors that fold norms and rotate a block, or the ends of a model, by their names there.
 
     See `slidesparse.calibrate.rotation`.  The changes take and return float64.
 
     Args:
-        weights: the block's tensors; only those of norms are read.
+        weights: the tensors; only those of norms are read.
         q: [hidden, hidden] float64; None to fold norms only.
         pair: the layers whose heads are rotated by ``r`` [kv_heads, width, width] float64.
     """
@@ -326,7 +322,7 @@ def rotations(
         gain = weights[norm + WEIGHT].double() + (1 - residual.unit)
         add_change(changes, norm + WEIGHT, lambda w, _: torch.full_like(w, residual.unit))
         for name in readers:
-            add_change(changes, name + WEIGHT, partial(fold, gain, q))
+            add_change(changes, name + WEIGHT, partial(_fold, gain, q))
     if pair and r is not None:
         for name in (pair.writers[0] + WEIGHT, pair.writers[0] + BIAS):
             add_change(changes, name, partial(rotate_rows, r), mixes_rows=True)
@@ -336,10 +332,12 @@ def rotations(
         for name in residual.writers:
             for full in (name + WEIGHT, name + BIAS):
                 add_change(changes, full, lambda w, _: q.mT @ w, mixes_rows=True)
+        if residual.embedding:
+            add_change(changes, residual.embedding + WEIGHT, lambda w, _: w @ q)
     return {name: change for name, change in changes.items() if name in weights}
 
 
-def fold(gain: Tensor, q: Tensor | None, w: Tensor, _: slice) -> Tensor:
+def _fold(gain: Tensor, q: Tensor | None, w: Tensor, _: slice) -> Tensor:
     """Return rows w [n, hidden] of a weight that reads a norm with ``gain`` [hidden], with the norm folded, rotated."""
     return w * gain if q is None else (w * gain) @ q
 

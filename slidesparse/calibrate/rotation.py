@@ -16,24 +16,22 @@ whether all of this leaves the outputs as they are, is found by running blocks a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from slidesparse.calibrate.changes import ChangedReader, Changes, add_change, changed
+from slidesparse.calibrate.changes import ChangedReader, Changes, changed
 from slidesparse.calibrate.model import Ends, Model
 from slidesparse.calibrate.roles import (
     Pair,
+    Residual,
     Roles,
-    find_readers,
-    fold,
+    find_norms,
     random_rotation,
     roles_of,
     rotations,
     same,
-    unit_of,
 )
 from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.checkpoint.skeleton import TIED, Skeleton
@@ -68,11 +66,7 @@ def rotation_obstacle(model: Model, reader: Reader) -> str | None:
     for number, roles in enumerate(roles_of(model, reader)):
         if roles.residual is None:
             return f"block {number} ({type(model.skeleton.blocks[number]).__name__}) does not commute with rotations"
-    return (
-        None
-        if _EndsRoles.find(model, reader)
-        else "its embedding or its head does not commute with rotations"
-    )
+    return None if _find_ends(model, reader) else "its embedding or its head does not commute with rotations"
 
 
 def untie_head(checkpoint: Checkpoint) -> Checkpoint:
@@ -95,61 +89,24 @@ def untie_head(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors=tensors, config={**checkpoint.config, TIED: False})
 
 
-@dataclass(frozen=True)
-class _EndsRoles:
-    """The parameters outside of blocks that rotation changes."""
-
-    embedding: str
-    norm: str
-    head: str
-    unit: float  # the weight of the norm without effect
-
-    @classmethod
-    def find(cls, model: Model, reader: Reader) -> _EndsRoles | None:
-        """Return them, or None if they do not commute with a rotation."""
-        with torch.inference_mode(False), torch.no_grad():
-            ends = model.ends(reader)
-            roles = cls._guess(model, ends)
-            if roles is None:
-                return None
-            q = random_rotation(model.hidden, model.device)
-            weights = changed(ends.weights, roles.changes(ends.weights, q))
-            rotated, ids = Ends(model, weights), torch.arange(TOKENS)[None] % model.vocabulary
-            x, turned = ends.embed(ids), rotated.embed(ids)
-            commutes = same(turned, x @ q.float()) and same(rotated.logits(turned), ends.logits(x))
-            return roles if commutes else None
-
-    @classmethod
-    def _guess(cls, model: Model, ends: Ends) -> _EndsRoles | None:
-        """Return the norm whose output the head reads, with embedding and head."""
-        network, inside = model.skeleton.model, model.skeleton.list_path + "."
-        paths = {id(module): name for name, module in network.named_modules()}
-        head, embedding = (
-            paths[id(module)] for module in (network.get_output_embeddings(), network.get_input_embeddings())
-        )
-        candidates = {
-            name: module
-            for name, module in network.named_modules()
-            if [tuple(p.shape) for p in module.parameters()] == [(model.hidden,)]
-            and not name.startswith(inside)
-        }
-        x = torch.randn(1, TOKENS, model.hidden, device=model.device)
-        norms = find_readers(candidates, network, [head], lambda: ends.logits(x))
-        norm = next(iter(norms), None)
-        unit = unit_of(candidates[norm], model) if norm else None
-        if norm is None or unit is None:
+def _find_ends(model: Model, reader: Reader) -> Residual | None:
+    """Return how the ends of a model use the residual stream, or None if they do not commute with a rotation."""
+    network = model.skeleton.model
+    paths = {id(module): name for name, module in network.named_modules()}
+    head, embedding = (
+        paths[id(module)] for module in (network.get_output_embeddings(), network.get_input_embeddings())
+    )
+    with torch.inference_mode(False), torch.no_grad():
+        ends, x = model.ends(reader), torch.randn(1, TOKENS, model.hidden, device=model.device)
+        residual = find_norms(model, network, [head], lambda: ends.logits(x))
+        if residual is None:
             return None
-        return cls(embedding + WEIGHT, norm + WEIGHT, head + WEIGHT, unit)
-
-    def changes(self, weights: Mapping[str, Tensor], q: Tensor | None) -> Changes:
-        """Return the changes of these parameters, on float64; ``weights`` must hold the norm's."""
-        changes: Changes = {}
-        gain = weights[self.norm].double() + (1 - self.unit)
-        add_change(changes, self.norm, lambda w, _: torch.full_like(w, self.unit))
-        add_change(changes, self.head, partial(fold, gain, q))
-        if q is not None:
-            add_change(changes, self.embedding, lambda w, _: w @ q)
-        return changes
+        residual, q = replace(residual, embedding=embedding), random_rotation(model.hidden, model.device)
+        rotated = Ends(model, changed(ends.weights, rotations(residual, ends.weights, q)))
+        ids = torch.arange(TOKENS)[None] % model.vocabulary
+        x, turned = ends.embed(ids), rotated.embed(ids)
+        commutes = same(turned, x @ q.float()) and same(rotated.logits(turned), ends.logits(x))
+        return residual if commutes else None
 
 
 def rotated_reader(
@@ -161,24 +118,20 @@ def rotated_reader(
     """
     skeleton, device = model.skeleton, model.device
     q = rotation[Q].to(device) if rotation else None
-    ends = _EndsRoles.find(model, reader)
-    assert ends
-    norm = reader.whole(skeleton.stored[ends.norm]).to(device)
-    changes = {skeleton.stored[name]: c for name, c in ends.changes({ends.norm: norm}, q).items()}
-    for number, block_roles in enumerate(roles):
-        residual, prefix = block_roles.residual, skeleton.prefix(number)
+    changes: Changes = {}
+    blocks = [(model.skeleton.prefix(number), of_block.residual) for number, of_block in enumerate(roles)]
+    for number, (prefix, residual) in enumerate([*blocks, ("", _find_ends(model, reader))]):
         assert residual
         stored = {
             parameter.removeprefix(prefix): name
             for parameter, name in skeleton.stored.items()
             if parameter.startswith(prefix)
         }
-        weights = {
-            name: reader.whole(stored[name]).to(device) for name in (n + WEIGHT for n in residual.norms)
-        }
+        weights = dict.fromkeys(stored, torch.empty(0))
+        for name in (norm + WEIGHT for norm in residual.norms):
+            weights[name] = reader.whole(stored[name]).to(device)
         r = rotation[str(number)].to(device) if rotation and str(number) in rotation else None
-        pair = value_pair(block_roles) if r is not None else None
-        names = dict.fromkeys(stored, torch.empty(0)) | weights
-        of_block = rotations(residual, names, q, pair, r)
-        changes |= {stored[name]: change for name, change in of_block.items()}
+        pair = value_pair(roles[number]) if r is not None else None
+        of_part = rotations(residual, weights, q, pair, r)
+        changes |= {stored[name]: change for name, change in of_part.items()}
     return ChangedReader(reader, changes, torch.float64, device)
