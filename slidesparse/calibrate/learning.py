@@ -173,10 +173,9 @@ def _layer_costs(
     task: Task, reader: ChangedReader, roles: list[Roles], progress: Progress
 ) -> list[list[Cost]]:
     """Run the dense model of ``reader`` forward and backward, and return the costs of the layers of each block."""
-    report = block_counter(task, ROTATING, _report_third(0, progress))
     inverses: list[dict[str, Tensor]] = []
     states: HiddenStates | None = None
-    for run in run_blocks(task, reader, 1, to_the_end=True):
+    for run in run_blocks(task, reader, ROTATING, _report_third(0, progress), to_the_end=True):
         shapes = run.pruned.states.shapes
         batches = _count_gradient_batches(shapes)
         if states is None:
@@ -184,8 +183,6 @@ def _layer_costs(
         for i in range(batches):
             states[run.number * batches + i] = run.pruned.states[i]
         inverses.append(_inverse_hessians(run, roles[run.number]))
-        run.pruned.advance()
-        report(run.number)
     assert states
     for i in range(batches):
         states[task.model.blocks * batches + i] = run.pruned.states[i]

@@ -27,7 +27,6 @@ from slidesparse.calibrate.inputs import free_bytes, gather_hessian
 from slidesparse.calibrate.model import Block, Ends, Model, fast_products
 from slidesparse.calibrate.pipeline import (
     BlockRun,
-    block_counter,
     is_finished,
     quantize_skipped,
     restore_block,
@@ -97,13 +96,11 @@ def layer_losses(
         return losses
     criterion = Criterion(task.model, task.model.ends(reader))
     blocks = _BlockCache(task, reader)
-    report = block_counter(task, "measuring", progress)
-    for run in run_blocks(task, reader, 1):
+    for run in run_blocks(task, reader, "measuring", progress):
         if not all(group in losses for group in layer_groups(task, run.number)):
             losses |= _measure(run, patterns, criterion, blocks)
             save(losses)
         blocks.drop(run.number)
-        report(run.number)
     return {group: losses[group] for group in groups}
 
 
@@ -254,8 +251,7 @@ def whole_loss(task: Task, samples: Samples, reader: Reader, work: WorkFolder, p
     """
     held = replace(task, samples=samples)
     dtype, criterion, total, count = NAMES[task.quant], Criterion(task.model, task.model.ends(reader)), 0.0, 0
-    report = block_counter(task, "judging", progress)
-    for run in run_blocks(held, reader, 2, to_the_end=True):
+    for run in run_blocks(held, reader, "judging", progress, 2, to_the_end=True):
         assert run.dense
         quantized = [
             name
@@ -271,11 +267,8 @@ def whole_loss(task: Task, samples: Samples, reader: Reader, work: WorkFolder, p
         quantize_skipped(run)
         if is_finished(task, work, run.number):
             restore_block(run, work)
-        report(run.number)
     pruned, dense = run.pruned, run.dense
     assert dense
-    pruned.advance()
-    dense.advance()
     with fast_products(task.device):
         for i, ids in enumerate(run.ids):
             x = pruned.states[i]

@@ -82,14 +82,12 @@ def calibrate(task: Task, reader: Reader, work: WorkFolder, progress: Progress) 
     """
     if all(is_finished(task, work, number) for number in _blocks_to_prune(task)):
         return
-    report = block_counter(task, "pruning", progress)
-    for run in run_blocks(task, reader, 2 if task.epochs else 1):
+    for run in run_blocks(task, reader, "pruning", progress, 2 if task.epochs else 1):
         quantize_skipped(run)
         if is_finished(task, work, run.number):
             restore_block(run, work)
         else:
             work.save(run.number, *_prune_block(run))
-        report(run.number)
 
 
 def is_finished(task: Task, work: WorkFolder, number: int) -> bool:
@@ -97,13 +95,15 @@ def is_finished(task: Task, work: WorkFolder, number: int) -> bool:
     return work.has(number, task.patterns(number))
 
 
-def run_blocks(task: Task, reader: Reader, streams: int, to_the_end: bool = False) -> Iterator[BlockRun]:
-    """Run the samples through the blocks, up to the last one with layers to prune, or ``to_the_end``.
+def run_blocks(
+    task: Task, reader: Reader, phase: str, progress: Progress, streams: int = 1, to_the_end: bool = False
+) -> Iterator[BlockRun]:
+    """Run the samples up to the last block with layers to prune, or through all blocks ``to_the_end``.
 
-    With two ``streams``, the second always runs the dense model.  A block is run when the next one is asked for, with
-    the weights that it has then.
+    With two ``streams``, the second always runs the dense model.  A block is reported as done, and run with the weights
+    that it has then, when the next one is asked for.
     """
-    model = task.model
+    model, report = task.model, block_counter(task, phase, progress)
     batches: list[Tensor] = []  # of samples of equal length: nothing is padded
     for length, group in groupby(sorted(task.samples.ids, key=len), key=len):
         size = max(1, BATCH_TOKENS[task.device.type] // length)
@@ -123,7 +123,8 @@ def run_blocks(task: Task, reader: Reader, streams: int, to_the_end: bool = Fals
             blocks = [block, *(block.copy() for _ in states[1:])]
             pruned, *dense = (Stream(*pair) for pair in zip(blocks, states, strict=True))
             yield BlockRun(task, number, pruned, dense[0] if dense else None, batches)
-            for stream in (pruned, *dense) if number < last else ():
+            report(number)
+            for stream in (pruned, *dense) if number < last or to_the_end else ():
                 stream.advance()
     except torch.OutOfMemoryError as error:
         raise CalibrationError(

@@ -25,7 +25,7 @@ from torch import Tensor
 from slidesparse.calibrate.changes import ChangedReader, Changes, add_change
 from slidesparse.calibrate.inputs import Stream
 from slidesparse.calibrate.model import Model, fast_products
-from slidesparse.calibrate.pipeline import block_counter, run_blocks
+from slidesparse.calibrate.pipeline import run_blocks
 from slidesparse.calibrate.resume import SMOOTHING, WorkFolder
 from slidesparse.calibrate.roles import Pair, Roles, find_roles, roles_of, scalings
 from slidesparse.calibrate.task import Progress, Task
@@ -33,7 +33,6 @@ from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.checkpoint.storage import Reader
 from slidesparse.quantize import dequantize_rows, quantize_rows
 
-PHASE = "smoothing"  # the phase in progress reports
 TOKENS = 1024  # evenly spaced tokens of the samples from which errors are computed
 OUTPUTS = 512  # evenly spaced outputs of `down` from which errors are computed
 FACTORS, ERRORS = ".factors", ".errors"  # suffixes of the name of a `down` layer
@@ -86,15 +85,12 @@ def _smoothed(task: Task, number: int, roles: Roles) -> Iterator[Pair]:
 @torch.inference_mode()
 def _search(task: Task, reader: Reader, progress: Progress) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    report = block_counter(task, PHASE, progress)
-    for run in run_blocks(task, reader, 1, to_the_end=True):
+    for run in run_blocks(task, reader, "smoothing", progress, to_the_end=True):
         for pair in _smoothed(task, run.number, find_roles(run.block)):
             down = run.full_name(pair.reader)
             x, peaks = _sample_inputs(run.pruned, pair.reader)
             factors, errors = choose_factors(x, peaks, run.block.weights[pair.reader + WEIGHT])
             tensors |= {down + FACTORS: factors.cpu(), down + ERRORS: errors.cpu()}
-        run.pruned.advance()
-        report(run.number)
     return tensors
 
 
