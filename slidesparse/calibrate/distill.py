@@ -430,10 +430,7 @@ class _Training:
         """Load a block of both networks."""
         task, model, prefix = self._task, self._task.model, self._task.model.skeleton.prefix(number)
         block, trained = model.load(reader, number), dict[str, tuple[Tensor, torch.dtype | None]]()
-        names = {name: model.full_name(number, name) for group in block.groups for name in group}
-        quantized = {
-            name: full for name, full in names.items() if full in task.layers or full in task.skipped
-        }
+        quantized = task.quantized(number)
         parameters = {name for name, _ in block.module.named_parameters()}
         for name, w in block.weights.items():
             self._dense.put(prefix + name, w.to(self._product_dtype))

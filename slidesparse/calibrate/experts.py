@@ -7,8 +7,7 @@ routed to has a poor H (see `slidesparse.calibrate.inputs`), and is pruned by th
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +17,12 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from slidesparse.blocks import obeys
-from slidesparse.calibrate.inputs import Hessian, output_error
-from slidesparse.calibrate.model import Block, fast_products
+from slidesparse.calibrate.inputs import Hessian
+from slidesparse.calibrate.model import fast_products
 from slidesparse.calibrate.sparsegpt import Pruner, pruner
-from slidesparse.checkpoint.names import SCALE, WEIGHT
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import Pattern
 from slidesparse.prune import prune
-from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
 
 if TYPE_CHECKING:
     from slidesparse.calibrate.pipeline import BlockRun
@@ -63,43 +60,6 @@ def groups_to_prune(task: Task, number: int) -> dict[str, tuple[str, ...]]:
     return {parameter: tuple(names) for parameter, names in groups.items() if names}
 
 
-def prune_experts(run: BlockRun, sweeps: int) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Prune and quantize the experts of a block; the weights of ``run.block`` are replaced by the dequantized ones.
-
-    Returns codes and scales by tensor name, and the report's rows of the matrices; those of an expert that no token
-    reached in any sample have no error.  Raises CalibrationError for inputs that are not finite.
-    """
-    tensors: dict[str, Tensor] = {}
-    rows = []
-    for parameter, names in groups_to_prune(run.task, run.number).items():
-        joined, pattern = run.block.weights[parameter], run.task.layers[names[0]]
-        served: dict[str, Tensor] = {}
-        for number, (own, used, prune_expert) in enumerate(expert_pruners(run, joined, sweeps)):
-            started = time.monotonic()
-            pruned = prune_expert(joined[number], pattern)
-            of_expert = [name for name in names if run.experts[name].number == number]
-            for name in of_expert:
-                place = run.experts[name]
-                w, part = place.of(joined), pruned.chunk(place.parts)[place.part]
-                codes, scale = quantize_rows(part, NAMES[run.task.quant], "cuda")
-                tensors[name + WEIGHT], tensors[name + SCALE] = codes, scale
-                served[name] = dequantize_rows(codes, scale)
-                rows.append(
-                    {
-                        "name": name,
-                        "pattern": pattern.ratio,
-                        "method": "sparsegpt" if used.tokens else "magnitude",
-                        "error_pruned": output_error(w, part, used.matrix),
-                        "error_quantized": output_error(w, served[name], used.matrix),
-                        "tokens": own.tokens,
-                        "pooled": used is not own,
-                        "seconds": round((time.monotonic() - started) / len(of_expert), 3),
-                    }
-                )
-        replace_experts(run, run.block, served)
-    return tensors, rows
-
-
 def expert_pruners(
     run: BlockRun, joined: Tensor, sweeps: int
 ) -> Iterator[tuple[Hessian, Hessian, Callable[[Tensor, Pattern], Tensor]]]:
@@ -134,24 +94,3 @@ def _gather(run: BlockRun, joined: Tensor) -> tuple[list[Hessian], Hessian]:
             "or the model overflows float32"
         )
     return hessians, pooled
-
-
-def quantize_experts(run: BlockRun, block: Block, names: Iterable[str]) -> None:
-    """Replace matrices of experts in the weights of a block, by the checkpoint's names, by dequantized ones."""
-    places = {name: run.experts[name] for name in names}
-    weights = {name: place.of(block.weights[place.parameter]) for name, place in places.items()}
-    dtype = NAMES[run.task.quant]
-    replace_experts(
-        run, block, {name: dequantize_rows(*quantize_rows(w, dtype, "cuda")) for name, w in weights.items()}
-    )
-
-
-def replace_experts(run: BlockRun, block: Block, served: Mapping[str, Tensor]) -> None:
-    """Replace matrices of experts in the weights of a block, by the checkpoint's names."""
-    copied: dict[str, Tensor] = {}  # other copies of the block share its tensors
-    for name, weight in served.items():
-        place = run.experts[name]
-        if place.parameter not in copied:
-            copied[place.parameter] = block.weights[place.parameter].clone()
-        place.of(copied[place.parameter]).copy_(weight)
-    block.weights |= copied

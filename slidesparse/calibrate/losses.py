@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
-from slidesparse.calibrate.experts import expert_pruners, groups_to_prune, quantize_experts
+from slidesparse.calibrate.experts import expert_pruners, groups_to_prune
 from slidesparse.calibrate.finetune import InputRounder
 from slidesparse.calibrate.graphs import recordings
 from slidesparse.calibrate.inputs import free_bytes, gather_hessian
@@ -253,25 +253,18 @@ def whole_loss(task: Task, samples: Samples, reader: Reader, work: WorkFolder, p
     dtype, criterion, total, count = NAMES[task.quant], Criterion(task.model, task.model.ends(reader)), 0.0, 0
     for run in run_blocks(held, reader, "judging", progress, 2, to_the_end=True):
         assert run.dense
-        quantized = [
-            name
-            for name in run.block.linears
-            if run.full_name(name) in task.layers or run.full_name(name) in task.skipped
-        ]
         for stream in (run.pruned, run.dense):
-            stream.block.read = InputRounder(dtype, quantized)
-        for name in quantized:
-            w = run.dense.block.weights[name + WEIGHT]
-            run.dense.block.weights[name + WEIGHT] = dequantize_rows(*quantize_rows(w, dtype, "cuda"))
-        quantize_experts(run, run.dense.block, run.experts)
+            stream.block.read = InputRounder(dtype, task.quantized(run.number))
+        dense = run.dense.block
+        weights = ((name, quantize_rows(run.weight(dense, name), dtype, "cuda")) for name in run.places)
+        run.replace(dense, ((name, dequantize_rows(*parts)) for name, parts in weights))
         quantize_skipped(run)
         if is_finished(task, work, run.number):
             restore_block(run, work)
-    pruned, dense = run.pruned, run.dense
-    assert dense
+    assert run.dense
     with fast_products(task.device):
         for i, ids in enumerate(run.ids):
-            x = pruned.states[i]
-            total += criterion.loss(dense.states[i], x, ids)
+            x = run.pruned.states[i]
+            total += criterion.loss(run.dense.states[i], x, ids)
             count += criterion.count(x)
     return total / count

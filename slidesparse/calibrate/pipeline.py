@@ -9,7 +9,7 @@ fine-tuned to its outputs afterwards (see `slidesparse.calibrate.finetune`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from slidesparse.blocks import obeys
-from slidesparse.calibrate.experts import prune_experts, quantize_experts, replace_experts
+from slidesparse.calibrate.experts import expert_pruners, groups_to_prune
 from slidesparse.calibrate.finetune import Finetuned, finetune
 from slidesparse.calibrate.graphs import recordings
 from slidesparse.calibrate.inputs import Hessian, HiddenStates, Stream, gather_hessian, output_error
@@ -61,9 +61,33 @@ class BlockRun:
         places = self.task.model.skeleton.experts(self.number)
         return {name: place for name, place in places.items() if name in quantized}
 
+    @cached_property
+    def places(self) -> dict[str, tuple[str, Expert | None]]:
+        """The parameters of the weights that are quantized, by the checkpoint's names, and the places of experts."""
+        linears = {full: (name + WEIGHT, None) for name, full in self.task.quantized(self.number).items()}
+        return {**linears, **{name: (place.parameter, place) for name, place in self.experts.items()}}
+
     def full_name(self, name: str) -> str:
         """Return the checkpoint's name of a linear layer of the block."""
         return self.task.model.full_name(self.number, name)
+
+    def weight(self, block: Block, name: str) -> Tensor:
+        """Return a weight [N, K] of a block that is quantized, by the checkpoint's name, as a view of its tensor."""
+        parameter, place = self.places[name]
+        return place.of(block.weights[parameter]) if place else block.weights[parameter]
+
+    def replace(self, block: Block, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace weights of a block that are quantized, by the checkpoint's names."""
+        copied = set[str]()  # other copies of the block share its tensors
+        for name, w in weights:
+            parameter, place = self.places[name]
+            if place is None:
+                block.weights[parameter] = w
+                continue
+            if parameter not in copied:
+                block.weights[parameter] = block.weights[parameter].clone()
+                copied.add(parameter)
+            place.of(block.weights[parameter]).copy_(w)
 
     def weights_to_prune(self, group: Sequence[str]) -> dict[str, Tensor]:
         """Return the weights [N, K] of a group to prune, by their names within the block."""
@@ -160,12 +184,29 @@ def _prune_block(run: BlockRun) -> tuple[dict[str, Tensor], list[dict[str, Any]]
 
     Returns its codes, scales and channel orders by tensor name, and the report's rows of its layers.  Errors there are
     |X (W - W')^T| / |X W^T| over the calibration tokens, where W is the dense model's weight and X the input after the
-    layers before were pruned.
+    layers before were pruned.  Rows of an expert that no token reached in any sample have no error.  Raises
+    CalibrationError for inputs or weights that are not finite.
     """
     tensors: dict[str, Tensor] = {}
     rows: dict[str, dict[str, Any]] = {}
     pruned: dict[str, Tensor] = {}  # not quantized
     hessians: dict[str, Tensor] = {}  # H [K, K] of the inputs of each layer
+
+    def finish(name: str, w: Tensor, part: Tensor, hessian: Hessian, started: float, count: int) -> Tensor:
+        """Quantize the pruned ``part`` of ``w``, one of ``count`` since the time ``started``; return it as served."""
+        served = _quantize_layer(run, name, part, tensors)
+        rows[name] = {
+            "name": name,
+            "pattern": run.task.layers[name].ratio,
+            "method": METHOD if hessian.tokens else "magnitude",
+            "error_pruned": output_error(w, part, hessian.matrix),
+            "error_quantized": output_error(w, served, hessian.matrix),
+            "tokens": hessian.tokens,
+            # of the group, shared by its layers; without fine-tuning
+            "seconds": round((time.monotonic() - started) / count, 3),
+        }
+        return served
+
     for group in run.block.groups:
         if not (weights := run.weights_to_prune(group)):
             continue
@@ -175,28 +216,32 @@ def _prune_block(run: BlockRun) -> tuple[dict[str, Tensor], list[dict[str, Any]]
         tensors |= orders
         pruned |= _prune_rows(run, hessian, weights, order)
         for name, w in weights.items():
-            served = _quantize_layer(run, name, pruned[name], tensors)
             hessians[name] = hessian.matrix
-            rows[name] = {
-                "name": run.full_name(name),
-                "pattern": run.task.layers[run.full_name(name)].ratio,
-                "method": METHOD,
-                "error_pruned": output_error(w, pruned[name], hessian.matrix),
-                "error_quantized": output_error(w, served, hessian.matrix),
-                "tokens": hessian.tokens,
-                # of the group, shared by its layers; without fine-tuning
-                "seconds": round((time.monotonic() - started) / len(weights), 3),
-            }
-    of_experts, rows_of_experts = prune_experts(run, SWEEPS)
-    tensors |= of_experts
+            served = finish(run.full_name(name), w, pruned[name], hessian, started, len(weights))
+            run.block.weights[name + WEIGHT] = served
+    for parameter, names in groups_to_prune(run.task, run.number).items():
+        joined, of_experts = run.block.weights[parameter], dict[str, Tensor]()
+        for number, (own, used, prune_expert) in enumerate(expert_pruners(run, joined, SWEEPS)):
+            started = time.monotonic()
+            whole = prune_expert(joined[number], run.task.layers[names[0]])
+            places = {name: run.experts[name] for name in names if run.experts[name].number == number}
+            for name, place in places.items():
+                part = whole.chunk(place.parts)[place.part]
+                of_experts[name] = finish(name, place.of(joined), part, used, started, len(places))
+                rows[name] |= {"tokens": own.tokens, "pooled": used is not own}
+        run.replace(run.block, of_experts.items())
     if run.dense and (trained := _finetune_block(run, run.dense, pruned)):
         for name, w in trained.weights.items():
-            served = _quantize_layer(run, name, w, tensors)
+            full = run.full_name(name)
+            served = run.block.weights[name + WEIGHT] = _quantize_layer(run, full, w, tensors)
             dense = run.dense.block.weights[name + WEIGHT]
-            rows[name]["error_finetuned"] = output_error(dense, served, hessians[name])
-        for row in rows.values():
-            row |= {"block_error": trained.error_before, "block_error_finetuned": trained.error_after}
-    return tensors, [*rows.values(), *rows_of_experts]
+            rows[full]["error_finetuned"] = output_error(dense, served, hessians[name])
+        for name in pruned:
+            rows[run.full_name(name)] |= {
+                "block_error": trained.error_before,
+                "block_error_finetuned": trained.error_after,
+            }
+    return tensors, [*rows.values()]
 
 
 def _find_order(run: BlockRun, reader: str, hessian: Hessian) -> tuple[Tensor | None, dict[str, Tensor]]:
@@ -250,52 +295,42 @@ def _finetune_block(run: BlockRun, dense: Stream, weights: Mapping[str, Tensor])
     if not pruned:
         return None
     dense.advance()
-    skipped = (name for name in run.block.linears if run.full_name(name) in task.skipped)
-    quantized = {*weights, *skipped}
+    quantized = task.quantized(run.number)
     return finetune(run.pruned, dense.states, pruned, quantized, NAMES[task.quant], task.epochs)
 
 
 def quantize_skipped(run: BlockRun) -> None:
     """Replace the weights of layers that are quantized but not pruned by their dequantized values."""
-    for name in run.block.linears:
-        if run.full_name(name) in run.task.skipped:
-            _quantize_layer(run, name, run.block.weights[name + WEIGHT], {})
-    quantize_experts(run, run.block, (name for name in run.experts if name in run.task.skipped))
+    skipped = (name for name in run.places if name in run.task.skipped)
+    run.replace(
+        run.block, ((name, _quantize_layer(run, name, run.weight(run.block, name), {})) for name in skipped)
+    )
 
 
 def _quantize_layer(run: BlockRun, name: str, w: Tensor, tensors: dict[str, Tensor]) -> Tensor:
-    """Quantize a layer: add codes and scale to ``tensors``, and return the dequantized weight.
-
-    The block's weight is replaced by it, too.
-    """
-    full = run.full_name(name)
+    """Quantize a layer, by the checkpoint's name: add codes and scale to ``tensors``, return the dequantized weight."""
     if not bool(torch.isfinite(w).all()):
         raise CalibrationError(
-            f"pruning {full} gave weights that are not finite (NaN or Inf): its weights or inputs are too large for "
+            f"pruning {name} gave weights that are not finite (NaN or Inf): its weights or inputs are too large for "
             "sums in float32; pruning without --calib computes none"
         )
-    if run.task.ternary:
-        scale = run.block.scales[name]
+    parameter, place = run.places[name]
+    if run.task.ternary and place is None:
+        scale = run.block.scales[parameter.removesuffix(WEIGHT)]
         codes = (w / scale).round_().to(torch.int8)
     else:
         codes, scale = quantize_rows(w, NAMES[run.task.quant], "cuda")
-    tensors[full + WEIGHT], tensors[full + SCALE] = codes, scale
-    served = run.block.weights[name + WEIGHT] = dequantize_rows(codes, scale)
-    return served
+    tensors[name + WEIGHT], tensors[name + SCALE] = codes, scale
+    return dequantize_rows(codes, scale)
 
 
 def restore_block(run: BlockRun, work: WorkFolder) -> None:
     """Replace the weights of a block by those of its finished layers."""
     with (finished := work.tensors()).reader() as reader:
-        for name in run.block.linears:
-            full = run.full_name(name)
-            if full + WEIGHT in finished.tensors:
-                codes, scale = (reader.whole(full + suffix) for suffix in (WEIGHT, SCALE))
-                device = run.block.weights[name + WEIGHT].device
-                run.block.weights[name + WEIGHT] = dequantize_rows(codes.to(device), scale.to(device))
-        served = {
-            name: dequantize_rows(reader.whole(name + WEIGHT), reader.whole(name + SCALE))
-            for name in run.experts
-            if name + WEIGHT in finished.tensors
-        }
-        replace_experts(run, run.block, served)
+
+        def served(name: str) -> Tensor:
+            codes, scale = (reader.whole(name + suffix).to(run.task.device) for suffix in (WEIGHT, SCALE))
+            return dequantize_rows(codes, scale)
+
+        names = (name for name in run.places if name + WEIGHT in finished.tensors)
+        run.replace(run.block, ((name, served(name)) for name in names))

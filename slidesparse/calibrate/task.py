@@ -121,6 +121,12 @@ class Task:
         trains = not self.ternary and any(pattern.density < 1 for pattern in self.layers.values())
         return self.calibration.epochs if trains else 0
 
+    def quantized(self, number: int) -> dict[str, str]:
+        """Return the checkpoint's names of the linear layers of a block that are quantized, by their names in it."""
+        linears = (name for group in self.model.groups(number) for name in group)
+        names = {name: self.model.full_name(number, name) for name in linears}
+        return {name: full for name, full in names.items() if full in self.layers or full in self.skipped}
+
     def patterns(self, number: int) -> dict[str, str]:
         """Return the patterns of the layers of a block that are pruned, by name."""
         names = (name for name in self.model.layers(number) if name in self.layers)
