@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
@@ -177,7 +178,8 @@ def _layer_costs(
     states: HiddenStates | None = None
     for run in run_blocks(task, reader, ROTATING, _report_third(0, progress), to_the_end=True):
         shapes = run.pruned.states.shapes
-        batches = _count_gradient_batches(shapes)
+        totals = accumulate(shape[:-1].numel() for shape in shapes)  # tokens of the first batches
+        batches = min(len(shapes), 1 + sum(total < GRADIENT_TOKENS for total in totals))
         if states is None:
             states = HiddenStates(shapes[:batches] * (task.model.blocks + 1), task.device)
         for i in range(batches):
@@ -187,16 +189,6 @@ def _layer_costs(
     for i in range(batches):
         states[task.model.blocks * batches + i] = run.pruned.states[i]
     return _backward_costs(task, reader, roles, states, run.ids[:batches], inverses, progress)
-
-
-def _count_gradient_batches(shapes: list[torch.Size]) -> int:
-    """Return the number of batches, from the first, that together have GRADIENT_TOKENS tokens."""
-    count = tokens = 0
-    for shape in shapes:
-        count, tokens = count + 1, tokens + shape[:-1].numel()
-        if tokens >= GRADIENT_TOKENS:
-            break
-    return count
 
 
 def _inverse_hessians(run: BlockRun, roles: Roles) -> dict[str, Tensor]:
@@ -241,13 +233,17 @@ def _backward_costs(
     costs: list[list[Cost]] = []
     for number in reversed(range(task.model.blocks)):
         block = task.model.load(reader, number)
-        sums = _GradientSums(block, roles[number])
+        sums: dict[str, Tensor] = {}
         for i in range(batches):
             size = max(1, GRADIENT_PIECE // ids[i].shape[1])
             pairs = zip(states[number * batches + i].split(size), gradients[i].split(size), strict=True)
-            gradients[i] = torch.cat([sums.backpropagate(x, gradient) for x, gradient in pairs])
-        means = {name: total / tokens for name, total in sums.sums.items()}
-        costs.append(_block_costs(task, block, means, inverses[number]))
+            gradients[i] = torch.cat([_backpropagate(block, roles[number], *pair, sums) for pair in pairs])
+        of_block = list[Cost]()
+        for name, inverse in inverses[number].items():
+            pattern, w = task.layers.get(task.model.full_name(number, name)), block.weights[name + WEIGHT]
+            if pattern and pattern.density < 1 and pattern.length and w.shape[1] >= pattern.length:
+                of_block.append(_cost(w, sums[name] / tokens, inverse, pattern.length))
+        costs.append(of_block)
         report(number)
     return costs[::-1]
 
@@ -276,55 +272,43 @@ def _output_gradients(
     return gradients
 
 
-class _GradientSums:
-    """Sums over tokens of g g^T, or of its diagonal, where g [N] is the gradient of the loss to a layer's output."""
+def _backpropagate(
+    block: Block, roles: Roles, x: Tensor, gradient: Tensor, sums: dict[str, Tensor]
+) -> Tensor:
+    """Return the gradient to a block's input ``x`` [batch, tokens, hidden] for the ``gradient`` to its output.
 
-    def __init__(self, block: Block, roles: Roles) -> None:
-        assert roles.residual
-        self._block, self._writers, self._pair = block, roles.residual.writers, value_pair(roles)
-        self.sums: dict[str, Tensor] = {}
-
-    def backpropagate(self, x: Tensor, gradient: Tensor) -> Tensor:
-        """Add tokens ``x`` [batch, tokens, hidden], given the gradient to the block's output; return that to ``x``."""
-        outputs: dict[str, Tensor] = {}
-        with (
-            torch.enable_grad(),
-            fast_products(x.device),
-            sdpa_kernel(ATTENTION[x.device.type]),
-            fixed_order(),
-            ExitStack() as stack,
-        ):
-            for name in (name for group in self._block.groups for name in group):
-                layer = self._block.module.get_submodule(name)
-                hook = layer.register_forward_hook(lambda _, __, out, name=name: outputs.update({name: out}))
-                stack.callback(hook.remove)
-            x = x.detach().requires_grad_()
-            out = self._block.output(x)
-            inputs = [x, *outputs.values()]
-            input_gradient, *output_gradients = torch.autograd.grad(out, inputs, gradient)
-        for name, output_gradient in zip(outputs, output_gradients, strict=True):
-            g = output_gradient.flatten(0, -2)
-            if name in self._writers:
-                squares = (g.mT @ g)[None]
-            elif self._pair and name in self._pair.writers:
-                heads = g.unflatten(1, (self._pair.kv_heads, -1)).transpose(0, 1)
-                squares = heads.mT @ heads
-            else:
-                squares = g.square().sum(0)
-            self.sums[name] = self.sums[name] + squares if name in self.sums else squares
-        return input_gradient
-
-
-def _block_costs(
-    task: Task, block: Block, gradients: Mapping[str, Tensor], inverses: Mapping[str, Tensor]
-) -> list[Cost]:
-    """Return the costs of the layers of a block that are to be pruned and that a rotation changes."""
-    costs = []
-    for name, inverse in inverses.items():
-        pattern, w = task.layers.get(task.model.full_name(block.number, name)), block.weights[name + WEIGHT]
-        if pattern and pattern.density < 1 and pattern.length and w.shape[1] >= pattern.length:
-            costs.append(_cost(w, gradients[name], inverse, pattern.length))
-    return costs
+    The sum over tokens of g g^T, or of its diagonal, where g [N] is the gradient to a layer's output, is added to
+    ``sums`` by the name of each layer.
+    """
+    assert roles.residual
+    pair = value_pair(roles)
+    outputs: dict[str, Tensor] = {}
+    with (
+        torch.enable_grad(),
+        fast_products(x.device),
+        sdpa_kernel(ATTENTION[x.device.type]),
+        fixed_order(),
+        ExitStack() as stack,
+    ):
+        for name in block.linears:
+            layer = block.module.get_submodule(name)
+            hook = layer.register_forward_hook(lambda _, __, out, name=name: outputs.update({name: out}))
+            stack.callback(hook.remove)
+        x = x.detach().requires_grad_()
+        out = block.output(x)
+        inputs = [x, *outputs.values()]
+        input_gradient, *output_gradients = torch.autograd.grad(out, inputs, gradient)
+    for name, output_gradient in zip(outputs, output_gradients, strict=True):
+        g = output_gradient.flatten(0, -2)
+        if name in roles.residual.writers:
+            squares = (g.mT @ g)[None]
+        elif pair and name in pair.writers:
+            heads = g.unflatten(1, (pair.kv_heads, -1)).transpose(0, 1)
+            squares = heads.mT @ heads
+        else:
+            squares = g.square().sum(0)
+        sums[name] = sums[name] + squares if name in sums else squares
+    return input_gradient
 
 
 # Optimization

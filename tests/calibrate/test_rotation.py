@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from torch import Tensor
 
 from slidesparse.calibrate import learning
 from slidesparse.calibrate.learning import LOSSES, _layer_costs, hadamard, learn_rotation
-from slidesparse.calibrate.model import Block
 from slidesparse.calibrate.roles import roles_of
 from slidesparse.calibrate.rotation import Q, rotated_reader
 from slidesparse.calibrate.task import Task, no_progress
@@ -87,20 +85,21 @@ def test_costs_use_gradients_of_the_loss(tmp_path: Path, monkeypatch: pytest.Mon
         layer.register_forward_hook(lambda _, __, out, name=name: keep(name, out))
     logits = whole(input_ids=ids).logits[:, :-1]
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").backward()
-    found: dict[str, Tensor] = {}
+    found, backpropagate = dict[str, Tensor](), learning._backpropagate
 
-    def look(task: Task, block: Block, gradients: Mapping[str, Tensor], _: Any) -> list[Any]:
-        found.update(gradients)  # block 0 comes last
-        return []
+    def look(*arguments: Any) -> Tensor:
+        gradient = backpropagate(*arguments)
+        found.update(arguments[-1])  # block 0 comes last
+        return gradient
 
-    monkeypatch.setattr(learning, "_block_costs", look)
+    monkeypatch.setattr(learning, "_backpropagate", look)
     with torch.no_grad(), task.model.checkpoint.reader() as reader:
         roles = roles_of(task.model, reader)
         _layer_costs(task, rotated_reader(reader, task.model, roles), roles, no_progress)
     assert len(outputs) == 7
     for name, out in outputs.items():
         assert out.grad is not None
-        squares = found[name]
+        squares = found[name] / ids.numel()
         diagonal = squares if squares.dim() == 1 else squares.diagonal(dim1=-2, dim2=-1).flatten()
         assert_near(diagonal, out.grad.flatten(0, 1).square().mean(0), 1e-4)
 
