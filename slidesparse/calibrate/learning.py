@@ -56,11 +56,7 @@ SAMPLED_OUTPUTS = 4096  # evenly spaced outputs of a layer, or inputs of `down`,
 
 def find_rotation(task: Task, reader: Reader, work: WorkFolder, progress: Progress) -> dict[str, Tensor]:
     """Return the rotation saved in ``work``, or learn one by `learn_rotation` and save it there."""
-    rotation = work.read_tensors(ROTATION)
-    if rotation is None:
-        rotation = learn_rotation(task, reader, progress)
-        work.write_tensors(ROTATION, rotation)
-    return rotation
+    return work.keep_tensors(ROTATION, lambda: learn_rotation(task, reader, progress))
 
 
 @torch.inference_mode(False)

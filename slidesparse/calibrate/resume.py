@@ -22,7 +22,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,10 +130,11 @@ class WorkFolder:
         blocks = sorted(path.name for path in self.folder.glob(f"layer-*{SUFFIX}"))
         return self.open_files(*blocks, *overrides)
 
-    def read_tensors(self, name: str) -> dict[str, Tensor] | None:
-        """Return the tensors that `write_tensors` saved under a name, or None."""
-        if not (checkpoint := self.open_files(name)).files:
-            return None
+    def keep_tensors(self, name: str, find: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Return the tensors that were saved under a name, or else ``find`` and save them."""
+        if not self.open_files(name).files:
+            self.write_tensors(name, find())
+        checkpoint = self.open_files(name)
         with checkpoint.reader() as reader:
             return {tensor_name: reader.whole(tensor_name) for tensor_name in checkpoint.tensors}
 

@@ -15,7 +15,7 @@ INT8 represents better without factors gets none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ from slidesparse.calibrate.inputs import Stream
 from slidesparse.calibrate.model import Model, fast_products
 from slidesparse.calibrate.pipeline import run_blocks
 from slidesparse.calibrate.resume import SMOOTHING, WorkFolder
-from slidesparse.calibrate.roles import Pair, Roles, find_roles, roles_of, scalings
+from slidesparse.calibrate.roles import find_roles, roles_of, scalings
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.checkpoint.storage import Reader
@@ -63,10 +63,7 @@ def find_smoothing(task: Task, reader: Reader, work: WorkFolder, progress: Progr
 
     The result is deterministic on the same machine.
     """
-    saved = work.read_tensors(SMOOTHING)
-    if saved is None:
-        saved = _search(task, reader, progress)
-        work.write_tensors(SMOOTHING, saved)
+    saved = work.keep_tensors(SMOOTHING, lambda: _search(task, reader, progress))
     factors, errors = (
         {name.removesuffix(suffix): x for name, x in saved.items() if name.endswith(suffix)}
         for suffix in (FACTORS, ERRORS)
@@ -74,19 +71,14 @@ def find_smoothing(task: Task, reader: Reader, work: WorkFolder, progress: Progr
     return Smoothing(factors, errors)
 
 
-def _smoothed(task: Task, number: int, roles: Roles) -> Iterator[Pair]:
-    """Yield the pairs of a block whose layers are all quantized, and may be scaled."""
-    for pair in roles.pairs:
-        names = (task.model.full_name(number, name) for name in (pair.reader, *pair.writers))
-        if pair.scaled and all(name in task.layers or name in task.skipped for name in names):
-            yield pair
-
-
 @torch.inference_mode()
 def _search(task: Task, reader: Reader, progress: Progress) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for run in run_blocks(task, reader, "smoothing", progress, to_the_end=True):
-        for pair in _smoothed(task, run.number, find_roles(run.block)):
+        quantized = task.quantized(run.number).keys()
+        for pair in find_roles(run.block).pairs:
+            if not pair.scaled or not {pair.reader, *pair.writers} <= quantized:
+                continue
             down = run.full_name(pair.reader)
             x, peaks = _sample_inputs(run.pruned, pair.reader)
             factors, errors = choose_factors(x, peaks, run.block.weights[pair.reader + WEIGHT])
