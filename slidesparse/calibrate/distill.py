@@ -87,7 +87,6 @@ class Loss:
 class Distilled:
     """The outcome of a distillation."""
 
-    text: str  # description of the distillation text
     seconds: float  # of training
     steps: int
     before: Loss
@@ -119,15 +118,15 @@ def distill(task: Task, reader: Reader, work: WorkFolder, opened: Opened, progre
     assert task.texts
     if task.device.type == "cuda":
         torch.cuda.empty_cache()  # pieces of other sizes, of pruning
-    facts = _read_facts(work)
-    if facts is None or facts[0] < 60 * task.calibration.training_minutes:
+    done = _read_outcome(work)
+    if done is None or done.seconds < 60 * task.calibration.training_minutes:
         if (processes := _processes(task.device)) == 1:
             _train(task, reader, work, progress)
         else:
             _run_processes(processes, task, work, opened, progress)
-        facts = _read_facts(work)
-        assert facts
-    return Distilled(task.texts[0].summary, facts[0], int(facts[1]), Loss(*facts[2:4]), Loss(*facts[4:]))
+        done = _read_outcome(work)
+        assert done
+    return done
 
 
 # Room
@@ -588,11 +587,8 @@ class _Training:
             self._best = loss
             self._write(DISTILLED, [weight.output() for weights in self._weights for weight in weights])
         facts = [self._seconds, self._steps, *astuple(self._before), *astuple(self._best)]
-        states = self._states() if not end else []
+        states = [weight.state() for weights in self._weights for weight in weights if not end]
         self._write(DISTILLING, states, {FACTS: torch.tensor(facts, dtype=torch.float64)})
-
-    def _states(self) -> list[dict[str, Shard]]:
-        return [weight.state() for weights in self._weights for weight in weights]
 
     def _write(
         self, file: str, shards: Iterable[Mapping[str, Shard]], others: Mapping[str, Tensor] | None = None
@@ -621,12 +617,15 @@ class _Training:
 
     def _restore(self) -> bool:
         """Load the saved state; return whether there was any."""
-        if (facts := _read_facts(self._work)) is None:
+        if (done := _read_outcome(self._work)) is None:
             return False
-        self._seconds, steps, *losses = facts
-        self._steps, self._before, self._best = int(steps), Loss(*losses[:2]), Loss(*losses[2:])
-        saved = self._work.open_files(DISTILLING)
-        with saved.reader() as reader:
+        self._seconds, self._steps, self._before, self._best = (
+            done.seconds,
+            done.steps,
+            done.before,
+            done.after,
+        )
+        with self._work.open_files(DISTILLING).reader() as reader:
             for weight in (weight for weights in self._weights for weight in weights):
                 for name, (_, x) in weight.state().items():
                     rows = reader.rows(name, slice(weight.start, weight.start + len(x)))
@@ -635,16 +634,17 @@ class _Training:
         return True
 
 
-def _read_facts(work: WorkFolder) -> list[float] | None:
-    """Return seconds, steps, and the initial and best losses that were saved, or None."""
+def _read_outcome(work: WorkFolder) -> Distilled | None:
+    """Return the outcome at the last save, or None."""
     saved = work.open_files(DISTILLING)
     if not saved.files:
         return None
     with saved.reader() as reader:
-        facts: list[float] = reader.whole(FACTS).tolist()
-    if facts[2:4] != facts[4:] and not work.open_files(DISTILLED).files:
+        seconds, steps, *losses = reader.whole(FACTS).tolist()
+    done = Distilled(seconds, int(steps), Loss(*losses[:2]), Loss(*losses[2:]))
+    if done.before != done.after and not work.open_files(DISTILLED).files:
         raise work.damaged(f"{DISTILLED} is missing")
-    return facts
+    return done
 
 
 def _require_gradient(_: nn.Module, inputs: Any, x: Tensor) -> None:
