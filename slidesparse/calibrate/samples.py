@@ -20,7 +20,7 @@ from slidesparse.calibrate.written import DISTILLATION_TOKENS, SELF, write
 from slidesparse.checkpoint.tokens import (
     FORMS,
     Document,
-    cut,
+    cut_stream,
     is_dataset,
     read_documents,
     read_samples,
@@ -166,15 +166,20 @@ def _load(data: str, model: Model, samples: int, length: int, option: str, progr
     """Read at most ``samples`` samples of one source."""
     generator = np.random.default_rng(SEED)
     if data == RANDOM:
-        return _random_samples(generator, model, samples, length)
+        drawn = _tensors(generator.integers(0, model.vocabulary, (samples, length)))
+        note = "random tokens do not represent the text that the model will serve; use them only to try things out"
+        return Samples(drawn, "random tokens", note)
     path = Path(data)
     try:
         if path.is_file() and path.suffix.lower() == ".npy":
             sequences = read_samples(path, length)
             chosen = [sequences[i] for i in sorted(generator.permutation(len(sequences))[:samples])]
         else:
-            take = _cut_stream if model.is_causal else _sample_each_text
-            chosen = take(_encoded(data, model, generator, progress), samples, length)
+            documents = _pieces(data)
+            if not is_dataset(data):  # which has a random order of its own
+                documents = _shuffled([*documents], generator, progress)
+            take = cut_stream if model.is_causal else _sample_each_text
+            chosen = take(tokenize(model.checkpoint.folder, documents), length, samples)
     except SlideSparseError as error:
         raise type(error)(f"{option}: {error}") from error
     if not chosen:
@@ -186,17 +191,6 @@ def _load(data: str, model: Model, samples: int, length: int, option: str, progr
     return Samples(
         _tensors(chosen), "the reference of the Python language" if data == REFERENCE else path.name
     )
-
-
-def _encoded(
-    data: str, model: Model, generator: np.random.Generator, progress: Progress
-) -> Iterator[list[int]]:
-    """Return the ids of a source's documents in a random order; a dataset on the Hub has one of its own."""
-    documents: Iterator[Document] = _pieces(data)
-    if not is_dataset(data):
-        everything = list(documents)
-        documents = _shuffled(everything, generator, progress)
-    return tokenize(model.checkpoint.folder, documents)
 
 
 def _shuffled(
@@ -237,28 +231,7 @@ def python_reference() -> list[str]:
     return [topics[name] for name in sorted(topics)]
 
 
-def _random_samples(generator: np.random.Generator, model: Model, samples: int, length: int) -> Samples:
-    """Return samples of random tokens, for trials."""
-    drawn = _tensors(generator.integers(0, model.vocabulary, (samples, length)))
-    note = (
-        "random tokens do not represent the text that the model will serve; use them only to try things out"
-    )
-    return Samples(drawn, "random tokens", note)
-
-
-def _cut_stream(encoded: Iterator[list[int]], samples: int, length: int) -> list[np.ndarray]:
-    """Join documents and cut them into samples, reading no more than needed."""
-    parts: list[np.ndarray] = []
-    tokens = 0
-    for ids in encoded:
-        parts.append(np.asarray(ids, dtype=np.int64))
-        tokens += len(ids)
-        if tokens >= samples * length:
-            break
-    return cut(np.concatenate(parts), length)[:samples] if parts else []
-
-
-def _sample_each_text(encoded: Iterator[list[int]], samples: int, length: int) -> list[np.ndarray]:
+def _sample_each_text(encoded: Iterable[list[int]], length: int, samples: int) -> list[np.ndarray]:
     """Make a sample of each text that has at least one token; a longer one keeps its last, which may end sequences."""
     texts = islice((ids for ids in encoded if ids), samples)
     return [

@@ -193,6 +193,17 @@ def cut(stream: np.ndarray, length: int) -> list[np.ndarray]:
     return list(stream[: len(stream) // length * length].reshape(-1, length))
 
 
+def cut_stream(documents: Iterable[list[int]], length: int, most: int | None) -> list[np.ndarray]:
+    """Join the ids of documents, which may have no end, and `cut` them into ``most`` samples, reading no more."""
+    parts, tokens = [np.empty(0, np.int64)], 0
+    for ids in documents:
+        parts.append(np.asarray(ids, dtype=np.int64))
+        tokens += len(ids)
+        if most is not None and tokens >= most * length:
+            break
+    return cut(np.concatenate(parts), length)[:most]
+
+
 def require_ids(
     samples: Sequence[Sequence[int] | np.ndarray], vocabulary: int, data: str, folder: Path
 ) -> None:

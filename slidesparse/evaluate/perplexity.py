@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from slidesparse.checkpoint.storage import CONFIG, parse_json, text_config
-from slidesparse.checkpoint.tokens import cut, read_documents, read_samples, require_ids, tokenize
+from slidesparse.checkpoint.tokens import cut_stream, read_documents, read_samples, require_ids, tokenize
 from slidesparse.errors import SlideSparseError
 from slidesparse.evaluate.engine import Scored, run
 
@@ -68,12 +68,7 @@ def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) ->
     if Path(data).suffix.lower() == ".npy":
         found = read_samples(Path(data), seqlen)
     else:
-        stream = list[int]()
-        for ids in tokenize(folder, read_documents(str(data))):  # a dataset on the Hub may be endless
-            stream += ids
-            if samples is not None and len(stream) >= samples * seqlen:
-                break
-        found = cut(np.asarray(stream, dtype=np.int64), seqlen)
+        found = cut_stream(tokenize(folder, read_documents(str(data))), seqlen, samples)
     if not found:
         raise SlideSparseError(
             f"{data} gives no window of {seqlen} tokens; give more text, or a smaller --seqlen"

@@ -101,7 +101,7 @@ def test_encoder_samples_are_single_texts_with_end_token(
     assert sorted(rows(samples)) == [[1, 2, 3, 1, END], [2, END], [3, 3, END]]
     assert rows(load(path, decoder, 3, 5)) == rows(samples)
     # A text has no tokens if the tokenizer drops all of its characters
-    assert [row.tolist() for row in _sample_each_text(iter([[1, 2], [], [3]]), 5, 8)] == [[1, 2], [3]]
+    assert [row.tolist() for row in _sample_each_text([[1, 2], [], [3]], 8, 5)] == [[1, 2], [3]]
 
 
 TURNS = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
