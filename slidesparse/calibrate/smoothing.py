@@ -16,7 +16,6 @@ INT8 represents better without factors gets none.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
@@ -38,37 +37,27 @@ OUTPUTS = 512  # evenly spaced outputs of `down` from which errors are computed
 FACTORS, ERRORS = ".factors", ".errors"  # suffixes of the name of a `down` layer
 
 
-@dataclass(frozen=True)
-class Smoothing:
-    """The factors of a model, and the INT8 errors without and with them."""
+def find_smoothing(
+    task: Task, reader: Reader, work: WorkFolder, progress: Progress
+) -> tuple[dict[str, Tensor], str]:
+    """Return the factors [K] saved in ``work``, or find them on the samples of ``task`` and save them there.
 
-    factors: dict[str, Tensor]  # [K] float32, by the name of the `down` layer; ones where others do not help
-    errors: dict[str, Tensor]  # [2]: mean of |y' - y|^2 / |y|^2 over tokens, without and with factors
-
-    @property
-    def summary(self) -> str:
-        """The line for the report; empty if no layer is smoothed."""
-        smoothed = sum(bool((factors != 1).any()) for factors in self.factors.values())
-        if not smoothed:
-            return ""
-        before, after = torch.stack([*self.errors.values()]).mean(0).sqrt().tolist()
-        return (
-            f"channels scaled before {smoothed} of {len(self.errors)} down_proj layers, folded into the "
-            f"weights; their relative output error from INT8 alone: {before:.2%} -> {after:.2%}"
-        )
-
-
-def find_smoothing(task: Task, reader: Reader, work: WorkFolder, progress: Progress) -> Smoothing:
-    """Return the factors saved in ``work``, or find them on the samples of ``task`` and save them there.
-
-    The result is deterministic on the same machine.
+    They are float32, by the name of the `down` layer, and ones where others do not help.  The text is the line for the
+    report, empty if no layer is smoothed.  The result is deterministic on the same machine.
     """
     saved = work.keep_tensors(SMOOTHING, lambda: _search(task, reader, progress))
     factors, errors = (
         {name.removesuffix(suffix): x for name, x in saved.items() if name.endswith(suffix)}
         for suffix in (FACTORS, ERRORS)
     )
-    return Smoothing(factors, errors)
+    smoothed = sum(bool((x != 1).any()) for x in factors.values())
+    if not smoothed:
+        return factors, ""
+    before, after = torch.stack([*errors.values()]).mean(0).sqrt().tolist()
+    return factors, (
+        f"channels scaled before {smoothed} of {len(errors)} down_proj layers, folded into the "
+        f"weights; their relative output error from INT8 alone: {before:.2%} -> {after:.2%}"
+    )
 
 
 @torch.inference_mode()
@@ -108,7 +97,7 @@ def choose_factors(x: Tensor, peaks: Tensor, w: Tensor) -> tuple[Tensor, Tensor]
         peaks: [K], the maximum of |x| over these and other tokens.
         w: [N, K] float32.
 
-    Both are float32; the errors [2] are those without and with factors (see `Smoothing`).
+    Both are float32; the errors [2], without and with factors, are the mean of |y' - y|^2 / |y|^2 over tokens.
     """
     w = w[:: -(-len(w) // OUTPUTS)]
     exact = F.linear(x, w)

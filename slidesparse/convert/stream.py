@@ -332,9 +332,8 @@ def _transformed(
             reader = rotated_reader(reader, task.model, roles_of(task.model, reader), learned)
     if not task.smooths:
         return _Transformed(reader, rotated, rotation, "")
-    smoothing = find_smoothing(task, reader, work, progress)
-    smoothed = smoothed_reader(reader, task.model, smoothing.factors)
-    return _Transformed(smoothed, rotated, rotation, smoothing.summary)
+    factors, smoothing = find_smoothing(task, reader, work, progress)
+    return _Transformed(smoothed_reader(reader, task.model, factors), rotated, rotation, smoothing)
 
 
 def _dense_reader(task: Task, reader: Reader, work: WorkFolder, rotate: bool) -> Reader:
