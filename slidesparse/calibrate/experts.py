@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -20,7 +19,6 @@ from slidesparse.blocks import obeys
 from slidesparse.calibrate.inputs import Hessian
 from slidesparse.calibrate.model import fast_products
 from slidesparse.calibrate.sparsegpt import Pruner, pruner
-from slidesparse.errors import CalibrationError
 from slidesparse.pattern import Pattern
 from slidesparse.prune import prune
 
@@ -88,9 +86,5 @@ def _gather(run: BlockRun, joined: Tensor) -> tuple[list[Hessian], Hessian]:
     pooled = Hessian(joined.shape[2], joined.device)
     for hessian in hessians:
         pooled.merge(hessian)
-    if not bool(torch.isfinite(pooled.matrix.diagonal()).all()):
-        raise CalibrationError(
-            "the inputs of an expert are not finite (NaN or Inf); the weights or the calibration samples are damaged, "
-            "or the model overflows float32"
-        )
+    pooled.require_finite("an expert")
     return hessians, pooled

@@ -127,6 +127,14 @@ class Hessian:
         self._sum += other.matrix
         self._mirrored, self.tokens = self._mirrored and other._mirrored, self.tokens + other.tokens
 
+    def require_finite(self, of: str) -> None:
+        """Raise CalibrationError when an input is NaN or infinite, or H overflows."""
+        if not bool(torch.isfinite(self.matrix.diagonal()).all()):
+            raise CalibrationError(
+                f"the inputs of {of} are not finite (NaN or Inf); the weights or the calibration samples are damaged, "
+                "or the model overflows float32"
+            )
+
     @property
     def matrix(self) -> Tensor:
         """H as a full symmetric matrix."""
@@ -148,11 +156,7 @@ def gather_hessian(stream: Stream, layer: str) -> Hessian:
             hessian = hessian or Hessian(x.shape[-1], x.device)
             hessian.add(x)
     assert hessian is not None
-    if not bool(torch.isfinite(hessian.matrix.diagonal()).all()):
-        raise CalibrationError(
-            "the inputs of a layer are not finite (NaN or Inf); the weights or the calibration samples are damaged, or "
-            "the model overflows float32"
-        )
+    hessian.require_finite("a layer")
     return hessian
 
 
