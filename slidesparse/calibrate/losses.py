@@ -13,7 +13,6 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -37,7 +36,7 @@ from slidesparse.calibrate.samples import Samples
 from slidesparse.calibrate.sparsegpt import pruner
 from slidesparse.calibrate.task import Progress, Task
 from slidesparse.checkpoint.names import WEIGHT
-from slidesparse.checkpoint.storage import Checkpoint, Reader
+from slidesparse.checkpoint.storage import Reader
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
@@ -120,11 +119,10 @@ def _measure(
             options[tuple(map(run.full_name, weights)), pattern.ratio] = {
                 name + WEIGHT: w for name, w in zip(weights, parts, strict=True)
             }
-    shares: dict[LayerGroup, list[float]] = {}
+    shares, tokens = dict[LayerGroup, list[float]](), sum(ids.numel() for ids in run.ids)
     for parameter, names in groups_to_prune(run.task, run.number).items():
         joined = run.block.weights[parameter]
-        copies, tokens = [joined.clone() for _ in patterns], sum(ids.numel() for ids in run.ids)
-        shares[names] = []
+        copies, shares[names] = [joined.clone() for _ in patterns], []
         for number, (own, _, prune_expert) in enumerate(expert_pruners(run, joined, 0)):
             shares[names].append(own.tokens / tokens)
             for pattern, copy in zip(patterns, copies, strict=True):
@@ -132,7 +130,8 @@ def _measure(
         options |= {
             (names, pattern.ratio): {parameter: w} for pattern, w in zip(patterns, copies, strict=True)
         }
-    chosen = _loss_batches(run)
+    # Evenly spaced batches, which are sorted by the length of samples
+    chosen = range(0, len(run.ids), -(-tokens // LOSS_TOKENS[run.task.device.type]))
     states: dict[tuple[LayerGroup, str], list[Tensor]] = {}
     with fast_products(run.task.device):
         for option, changed in options.items():
@@ -157,13 +156,6 @@ def _measure(
             )
         losses.setdefault(group, GroupLoss({}, shares.get(group, (1.0,)))).by_pattern[ratio] = total / count
     return losses
-
-
-def _loss_batches(run: BlockRun) -> list[int]:
-    """Return evenly spaced batches with about LOSS_TOKENS tokens; batches are sorted by sequence length."""
-    tokens = sum(ids.numel() for ids in run.ids)
-    step = -(-tokens // LOSS_TOKENS[run.task.device.type])
-    return list(range(0, len(run.ids), step))
 
 
 class _BlockCache:
@@ -197,7 +189,10 @@ class Criterion:
     def __init__(self, model: Model, ends: Ends) -> None:
         self._logits = ends.logits if model.skeleton.generates else None
         self._vocabulary = model.vocabulary
-        self._pool = _pooling(model.checkpoint)
+        # An embedding of sentence-transformers is the output of the first token, or the mean
+        path = model.checkpoint.folder / POOLING
+        first = path.is_file() and bool(json.loads(path.read_bytes()).get(FIRST_TOKEN))
+        self._pool: Callable[[Tensor], Tensor] = (lambda x: x[:, 0]) if first else (lambda x: x.mean(1))
 
     def count(self, x: Tensor) -> int:
         """Return the number of tokens, or of embeddings, in ``x``."""
@@ -233,13 +228,6 @@ class Criterion:
         for piece, tokens in zip(rows.split(size), targets.split(size), strict=True):
             total += float(F.cross_entropy(self._logits(piece), tokens, reduction="sum").double())
         return total / len(targets) * self.count(x)
-
-
-def _pooling(checkpoint: Checkpoint) -> Callable[[Tensor], Tensor]:
-    """Return the pooling of an encoder's output to embeddings [batch, hidden]: the mean, or the first token."""
-    path: Path = checkpoint.folder / POOLING
-    first = path.is_file() and bool(json.loads(path.read_bytes()).get(FIRST_TOKEN))
-    return (lambda x: x[:, 0]) if first else (lambda x: x.mean(1))
 
 
 @torch.inference_mode()
