@@ -63,19 +63,12 @@ class _StandIn(nn.Module):
                 self.__dict__.setdefault(name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.x, self.call = _split_call(args, kwargs)
+        self.x, *others = args or (kwargs.pop("hidden_states"),)
+        self.call = tuple(others), kwargs
         if self.stops:
             raise _Stop
         y = self.x if self._given is None else self._given
         return y if self._others is None else (y, *self._others)
-
-
-def _split_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Call]:
-    """Return a block's hidden states, and its other arguments."""
-    if args:
-        return args[0], (args[1:], kwargs)
-    kwargs = dict(kwargs)
-    return kwargs.pop("hidden_states"), ((), kwargs)
 
 
 class Model:
