@@ -177,14 +177,32 @@ def _layer_costs(
         totals = accumulate(shape[:-1].numel() for shape in shapes)  # tokens of the first batches
         batches = min(len(shapes), 1 + sum(total < GRADIENT_TOKENS for total in totals))
         if states is None:
-            states = HiddenStates(shapes[:batches] * (task.model.blocks + 1), task.device)
+            states = HiddenStates(shapes[:batches] * task.model.blocks, task.device)
         for i in range(batches):
             states[run.number * batches + i] = run.pruned.states[i]
         inverses.append(_inverse_hessians(run, roles[run.number]))
     assert states
-    for i in range(batches):
-        states[task.model.blocks * batches + i] = run.pruned.states[i]
-    return _backward_costs(task, reader, roles, states, run.ids[:batches], inverses, progress)
+    ids = run.ids[:batches]
+    gradients = _output_gradients(task, reader, run.pruned.states, ids)
+    tokens = sum(x.shape[:-1].numel() for x in gradients)
+    report = block_counter(task, ROTATING, _report_third(1, progress))
+    costs: list[list[Cost]] = []
+    for number in reversed(range(task.model.blocks)):
+        block = task.model.load(reader, number)
+        sums: dict[str, Tensor] = {}
+        for i in range(batches):
+            size = max(1, GRADIENT_PIECE // ids[i].shape[1])
+            pairs = zip(states[number * batches + i].split(size), gradients[i].split(size), strict=True)
+            gradients[i] = torch.cat([_backpropagate(block, roles[number], *pair, sums) for pair in pairs])
+        of_block = list[Cost]()
+        for name, inverse in inverses[number].items():
+            pattern = task.layers.get(task.model.skeleton.layer(number, name))
+            w = block.weights[name + WEIGHT]
+            if pattern and pattern.density < 1 and pattern.length and w.shape[1] >= pattern.length:
+                of_block.append(_cost(w, sums[name] / tokens, inverse, pattern.length))
+        costs.append(of_block)
+        report(number)
+    return costs[::-1]
 
 
 def _inverse_hessians(run: BlockRun, roles: Roles) -> dict[str, Tensor]:
@@ -213,48 +231,16 @@ def _inverse_hessians(run: BlockRun, roles: Roles) -> dict[str, Tensor]:
     return inverses
 
 
-def _backward_costs(
-    task: Task,
-    reader: Reader,
-    roles: list[Roles],
-    states: HiddenStates,
-    ids: Sequence[Tensor],
-    inverses: list[dict[str, Tensor]],
-    progress: Progress,
-) -> list[list[Cost]]:
-    """Propagate the gradient of the loss back through the blocks, and return the costs of their layers."""
-    report = block_counter(task, ROTATING, _report_third(1, progress))
-    gradients = _output_gradients(task, reader, states, ids)
-    tokens, batches = sum(x.shape[:-1].numel() for x in gradients), len(ids)
-    costs: list[list[Cost]] = []
-    for number in reversed(range(task.model.blocks)):
-        block = task.model.load(reader, number)
-        sums: dict[str, Tensor] = {}
-        for i in range(batches):
-            size = max(1, GRADIENT_PIECE // ids[i].shape[1])
-            pairs = zip(states[number * batches + i].split(size), gradients[i].split(size), strict=True)
-            gradients[i] = torch.cat([_backpropagate(block, roles[number], *pair, sums) for pair in pairs])
-        of_block = list[Cost]()
-        for name, inverse in inverses[number].items():
-            pattern, w = task.layers.get(task.model.full_name(number, name)), block.weights[name + WEIGHT]
-            if pattern and pattern.density < 1 and pattern.length and w.shape[1] >= pattern.length:
-                of_block.append(_cost(w, sums[name] / tokens, inverse, pattern.length))
-        costs.append(of_block)
-        report(number)
-    return costs[::-1]
-
-
 def _output_gradients(
-    task: Task, reader: Reader, states: HiddenStates, ids: Sequence[Tensor]
+    task: Task, reader: Reader, outputs: HiddenStates, ids: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return the gradient of the summed loss, in nats, with respect to the last block's output, batch by batch."""
+    """Return the gradient of the summed loss, in nats, to the last block's ``outputs``, for each batch of ``ids``."""
     vocabulary, ends = task.model.vocabulary, task.model.ends(reader)
     gradients = []
     for i, batch in enumerate(ids):
-        x = states[task.model.blocks * len(ids) + i]
         size = max(1, LOGITS_PER_CHUNK // (vocabulary * batch.shape[1]))
         pieces = []
-        for part, tokens in zip(x.split(size), batch.to(task.device).split(size), strict=True):
+        for part, tokens in zip(outputs[i].split(size), batch.to(task.device).split(size), strict=True):
             with torch.enable_grad():
                 part = part.detach().requires_grad_()
                 logits = ends.logits(part[:, :-1]).flatten(0, 1)
