@@ -65,7 +65,7 @@ def layer_groups(task: Task, number: int | None = None) -> list[LayerGroup]:
     """Return the groups of the layers of a task, or of its block ``number``, in order of execution."""
     model, groups = task.model, list[LayerGroup]()
     for i in range(model.blocks) if number is None else (number,):
-        linears = (tuple(model.full_name(i, name) for name in group) for group in model.groups(i))
+        linears = (tuple(model.skeleton.layer(i, name) for name in group) for group in model.groups(i))
         pruned = (tuple(name for name in group if name in task.layers) for group in linears)
         groups += [*filter(None, pruned), *groups_to_prune(task, i).values()]
     return groups

@@ -132,13 +132,13 @@ class Model:
         ]
         return "\n".join([repr(block), *settings])
 
-    def linears(self, number: int) -> list[str]:
-        """Return the checkpoint's names of the linear layers of a block, group by group."""
-        return [self.full_name(number, name) for group in self.groups(number) for name in group]
+    def linears(self, number: int) -> dict[str, str]:
+        """Return the checkpoint's names of the linear layers of a block, group by group, by their names in it."""
+        return {name: self.skeleton.layer(number, name) for group in self.groups(number) for name in group}
 
     def layers(self, number: int) -> list[str]:
         """Return the checkpoint's names of all layers of a block that may be pruned, routed experts included."""
-        return [*self.linears(number), *self.skeleton.experts(number)]
+        return [*self.linears(number).values(), *self.skeleton.experts(number)]
 
     def fused(self) -> list[list[str]]:
         """Return the checkpoint's names of all linear layers, those that vLLM may fuse into one together.
@@ -150,12 +150,8 @@ class Model:
             for i, group in enumerate(self.groups(number)):
                 for name in group:
                     place = number, i, name.rpartition(".")[0]
-                    fused.setdefault(place, []).append(self.full_name(number, name))
+                    fused.setdefault(place, []).append(self.skeleton.layer(number, name))
         return [*fused.values()]
-
-    def full_name(self, number: int, name: str) -> str:
-        """Return the checkpoint's name of a linear layer of a block."""
-        return self.skeleton.layer(number, name)
 
     def load(self, reader: Reader, number: int) -> Block:
         """Read a block, its tensors in float32.  Raises CheckpointError for a tensor that is missing."""

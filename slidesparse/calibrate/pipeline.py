@@ -69,7 +69,7 @@ class BlockRun:
 
     def full_name(self, name: str) -> str:
         """Return the checkpoint's name of a linear layer of the block."""
-        return self.task.model.full_name(self.number, name)
+        return self.task.model.skeleton.layer(self.number, name)
 
     def weight(self, block: Block, name: str) -> Tensor:
         """Return a weight [N, K] of a block that is quantized, by the checkpoint's name, as a view of its tensor."""

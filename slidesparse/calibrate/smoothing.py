@@ -125,11 +125,11 @@ def smoothed_reader(reader: Reader, model: Model, factors: Mapping[str, Tensor])
     changes: Changes = {}
     for number, roles in enumerate(roles_of(model, reader)):
         for pair in roles.pairs:
-            factor = factors.get(model.full_name(number, pair.reader))
+            factor = factors.get(model.skeleton.layer(number, pair.reader))
             if factor is None or pair.scaled is None or not bool((factor != 1).any()):
                 continue
-            writer = model.full_name(number, pair.scaled[0]) + WEIGHT
+            writer = model.skeleton.layer(number, pair.scaled[0]) + WEIGHT
             for name, change in scalings(pair, factor, reader.checkpoint.require(writer).rows).items():
                 layer, _, kind = name.rpartition(".")
-                add_change(changes, f"{model.full_name(number, layer)}.{kind}", change.apply)
+                add_change(changes, f"{model.skeleton.layer(number, layer)}.{kind}", change.apply)
     return ChangedReader(reader, changes, torch.float32)

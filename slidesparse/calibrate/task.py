@@ -123,9 +123,8 @@ class Task:
 
     def quantized(self, number: int) -> dict[str, str]:
         """Return the checkpoint's names of the linear layers of a block that are quantized, by their names in it."""
-        linears = (name for group in self.model.groups(number) for name in group)
-        names = {name: self.model.full_name(number, name) for name in linears}
-        return {name: full for name, full in names.items() if full in self.layers or full in self.skipped}
+        names = self.model.linears(number).items()
+        return {name: full for name, full in names if full in self.layers or full in self.skipped}
 
     def patterns(self, number: int) -> dict[str, str]:
         """Return the patterns of the layers of a block that are pruned, by name."""

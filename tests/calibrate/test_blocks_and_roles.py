@@ -209,7 +209,9 @@ def test_channels_of_pairs_are_permuted(name: str, opened: Callable[[str], Model
         assert any(not pair.is_attention for _, pair in pairs) == (name not in FIXED_MLP)
         for number, pair in pairs:
             orders = layer_orders(model.load(reader, number), pair, random_order(pair, model.device))
-            named = {model.full_name(number, layer) + kind: order for (layer, kind), order in orders.items()}
+            named = {
+                model.skeleton.layer(number, layer) + kind: order for (layer, kind), order in orders.items()
+            }
             work.write_tensors(f"layer-{number}{pair.reader}.safetensors", named)
         with work.tensors().reader() as finished:
             if pairs:
@@ -222,7 +224,7 @@ def test_channels_of_gated_mlps_are_scaled(name: str, opened: Callable[[str], Mo
     model, generator = opened(name), torch.Generator().manual_seed(0)
     with model.checkpoint.reader() as reader:
         factors = {
-            model.full_name(number, pair.reader): 2.0
+            model.skeleton.layer(number, pair.reader): 2.0
             ** torch.randint(-9, 9, (pair.width,), generator=generator)
             for number, pair in pairs_of(model, reader)
             if pair.scaled

@@ -161,7 +161,7 @@ def test_blocks_are_trained_on_the_outputs_of_trained_blocks(
     with model.checkpoint.reader() as reader:
         block = model.load(reader, 0)
     for name in (name for group in block.groups for name in group):
-        layer = model.full_name(0, name)
+        layer = model.skeleton.layer(0, name)
         served = dequantize_rows(written[f"{layer}.weight"], written[f"{layer}.weight_scale"])
         block.weights[f"{name}.weight"] = served
     # float32 sums in another order where batches differ
