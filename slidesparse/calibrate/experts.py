@@ -80,9 +80,9 @@ def _gather(run: BlockRun, joined: Tensor) -> tuple[list[Hessian], Hessian]:
     """Return H of the inputs of each expert whose weights are in ``joined`` [E, N, K], and their sum."""
     hessians = [Hessian(joined.shape[2], joined.device) for _ in joined]
     with fast_products(run.pruned.states.device):
-        for batch in range(len(run.pruned)):
+        for states in run.pruned.states:
             with _Products(joined, lambda number, x: hessians[number].add(x)):
-                run.block.output(run.pruned.states[batch])
+                run.block.output(states)
     pooled = Hessian(joined.shape[2], joined.device)
     for hessian in hessians:
         pooled.merge(hessian)

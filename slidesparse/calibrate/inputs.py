@@ -6,7 +6,7 @@ The layers of a group share their inputs, and pruning needs only the sum of x x^
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,15 +45,16 @@ class HiddenStates:
                 f"the hidden states of the samples take {nbytes / 1e9:.1f} GB, more than half of this machine's "
                 f"{host_memory() / 1e9:.1f} GB; use fewer --samples or a smaller --seqlen"
             )
-        self._tensors: list[Tensor | None] = [None] * len(self.shapes)
+        self._tensors: dict[int, Tensor] = {}
 
     def __len__(self) -> int:
         return len(self.shapes)
 
+    def __iter__(self) -> Iterator[Tensor]:
+        return map(self.__getitem__, range(len(self)))
+
     def __getitem__(self, index: int) -> Tensor:
-        tensor = self._tensors[index]
-        assert tensor is not None
-        return tensor.to(self.device)
+        return self._tensors[index].to(self.device)
 
     def __setitem__(self, index: int, value: Tensor) -> None:
         assert value.shape == self.shapes[index]
@@ -78,27 +79,17 @@ def free_bytes(device: torch.device) -> int:
 
 
 class Stream:
-    """A block of a model and the hidden states that enter it, batch by batch.
-
-    The input of a layer is computed from the start of the block, with its current weights.
-    """
+    """A block of a model and the hidden states that enter it, batch by batch."""
 
     def __init__(self, block: Block, states: HiddenStates) -> None:
         self.block, self.states = block, states
         self.advanced = False  # whether the states are the block's output
 
-    def __len__(self) -> int:
-        return len(self.states)
-
-    def input(self, layer: str, batch: int) -> Tensor:
-        """Return the input of a linear layer, [samples, tokens, K]."""
-        return self.block.input(layer, self.states[batch])
-
     def advance(self) -> None:
         """Replace the hidden states by the block's output; further calls do nothing."""
         with fast_products(self.states.device):
-            for batch in range(0 if self.advanced else len(self)):
-                self.states[batch] = self.block.output(self.states[batch])
+            for batch, x in enumerate(() if self.advanced else self.states):
+                self.states[batch] = self.block.output(x)
         self.advanced = True
 
 
@@ -151,8 +142,8 @@ def gather_hessian(stream: Stream, layer: str) -> Hessian:
     """
     hessian: Hessian | None = None
     with fast_products(stream.states.device):
-        for batch in range(len(stream)):
-            x = stream.input(layer, batch)
+        for states in stream.states:
+            x = stream.block.input(layer, states)
             hessian = hessian or Hessian(x.shape[-1], x.device)
             hessian.add(x)
     assert hessian is not None

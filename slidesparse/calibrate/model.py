@@ -414,7 +414,7 @@ class Block:
         return y
 
     def input(self, layer: str, x: Tensor) -> Tensor:
-        """Return the input of a linear layer, [..., K], for the block's input."""
+        """Return the input of a linear layer, [..., K], for the block's input, with the current weights before it."""
         caught: list[Tensor] = []
 
         def catch(_: str, found: Tensor) -> None:

@@ -81,8 +81,8 @@ def _sample_inputs(stream: Stream, layer: str) -> tuple[Tensor, Tensor]:
     step, start = -(-total // TOKENS), 0
     sampled, peaks = [], []
     with fast_products(stream.states.device):
-        for batch in range(len(stream)):
-            x = stream.input(layer, batch).flatten(0, -2)
+        for states in stream.states:
+            x = stream.block.input(layer, states).flatten(0, -2)
             sampled.append(x[-start % step :: step].clone())
             peaks.append(x.abs().amax(0))
             start += len(x)
