@@ -61,30 +61,24 @@ def groups_to_prune(task: Task, number: int) -> dict[str, tuple[str, ...]]:
 def expert_pruners(
     run: BlockRun, joined: Tensor, sweeps: int
 ) -> Iterator[tuple[Hessian, Hessian, Callable[[Tensor, Pattern], Tensor]]]:
-    """Yield H of the tokens of each expert in ``joined`` [E, N, K], the H to prune by, and a function that prunes."""
-    hessians, pooled = _gather(run, joined)
-    for own in hessians:
-        used = pooled if own.tokens < joined.shape[2] / FLOOR else own
-        best = pruner(used.matrix, sweeps) if used.tokens else None
-        yield own, used, partial(_prune, best)
+    """Yield H of the tokens of each expert in ``joined`` [E, N, K], the H to prune by, and a function that prunes.
 
-
-def _prune(best: Pruner | None, w: Tensor, pattern: Pattern) -> Tensor:
-    """Prune the weights [N, K] of an expert by ``best``, or by magnitude; those that obey the pattern stay."""
-    if obeys(w, pattern):
-        return w
-    return best(w, pattern) if best else prune(w, pattern)
-
-
-def _gather(run: BlockRun, joined: Tensor) -> tuple[list[Hessian], Hessian]:
-    """Return H of the inputs of each expert whose weights are in ``joined`` [E, N, K], and their sum."""
+    All are pruned by magnitude if no token reaches any; those that obey the pattern stay.
+    """
     hessians = [Hessian(joined.shape[2], joined.device) for _ in joined]
-    with fast_products(run.pruned.states.device):
+    products = _Products(joined, lambda number, x: hessians[number].add(x))
+    with fast_products(run.pruned.states.device), products:
         for states in run.pruned.states:
-            with _Products(joined, lambda number, x: hessians[number].add(x)):
-                run.block.output(states)
+            run.block.output(states)
     pooled = Hessian(joined.shape[2], joined.device)
     for hessian in hessians:
         pooled.merge(hessian)
     pooled.require_finite("an expert")
-    return hessians, pooled
+    for own in hessians:
+        used = pooled if own.tokens < joined.shape[2] / FLOOR else own
+        best = pruner(used.matrix, sweeps) if used.tokens else prune
+        yield own, used, partial(_prune, best)
+
+
+def _prune(best: Pruner, w: Tensor, pattern: Pattern) -> Tensor:
+    return w if obeys(w, pattern) else best(w, pattern)
