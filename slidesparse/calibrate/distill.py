@@ -291,10 +291,8 @@ class _Network(nn.Module):
         """Set a parameter or a buffer."""
         path, _, leaf = name.rpartition(".")
         module = self.model.get_submodule(path)
-        if leaf in module._buffers:
-            module._buffers[leaf] = x
-        else:
-            module._parameters[leaf] = nn.Parameter(x, requires_grad=is_trained)
+        is_buffer = leaf in module._buffers
+        setattr(module, leaf, x if is_buffer else nn.Parameter(x, requires_grad=is_trained))
 
     def forward(self, ids: Tensor) -> Tensor:
         self.model(input_ids=ids, use_cache=False)

@@ -262,7 +262,7 @@ def _find_order(run: BlockRun, reader: str, hessian: Hessian) -> tuple[Tensor | 
 
 
 def _prune_rows(
-    run: BlockRun, hessian: Hessian, weights: Mapping[str, Tensor], order: Tensor | None = None
+    run: BlockRun, hessian: Hessian, weights: Mapping[str, Tensor], order: Tensor | None
 ) -> dict[str, Tensor]:
     """Prune layers that share their inputs; layers of one pattern are stacked, because rows are independent.
 
