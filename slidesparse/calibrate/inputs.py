@@ -47,11 +47,8 @@ class HiddenStates:
             )
         self._tensors: dict[int, Tensor] = {}
 
-    def __len__(self) -> int:
-        return len(self.shapes)
-
     def __iter__(self) -> Iterator[Tensor]:
-        return map(self.__getitem__, range(len(self)))
+        return map(self.__getitem__, range(len(self.shapes)))
 
     def __getitem__(self, index: int) -> Tensor:
         return self._tensors[index].to(self.device)

@@ -124,12 +124,13 @@ def smoothed_reader(reader: Reader, model: Model, factors: Mapping[str, Tensor])
     """
     changes: Changes = {}
     for number, roles in enumerate(roles_of(model, reader)):
+        names = model.linears(number)
         for pair in roles.pairs:
-            factor = factors.get(model.skeleton.layer(number, pair.reader))
+            factor = factors.get(names[pair.reader])
             if factor is None or pair.scaled is None or not bool((factor != 1).any()):
                 continue
-            writer = model.skeleton.layer(number, pair.scaled[0]) + WEIGHT
-            for name, change in scalings(pair, factor, reader.checkpoint.require(writer).rows).items():
+            rows = reader.checkpoint.require(names[pair.scaled[0]] + WEIGHT).rows
+            for name, change in scalings(pair, factor, rows).items():
                 layer, _, kind = name.rpartition(".")
-                add_change(changes, f"{model.skeleton.layer(number, layer)}.{kind}", change.apply)
+                add_change(changes, f"{names[layer]}.{kind}", change.apply)
     return ChangedReader(reader, changes, torch.float32)

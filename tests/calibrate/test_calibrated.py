@@ -168,7 +168,7 @@ def test_hidden_states_beyond_the_containers_memory_are_refused(
     shape = (1000, 63)  # of float32, twice: 504 kB
     with pytest.raises(CalibrationError, match="fewer --samples or a smaller --seqlen"):
         HiddenStates([shape], CPU, streams=2)
-    assert len(HiddenStates([shape], CPU)) == 1
+    HiddenStates([shape], CPU)
 
 
 # Refusals; those of options come before anything is written
