@@ -291,8 +291,8 @@ class _Network(nn.Module):
         """Set a parameter or a buffer."""
         path, _, leaf = name.rpartition(".")
         module = self.model.get_submodule(path)
-        is_buffer = leaf in module._buffers
-        setattr(module, leaf, x if is_buffer else nn.Parameter(x, requires_grad=is_trained))
+        is_made = leaf in module._buffers or isinstance(x, nn.Parameter)  # FSDP2 tells parameters by identity
+        setattr(module, leaf, x if is_made else nn.Parameter(x, requires_grad=is_trained))
 
     def forward(self, ids: Tensor) -> Tensor:
         self.model(input_ids=ids, use_cache=False)
