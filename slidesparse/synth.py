@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from slidesparse.blocks import STRIP
-from slidesparse.calibrate.task import Progress, no_progress
 from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.metadata import KEY
 from slidesparse.checkpoint.names import EXPERT, WEIGHT, experts, is_expert
@@ -55,6 +54,7 @@ from slidesparse.convert.plan import ConversionPlan, Planner
 from slidesparse.convert.source import Floats, Prune
 from slidesparse.convert.stream import write_output
 from slidesparse.pattern import Pattern, SlidePattern
+from slidesparse.progress import Progress, no_progress
 from slidesparse.quantize import INT8
 
 SAMPLE = 8 * STRIP  # rows of a layer that are drawn

@@ -48,11 +48,12 @@ from slidesparse.calibrate.finetune import BETAS, fake_quantize, learning_rate_f
 from slidesparse.calibrate.inputs import free_bytes
 from slidesparse.calibrate.model import Model, fast_products
 from slidesparse.calibrate.resume import DISTILLED, DISTILLING, WorkFolder
-from slidesparse.calibrate.task import Progress, Task
+from slidesparse.calibrate.task import Task
 from slidesparse.checkpoint.names import SCALE, WEIGHT
 from slidesparse.checkpoint.storage import NAMES as DTYPE_NAMES
 from slidesparse.checkpoint.storage import Reader, TensorSpec
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
+from slidesparse.progress import Progress
 from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
 
 # Adam's peak learning rate, relative to the root mean square of a tensor: RATE for each nat of divergence at the start,

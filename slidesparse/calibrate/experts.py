@@ -9,22 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from slidesparse.blocks import obeys
-from slidesparse.calibrate.inputs import Hessian
+from slidesparse.calibrate.inputs import Hessian, Stream
 from slidesparse.calibrate.model import fast_products
 from slidesparse.calibrate.sparsegpt import Pruner, pruner
+from slidesparse.calibrate.task import Task
 from slidesparse.pattern import Pattern
 from slidesparse.prune import prune
-
-if TYPE_CHECKING:
-    from slidesparse.calibrate.pipeline import BlockRun
-    from slidesparse.calibrate.task import Task
 
 FLOOR = 8  # an expert with fewer than K / FLOOR tokens is pruned by those of the whole layer
 
@@ -59,7 +56,7 @@ def groups_to_prune(task: Task, number: int) -> dict[str, tuple[str, ...]]:
 
 
 def expert_pruners(
-    run: BlockRun, joined: Tensor, sweeps: int
+    stream: Stream, joined: Tensor, sweeps: int
 ) -> Iterator[tuple[Hessian, Hessian, Callable[[Tensor, Pattern], Tensor]]]:
     """Yield H of the tokens of each expert in ``joined`` [E, N, K], the H to prune by, and a function that prunes.
 
@@ -67,9 +64,9 @@ def expert_pruners(
     """
     hessians = [Hessian(joined.shape[2], joined.device) for _ in joined]
     products = _Products(joined, lambda number, x: hessians[number].add(x))
-    with fast_products(run.pruned.states.device), products:
-        for states in run.pruned.states:
-            run.block.output(states)
+    with fast_products(stream.states.device), products:
+        for states in stream.states:
+            stream.block.output(states)
     pooled = Hessian(joined.shape[2], joined.device)
     for hessian in hessians:
         pooled.merge(hessian)

@@ -38,10 +38,11 @@ from slidesparse.calibrate.resume import ROTATION, WorkFolder
 from slidesparse.calibrate.roles import Roles, roles_of, rotate_columns, rotate_rows
 from slidesparse.calibrate.rotation import Q, rotated_reader, value_pair
 from slidesparse.calibrate.sparsegpt import factor
-from slidesparse.calibrate.task import Progress, Task
+from slidesparse.calibrate.task import Task
 from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.checkpoint.storage import Reader
 from slidesparse.errors import CalibrationError
+from slidesparse.progress import Progress
 
 ROTATING = "rotating"  # the phase in progress reports
 LOSSES = "losses"  # the name of the stored losses without and with the rotation

@@ -34,11 +34,12 @@ from slidesparse.calibrate.pipeline import (
 from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.calibrate.samples import Samples
 from slidesparse.calibrate.sparsegpt import pruner
-from slidesparse.calibrate.task import Progress, Task
+from slidesparse.calibrate.task import Task
 from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.checkpoint.storage import Reader
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
+from slidesparse.progress import Progress
 from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
 
 LOSS_TOKENS = {"cpu": 4096, "cuda": 16384}  # tokens to measure a layer's loss on; at least one batch
@@ -123,7 +124,7 @@ def _measure(
     for parameter, names in groups_to_prune(run.task, run.number).items():
         joined = run.block.weights[parameter]
         copies, shares[names] = [joined.clone() for _ in patterns], []
-        for number, (own, _, prune_expert) in enumerate(expert_pruners(run, joined, 0)):
+        for number, (own, _, prune_expert) in enumerate(expert_pruners(run.pruned, joined, 0)):
             shares[names].append(own.tokens / tokens)
             for pattern, copy in zip(patterns, copies, strict=True):
                 copy[number] = prune_expert(joined[number], pattern)

@@ -28,11 +28,12 @@ from slidesparse.calibrate.permutation import find_order, may_permute
 from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.calibrate.roles import find_roles, layer_orders
 from slidesparse.calibrate.sparsegpt import factor, pruner
-from slidesparse.calibrate.task import Progress, Task
+from slidesparse.calibrate.task import Task
 from slidesparse.checkpoint.names import SCALE, WEIGHT
 from slidesparse.checkpoint.skeleton import Expert
 from slidesparse.checkpoint.storage import Reader
 from slidesparse.errors import CalibrationError
+from slidesparse.progress import Progress
 from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
 
 METHOD, SWEEPS = "sparsegpt", 4  # and passes that refine a layer afterwards
@@ -221,7 +222,7 @@ def _prune_block(run: BlockRun) -> tuple[dict[str, Tensor], list[dict[str, Any]]
             run.block.weights[name + WEIGHT] = served
     for parameter, names in groups_to_prune(run.task, run.number).items():
         joined, of_experts = run.block.weights[parameter], dict[str, Tensor]()
-        for number, (own, used, prune_expert) in enumerate(expert_pruners(run, joined, SWEEPS)):
+        for number, (own, used, prune_expert) in enumerate(expert_pruners(run.pruned, joined, SWEEPS)):
             started = time.monotonic()
             whole = prune_expert(joined[number], run.task.layers[names[0]])
             places = {name: run.experts[name] for name in names if run.experts[name].number == number}

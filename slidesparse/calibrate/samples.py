@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,9 +27,7 @@ from slidesparse.checkpoint.tokens import (
     tokenize,
 )
 from slidesparse.errors import CalibrationError, SlideSparseError
-
-if TYPE_CHECKING:
-    from slidesparse.calibrate.task import Progress
+from slidesparse.progress import Progress
 
 RANDOM = "random"
 REFERENCE = (

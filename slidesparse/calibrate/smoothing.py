@@ -27,9 +27,10 @@ from slidesparse.calibrate.model import Model, fast_products
 from slidesparse.calibrate.pipeline import run_blocks
 from slidesparse.calibrate.resume import SMOOTHING, WorkFolder
 from slidesparse.calibrate.roles import find_roles, roles_of, scalings
-from slidesparse.calibrate.task import Progress, Task
+from slidesparse.calibrate.task import Task
 from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.checkpoint.storage import Reader
+from slidesparse.progress import Progress
 from slidesparse.quantize import dequantize_rows, quantize_rows
 
 TOKENS = 1024  # evenly spaced tokens of the samples from which errors are computed

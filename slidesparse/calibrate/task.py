@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,13 +17,7 @@ from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.names import is_expert
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 from slidesparse.pattern import Pattern
-
-Progress = Callable[..., None]  # of the phase, bytes done, bytes in all, and possibly a text on how it goes
-
-
-def no_progress(phase: str, done: int, total: int, detail: str = "") -> None:
-    """Ignore progress."""
-
+from slidesparse.progress import Progress, no_progress
 
 DEVICES = ("auto", "cpu", "cuda")
 ROTATIONS = ("auto", "on", "off")  # where possible, always (an error where impossible), or never

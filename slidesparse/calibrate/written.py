@@ -18,7 +18,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,10 +33,8 @@ from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.checkpoint.tokens import automatic_tokenizer, require_ids
 from slidesparse.errors import CalibrationError, SlideSparseError
 from slidesparse.evaluate.engine import run
+from slidesparse.progress import Progress
 from slidesparse.serving import is_available
-
-if TYPE_CHECKING:
-    from slidesparse.calibrate.task import Progress
 
 SELF = "self"  # in place of a file
 DISTILLATION_TOKENS = {"cpu": 2**16, "cuda": 2**22}  # that are written for --distill

@@ -16,7 +16,7 @@ from slidesparse.build.compile import cache_folder, make_folder
 from slidesparse.calibrate.losses import GroupLoss, LayerGroup, Losses, layer_groups, layer_losses, whole_loss
 from slidesparse.calibrate.pipeline import calibrate
 from slidesparse.calibrate.resume import CHOICE, LOSSES, WorkFolder
-from slidesparse.calibrate.task import HELD_BACK, TEXTS, Progress, Task
+from slidesparse.calibrate.task import HELD_BACK, TEXTS, Task
 from slidesparse.checkpoint.names import WEIGHT, is_expert
 from slidesparse.checkpoint.storage import Reader
 from slidesparse.convert.budget import (
@@ -29,6 +29,7 @@ from slidesparse.convert.budget import (
     percent,
 )
 from slidesparse.errors import CalibrationError
+from slidesparse.progress import Progress
 
 # Initial estimate of the loss of the whole model, relative to the sum of its layers' losses
 FIRST_PART = 2.0

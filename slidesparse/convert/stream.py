@@ -36,7 +36,7 @@ from slidesparse.calibrate.resume import DISTILLED, WorkFolder, open_work, requi
 from slidesparse.calibrate.roles import roles_of
 from slidesparse.calibrate.rotation import rotated_reader, rotation_obstacle, untie_head
 from slidesparse.calibrate.smoothing import find_smoothing, smoothed_reader
-from slidesparse.calibrate.task import Calibration, Progress, Task, no_progress, prepare
+from slidesparse.calibrate.task import Calibration, Task, prepare
 from slidesparse.checkpoint.converted import open_checkpoint, restore
 from slidesparse.checkpoint.names import SCALE, WEIGHT, ZERO_POINT
 from slidesparse.checkpoint.output import (
@@ -70,6 +70,7 @@ from slidesparse.convert.plan import ConversionPlan, Output, Planner, ask
 from slidesparse.convert.source import Floats, Quantized
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import MixedPattern, SlidePattern
+from slidesparse.progress import Progress, no_progress
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8
 from slidesparse.serving import Skeletons

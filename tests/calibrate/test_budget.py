@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from slidesparse.calibrate import losses
 from slidesparse.calibrate.losses import GroupLoss, layer_losses
 from slidesparse.calibrate.sparsegpt import factor, sparsegpt
-from slidesparse.calibrate.task import no_progress
 from slidesparse.checkpoint.inspection import inspect
 from slidesparse.convert import choose, stream
 from slidesparse.convert.budget import (
@@ -42,6 +41,7 @@ from slidesparse.convert.choose import AIM, next_limit
 from slidesparse.convert.stream import Report
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 from slidesparse.pattern import SlidePattern
+from slidesparse.progress import no_progress
 
 LENGTHS = (8, 6, 4)
 # Times of layers as small as these models' are estimates, by which only decode gets faster

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 from slidesparse.calibrate import experts
 from slidesparse.calibrate.losses import layer_losses
 from slidesparse.calibrate.sparsegpt import pruner
-from slidesparse.calibrate.task import no_progress
 from slidesparse.convert.budget import PATTERNS, Budget
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
+from slidesparse.progress import no_progress
 from slidesparse.quantize import FP8, INT8, dequantize_rows, quantize_rows
 from slidesparse.slide import violations
 

@@ -26,11 +26,12 @@ from slidesparse.calibrate import learning
 from slidesparse.calibrate.learning import LOSSES, _layer_costs, hadamard, learn_rotation
 from slidesparse.calibrate.roles import roles_of
 from slidesparse.calibrate.rotation import Q, rotated_reader
-from slidesparse.calibrate.task import Task, no_progress
+from slidesparse.calibrate.task import Task
 from slidesparse.convert import stream
 from slidesparse.convert.budget import Budget
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
+from slidesparse.progress import no_progress
 from slidesparse.prune import prune
 
 PATTERN = SlidePattern(8)

@@ -20,9 +20,9 @@ from checkpoints import llama
 from slidesparse.calibrate import samples as module
 from slidesparse.calibrate.model import Model
 from slidesparse.calibrate.samples import Samples, _sample_each_text, join, load_sources
-from slidesparse.calibrate.task import no_progress
 from slidesparse.checkpoint.tokens import is_dataset, tokenize
 from slidesparse.errors import SlideSparseError
+from slidesparse.progress import no_progress
 
 END = 9
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} [E] {% endfor %}"

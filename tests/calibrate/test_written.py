@@ -17,10 +17,10 @@ from checkpoints import bert, edit_json, snapshot
 
 from slidesparse.calibrate import written
 from slidesparse.calibrate.model import Model
-from slidesparse.calibrate.task import no_progress
 from slidesparse.checkpoint.skeleton import Skeleton
 from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.errors import CalibrationError, SlideSparseError
+from slidesparse.progress import no_progress
 
 WORDS = ["<s>", "</s>", "user", ":", "says", *(f"w{i}" for i in range(100))]
 TEMPLATE = "{% for m in messages %}{{ m.role }} : {{ m.content }} </s> {% endfor %}"

@@ -20,12 +20,12 @@ from strategies import assert_same_bits
 from tiny import build, fill
 from torch import Tensor
 
-from slidesparse.calibrate.task import Progress, no_progress
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.convert import stream
 from slidesparse.convert.options import ConvertOptions, parse_layer_pattern
 from slidesparse.convert.stream import Report
 from slidesparse.pattern import SlidePattern, parse_pattern
+from slidesparse.progress import Progress, no_progress
 from slidesparse.quantize import FP8, INT8, quantize_rows
 from slidesparse.serving import Skeletons
 
