@@ -78,13 +78,13 @@ def pruner(hessian: Tensor, sweeps: int, ternary: bool = False) -> Pruner:
 
 
 def damped(hessian: Tensor) -> Tensor:
-    """Return H + DAMPING * mean(diag H) * I, [K, K] float64; for H = 0, the identity.
+    """Return H + DAMPING * mean(diag H) * I, [K, K] float64; for H = 0, or too small for float32, the identity.
 
     The damping makes H regular where inputs were always zero: their weights are removed first, and not updated.
     """
     double = hessian.to(torch.float64, copy=True)
     mean = float(double.diagonal().mean()) if len(double) else 0.0
-    double.diagonal().add_(DAMPING * mean if mean > 0 else 1.0)
+    double.diagonal().add_(DAMPING * mean if mean > torch.finfo(torch.float32).tiny else 1.0)
     return double
 
 

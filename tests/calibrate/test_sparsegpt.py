@@ -150,6 +150,7 @@ def test_pruned_codes_obey_pattern_with_minimal_zeros_in_tail(
 def test_inputs_that_are_zero_or_few_can_be_factored() -> None:
     """Without inputs, magnitudes decide; nine tokens give an H of rank nine."""
     w, pattern = weights(12, 80), SlidePattern(8)
+    factor(hessian_of(inputs(200, 80).float() * 5e-23, torch.float32))  # of few bits, not positive definite
     pruned = sparsegpt(w, factor(torch.zeros(80, 80), dtype=torch.float64), pattern)
     assert torch.equal(pruned == 0, prune(w, pattern) == 0)
     h = hessian_of(inputs(9, 80), torch.float32)
