@@ -15,8 +15,8 @@ a step::
     gradient --> Adam --> value (float32) --> quantize --> weight of the next step (BF16 on a GPU)
 
 On a GPU, blocks are compiled.  With several, there is a process for each, which takes its share of the samples of a
-step and holds its share of the rows of all blocks' tensors (PyTorch's FSDP2).  Their number changes the order of sums,
-but nothing else.
+step.  It holds all of both models where one GPU has the memory, and otherwise its share of the rows of all blocks'
+tensors (PyTorch's FSDP2).  The number of GPUs changes the order of sums, but nothing else.
 
 The learning rate decays with elapsed time, so unlike the rest of calibration, distillation is not deterministic.  Every
 few minutes the model is evaluated on held-out text, and the best weights are kept.
@@ -138,14 +138,15 @@ def disk_bytes(task: Task) -> int:
     return 2 * (4 + 2 + 2 + 1) * _trained_weights(task) if task.texts else 0
 
 
-def memory_bytes(task: Task, keeps: bool = False) -> int:
-    """Estimate the bytes of memory that distillation takes on each of its devices.
+def memory_bytes(task: Task, processes: int, keeps: bool = False) -> int:
+    """Estimate the bytes of memory that distillation takes on each device.
 
     Args:
+        processes: the number of devices that share the tensors of blocks.
         keeps: whether all values that gradients depend on are kept, or only the inputs of blocks.
     """
     assert task.texts
-    model, kind, processes = task.model, task.device.type, _processes(task.device)
+    model, kind = task.model, task.device.type
     size, blocks = PRODUCTS[kind].itemsize, range(model.blocks)
     specs = [
         [model.checkpoint.tensors[name].spec for name in model.skeleton.tensors(model.skeleton.prefix(i))]
@@ -170,8 +171,8 @@ def memory_bytes(task: Task, keeps: bool = False) -> int:
 def require_memory(task: Task) -> str:
     """Describe the time and memory that distillation takes.  Raises EnvironmentFault if memory is short."""
     assert task.texts
-    needed, available = (count / 1e9 for count in (memory_bytes(task), free_bytes(task.device)))
     count = _processes(task.device)
+    needed, available = memory_bytes(task, count) / 1e9, free_bytes(task.device) / 1e9
     place = f"the device {task.device}" if count == 1 else f"each of {count} GPUs"
     if needed > available:
         raise EnvironmentFault(
@@ -257,14 +258,19 @@ def _train(task: Task, reader: Reader, work: WorkFolder, progress: Progress) -> 
     """Train as the only process, or one of several."""
     import torch._functorch.config as functorch
 
-    recomputes = memory_bytes(task, keeps=True) > free_bytes(task.device)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    available = torch.tensor(free_bytes(task.device))
+    if world > 1:
+        dist.all_reduce(available, dist.ReduceOp.MIN)
+    shares = world if memory_bytes(task, 1, keeps=True) > available else 1
+    recomputes = memory_bytes(task, shares, keeps=True) > available
     with (
         torch.no_grad(),
         fast_products(task.device),
         torch._dynamo.config.patch(recompile_limit=GRAPHS),
         functorch.patch(activation_memory_budget=0.0 if recomputes else 1.0),
     ):
-        _Training(task, reader, work).run(progress)
+        _Training(task, reader, work, shares > 1).run(progress)
 
 
 # Networks
@@ -386,10 +392,16 @@ def _compare(logits: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Training:
-    def __init__(self, task: Task, reader: Reader, work: WorkFolder) -> None:
+    """The training of one process.
+
+    Args:
+        shards: whether processes share the rows of blocks' tensors; otherwise each has all of them.
+    """
+
+    def __init__(self, task: Task, reader: Reader, work: WorkFolder, shards: bool) -> None:
         assert task.texts
         model, self._device = task.model, task.device
-        self._task, self._work, self._dtype = task, work, NAMES[task.quant]
+        self._task, self._work, self._dtype, self._shards = task, work, NAMES[task.quant], shards
         self._rank, self._world = 0, 1
         if dist.is_initialized():
             self._rank, self._world = dist.get_rank(), dist.get_world_size()
@@ -457,8 +469,8 @@ class _Training:
         return torch.compile(function, dynamic=False) if self._is_gpu else function
 
     def _shard(self, module: nn.Module, ignored: set[nn.Parameter] | None = None) -> None:
-        """Spread the rows of the parameters of a module over all processes."""
-        if self._world > 1:
+        """Spread the rows of the parameters of a module over all processes, if they share them."""
+        if self._shards:
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -531,12 +543,19 @@ class _Training:
         for weights in self._weights:
             used = [w for w in weights if w.parameter.grad is not None]
             tensors = [
-                (w.value, w.moment, w.square, _local(w.parameter.grad), _local(w.parameter.detach()), w.size)
+                (w.value, w.moment, w.square, self._gradient(w), _local(w.parameter.detach()), w.size)
                 for w in used
             ]
             self._update(tensors, [w.dtype for w in used], rates)
         self._pruned.zero_grad()
         return self._summed(torch.stack(losses).sum() / (ids.numel() * self._world))
+
+    def _gradient(self, weight: _Weight) -> Tensor:
+        """Return the gradient of this process's rows, the mean of that of all samples of the step."""
+        gradient = _local(weight.parameter.grad)
+        if self._shards or self._world == 1:  # FSDP2 has computed the mean
+            return gradient
+        return self._summed(gradient.float()) / self._world
 
     def _summed(self, x: Tensor) -> Tensor:
         """Return the sum of all processes' values."""
@@ -605,7 +624,7 @@ class _Training:
 
     def _gathered(self, count: int, rows: Tensor) -> Tensor:
         """Return all ``count`` rows of a tensor."""
-        if self._world == 1:
+        if not self._shards:
             return rows
         padded = rows.new_zeros(-(-count // self._world), *rows.shape[1:])
         padded[: len(rows)] = rows

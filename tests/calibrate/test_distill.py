@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
-from calibration import DEVICES, Killed, calibrated, open_model, paced_worker, save, set_pace, write_ids
+from calibration import (
+    DEVICES,
+    Killed,
+    calibrated,
+    open_model,
+    paced_worker,
+    paced_worker_of_a_large_model,
+    save,
+    set_pace,
+    write_ids,
+)
 from checkpoints import LLAMA, bert, edit_json, llama, snapshot, tensors_of
 from torch import Tensor
 
@@ -144,8 +154,10 @@ def test_blocks_of_one_structure_share_compiled_graphs(
 def test_processes_train_as_one(
     source: Path, tmp_path: Path, ids: str, text: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two processes end where one does, up to the order of sums, also from where another run was interrupted."""
-    monkeypatch.setattr(distill, "_worker", paced_worker)
+    """Two processes end where one does, up to the order of sums, also from where another run was interrupted.
+
+    Each has all weights, or half of their rows.
+    """
 
     def run(name: str, processes: int, resume: bool = False) -> distill.Distilled:
         monkeypatch.setattr(distill, "_processes", lambda _: processes)
@@ -157,6 +169,7 @@ def test_processes_train_as_one(
     one, save_state = run("one", 1), distill._Training._save
 
     def interrupt(self: distill._Training, end: bool) -> None:
+        monkeypatch.setattr(self, "_validation_loss", lambda: self._best)  # the last weights will be the best
         save_state(self, end)
         raise Killed
 
@@ -165,14 +178,17 @@ def test_processes_train_as_one(
         patch.setattr(distill._Training, "_save", interrupt)
         with pytest.raises(Killed):
             run("resumed", 1)
-    for name in ("two", "resumed"):
+    large = paced_worker_of_a_large_model
+    for name, worker in (("two", paced_worker), ("shared", large), ("resumed", large)):
+        monkeypatch.setattr(distill, "_worker", worker)
         two = run(name, 2, resume=name == "resumed")
         assert one.steps == two.steps == STEPS
         assert two.before.divergence == pytest.approx(one.before.divergence, rel=1e-5)
-        assert two.after.divergence == pytest.approx(one.after.divergence, rel=0.02)
+        assert two.after.divergence == pytest.approx(one.after.divergence, rel=0.005)
         tensors, expected = tensors_of(tmp_path / name), tensors_of(tmp_path / "one")
         for tensor, w in expected.items():
-            assert (w.float() - tensors[tensor].float()).norm() < 0.05 * w.float().norm()
+            # Rounding of other sums moves up to 0.0005; gradients of half of the samples would move 0.0034
+            assert (w.float() - tensors[tensor].float()).norm() < 0.0015 * w.float().norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, None])

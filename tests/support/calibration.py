@@ -152,3 +152,9 @@ def paced_worker(*arguments: Any) -> None:
     """Train in a process of its own, by such a clock."""
     set_pace(pytest.MonkeyPatch())
     WORKER(*arguments)
+
+
+def paced_worker_of_a_large_model(*arguments: Any) -> None:
+    """Do so with too little memory for a whole model in each process."""
+    pytest.MonkeyPatch().setattr(distill, "free_bytes", lambda _: 0)
+    paced_worker(*arguments)
