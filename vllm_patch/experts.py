@@ -36,9 +36,8 @@ if TYPE_CHECKING:
 def method(config: SlideSparseConfig, layer: Any, name: str) -> Any:
     """Return our method for routed experts, or why vLLM's serves them, as text for the log ("" for another type)."""
     config._add_fused_moe_to_target_scheme_map()  # as vLLM does before it looks
-    gate, *others = (
-        config.get_scheme_dict(layer, f"{name}.0.{part}_proj") for part in ("gate", "up", "down")
-    )
+    parts = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
+    gate, *others = (config.get_scheme_dict(layer, f"{name}.0.{part}") for part in parts)
     weights, inputs = ((gate or {}).get(kind) for kind in ("weights", "input_activations"))
     if not weights or not inputs or others != [gate, gate]:
         return ""

@@ -246,6 +246,21 @@ def test_metadata_of_fused_layers_are_found() -> None:
         assert parsed._entry("model.layers.1.mlp.gate_up_proj") is None
 
 
+def test_experts_are_ignored_by_the_names_of_the_checkpoint() -> None:
+    """compressed-tensors lists each matrix that it leaves as it is; vLLM asks for these names since 0.32."""
+    from slidesparse.vllm_patch import experts
+    from slidesparse.vllm_patch.config import SlideSparseConfig
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    name = "model.layers.0.block_sparse_moe.experts"
+    ignore = [f"{name}.{expert}.w{part}" for expert in range(2) for part in (1, 2, 3)]
+    layer = object.__new__(RoutedExperts)
+    torch.nn.Module.__init__(layer)
+    layer.ckpt_gate_proj_name, layer.ckpt_down_proj_name, layer.ckpt_up_proj_name = "w1", "w2", "w3"
+    parsed = SlideSparseConfig.from_config({**config("dense"), "ignore": ignore})
+    assert experts.method(parsed, layer, name) == ""
+
+
 def test_slided_config_gets_head_counts() -> None:
     """As in vLLM's own config, they are needed for scales of the KV cache per head."""
     from slidesparse.vllm_patch.config import SlideSparseConfig
