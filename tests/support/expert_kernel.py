@@ -9,16 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from slidesparse.vllm_patch import compat
 from torch import Tensor
 from torch.nn import functional
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
-try:
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import select_experts
-except ImportError:  # up to 0.27
-    from vllm.model_executor.layers.fused_moe.cpu_fused_moe import select_experts
-
 ENTRY: dict[str, Any] = {}  # of our registry of backends: none
+SELECT = compat.experts_router()  # None where vLLM chooses the experts itself
 
 
 def _product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
@@ -38,10 +35,10 @@ def _product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 
 def _apply(self: Any, hidden_states: Tensor, w1: Tensor, w2: Tensor, **routing: Any) -> Tensor:
     """Take experts already chosen and write to ``output`` (vLLM 0.30 and later), or choose them from router logits."""
-    if "output" in routing:
+    if SELECT is None:
         weights, chosen = routing["topk_weights"], routing["topk_ids"]
     else:
-        weights, chosen = select_experts(
+        weights, chosen = SELECT(
             hidden_states,
             routing["router_logits"],
             self.moe_config.experts_per_token,
