@@ -122,7 +122,7 @@ def frontier(folder: Path, note: str) -> str:
 
     points = {
         ("int8", "bf16"): ("BF16", loss("bf16", DENSE, "-")),
-        ("int8", "w4a16"): ("W4A16", loss("w4a16", DENSE, "-")),
+        ("int8", "w4a16"): ("W4A16", loss("w4a16", DENSE, "gptq")),
         ("int8", "w4a8"): ("W4A8", loss("w4a8", DENSE, "-")),
     }
     points |= {
