@@ -19,9 +19,12 @@ cost is then minimized by Adam on the orthogonal group, starting from a Hadamard
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
@@ -35,7 +38,7 @@ from slidesparse.calibrate.inputs import HiddenStates, gather_hessian
 from slidesparse.calibrate.model import Block, fast_products
 from slidesparse.calibrate.pipeline import BlockRun, block_counter, run_blocks
 from slidesparse.calibrate.resume import ROTATION, WorkFolder
-from slidesparse.calibrate.roles import Roles, roles_of, rotate_columns, rotate_rows
+from slidesparse.calibrate.roles import Pair, Roles, roles_of, rotate_columns, rotate_rows
 from slidesparse.calibrate.rotation import Q, rotated_reader, value_pair
 from slidesparse.calibrate.sparsegpt import factor
 from slidesparse.calibrate.task import Task
@@ -52,6 +55,7 @@ BETAS = (0.9, 0.95)
 GRADIENT_TOKENS = 16384  # tokens whose gradients are computed; at least one batch
 GRADIENT_PIECE = 4096  # tokens of a backward pass
 LOGITS_PER_CHUNK = 2**28  # logits computed at a time
+BATCH_BYTES = 2**27  # of layers whose costs are computed at once: smaller ones wait for launches
 SAMPLED_OUTPUTS = 4096  # evenly spaced outputs of a layer, or inputs of `down`, that costs are estimated from
 
 
@@ -76,13 +80,13 @@ def learn_rotation(task: Task, reader: Reader, progress: Progress) -> dict[str, 
     rotation = {name: hadamard(x[-1]).to(task.device).expand(x) for name, x in shapes.items()}
     before = after = 0.0
     if any(pattern.density < 1 for pattern in task.layers.values()):
-        costs = _layer_costs(task, rotated_reader(reader, model, roles), roles, progress)
+        batches = _layer_costs(task, rotated_reader(reader, model, roles), roles, progress)
         with fast_products(task.device):  # costs are estimates, and sums of millions of terms
             identities = {
                 name: torch.eye(x.shape[-1]).to(x.device).expand_as(x) for name, x in rotation.items()
             }
-            before = _total_cost(costs, identities)
-            after = _minimize_cost(costs, rotation, _report_third(2, progress))
+            before = _total_cost(batches, identities)
+            after = _minimize_cost(batches, rotation, _report_third(2, progress))
     losses = torch.tensor([before, after], dtype=torch.float64)
     return {**{name: x.cpu() for name, x in rotation.items()}, LOSSES: losses}
 
@@ -110,67 +114,112 @@ def _report_third(number: int, progress: Progress) -> Progress:
 # The cost
 
 
-# A function of Q [hidden, hidden] and a block's R [kv heads, head_dim, head_dim], all float32; an empty one for none
-Cost = Callable[[Tensor, Tensor], Tensor]
-
-
 def sum_two_smallest(scores: Tensor, length: int) -> Tensor:
-    """Return the sum of the two smallest ``scores`` [..., K] of each whole block of ``length`` columns."""
+    """Return the sums [...] of the two smallest ``scores`` [..., N, K] of each whole block of ``length`` columns."""
     blocks = scores[..., : scores.shape[-1] // length * length].unflatten(-1, (-1, length))
     smallest = blocks.detach().argmin(-1, keepdim=True)
     second = blocks.scatter(-1, smallest, float("inf")).amin(-1)
-    total: Tensor = blocks.gather(-1, smallest).sum() + second.sum()
+    total: Tensor = (blocks.gather(-1, smallest)[..., 0] + second).sum((-2, -1))
     return total
 
 
-def _cost(w: Tensor, g: Tensor, inverse: Tensor, length: int) -> Cost:
-    """Return the cost of a layer w [N, K] at a pattern with blocks of ``length``.
+@dataclass(frozen=True)
+class _Layers:
+    """Layers of equal shapes and patterns, whose costs are computed at once.
 
     Args:
-        g: mean squared gradients [N], or the mean of g g^T [matrices, size, size] where outputs are rotated.
-        inverse: diag(H^-1) [K], or diagonal blocks of H^-1 [matrices, size, size] where inputs are rotated.
+        blocks: the number of the block of each.
+        w: weights [layers, N, K].
+        g: mean squared gradients [layers, N], or means of g g^T [layers, matrices, size, size] of rotated outputs.
+        inverse: diag(H^-1) [layers, K], or diagonal blocks of H^-1 [layers, matrices, size, size] for rotated inputs.
+        length: of the pattern's blocks.
+        scale: of costs: weights are a sample.
+        kv_heads: of a block whose heads are rotated, otherwise 0.
     """
-    rows, blocks = w.shape[0], w.shape[1] // length
-    if g.dim() == 1:
-        step = -(-rows // SAMPLED_OUTPUTS)
-        w, g = w[::step].clone(), g[::step]
-    if inverse.dim() == 1:
-        step = -(-blocks * length // SAMPLED_OUTPUTS)
-        w, inverse = (
-            x[..., : blocks * length].unflatten(-1, (blocks, length))[..., ::step, :].flatten(-2)
-            for x in (w, inverse)
-        )
-    scale = rows * blocks / (w.shape[0] * (w.shape[1] // length))
 
-    def cost(q: Tensor, r: Tensor) -> Tensor:
-        left, right = (_matrices(x, q, r) for x in (g, inverse))
-        rotated = w if right is None else rotate_columns(right, w)
-        rotated = rotated if left is None else rotate_rows(left, rotated)
-        scores = rotated.square() * _diagonal(g, left)[:, None] / _diagonal(inverse, right)
-        return scale * sum_two_smallest(scores, length)
+    blocks: tuple[int, ...]
+    w: Tensor
+    g: Tensor
+    inverse: Tensor
+    length: int
+    scale: float
+    kv_heads: int
 
-    return cost
+    @classmethod
+    def one(
+        cls, block: int, w: Tensor, g: Tensor, inverse: Tensor, length: int, pair: Pair | None
+    ) -> _Layers:
+        """Return a single layer: a sample of its outputs, and of blocks of inputs, unless they are rotated."""
+        rows, blocks = w.shape[0], w.shape[1] // length
+        if g.dim() == 1:
+            step = -(-rows // SAMPLED_OUTPUTS)
+            w, g = w[::step].clone(), g[::step]
+        if inverse.dim() == 1:
+            step = -(-blocks * length // SAMPLED_OUTPUTS)
+            w, inverse = (
+                x[..., : blocks * length].unflatten(-1, (blocks, length))[..., ::step, :].flatten(-2)
+                for x in (w, inverse)
+            )
+        scale = rows * blocks / (w.shape[0] * (w.shape[1] // length))
+        return cls((block,), w[None], g[None], inverse[None], length, scale, pair.kv_heads if pair else 0)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What layers have in common whose costs are computed at once."""
+        return *(x.shape[1:] for x in self._tensors), self.length, self.scale, self.kv_heads
+
+    @property
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return self.w, self.g, self.inverse
+
+    def joined(self, others: Sequence[_Layers]) -> _Layers:
+        """Return these layers and others of the kind."""
+        layers = self, *others
+        w, g, inverse = map(torch.cat, zip(*(x._tensors for x in layers), strict=True))
+        blocks = tuple(number for x in layers for number in x.blocks)
+        return replace(self, blocks=blocks, w=w, g=g, inverse=inverse)
+
+    def costs(self, rotation: Mapping[str, Tensor]) -> Tensor:
+        """Return the cost [layers] of each at a float32 rotation."""
+        left, right = (self._matrices(x, rotation) for x in (self.g, self.inverse))
+        w = self.w if right is None else rotate_columns(right, self.w)
+        w = w if left is None else rotate_rows(left, w)
+        scores = w.square() * _diagonal(self.g, left)[..., None] / _diagonal(self.inverse, right)[:, None]
+        return self.scale * sum_two_smallest(scores, self.length)
+
+    def _matrices(self, statistics: Tensor, rotation: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the matrices [layers, matrices, size, size] that rotate what the statistics are of."""
+        if statistics.dim() == 2:
+            return None
+        if statistics.shape[-1] == len(rotation[Q]):
+            return rotation[Q].expand_as(statistics)
+        r = torch.stack([rotation[str(number)] for number in self.blocks])
+        return r.repeat_interleave(statistics.shape[1] // r.shape[1], 1)
 
 
-def _matrices(statistics: Tensor, q: Tensor, r: Tensor) -> Tensor | None:
-    """Return the matrices [heads, width, width], or [1, hidden, hidden], that rotate what the statistics are of."""
-    if statistics.dim() == 1:
-        return None
-    return q[None] if len(q) == statistics.shape[-1] else r.repeat_interleave(len(statistics) // len(r), 0)
+def _batches(layers: Iterable[_Layers]) -> list[_Layers]:
+    """Join single layers of one kind, as many as have BATCH_BYTES."""
+    kinds = defaultdict[tuple[Any, ...], list[_Layers]](list)
+    for layer in layers:
+        kinds[layer.kind].append(layer)
+    batches = []
+    for alike in kinds.values():
+        size = max(1, BATCH_BYTES // sum(x.nbytes for x in alike[0]._tensors))
+        parts = (alike[i : i + size] for i in range(0, len(alike), size))
+        batches += [first.joined(others) if others else first for first, *others in parts]
+    return batches
 
 
 def _diagonal(statistics: Tensor, matrices: Tensor | None) -> Tensor:
-    """Return the diagonal of rotated statistics."""
-    return statistics if matrices is None else ((statistics @ matrices) * matrices).sum(-2).flatten()
+    """Return the diagonals [layers, N or K] of rotated statistics."""
+    return statistics if matrices is None else ((statistics @ matrices) * matrices).sum(-2).flatten(1)
 
 
 # The statistics that costs are computed from
 
 
-def _layer_costs(
-    task: Task, reader: ChangedReader, roles: list[Roles], progress: Progress
-) -> list[list[Cost]]:
-    """Run the dense model of ``reader`` forward and backward, and return the costs of the layers of each block."""
+def _layer_costs(task: Task, reader: ChangedReader, roles: list[Roles], progress: Progress) -> list[_Layers]:
+    """Run the dense model of ``reader`` forward and backward, and return what the costs of all layers follow from."""
     inverses: list[dict[str, Tensor]] = []
     states: HiddenStates | None = None
     for run in run_blocks(task, reader, ROTATING, _report_third(0, progress), to_the_end=True):
@@ -187,7 +236,7 @@ def _layer_costs(
     gradients = _output_gradients(task, reader, run.pruned.states, ids)
     tokens = sum(x.shape[:-1].numel() for x in gradients)
     report = block_counter(task, ROTATING, _report_third(1, progress))
-    costs: list[list[Cost]] = []
+    layers: list[_Layers] = []
     for number in reversed(range(task.model.blocks)):
         block = task.model.load(reader, number)
         sums: dict[str, Tensor] = {}
@@ -195,15 +244,14 @@ def _layer_costs(
             size = max(1, GRADIENT_PIECE // ids[i].shape[1])
             pairs = zip(states[number * batches + i].split(size), gradients[i].split(size), strict=True)
             gradients[i] = torch.cat([_backpropagate(block, roles[number], *pair, sums) for pair in pairs])
-        of_block = list[Cost]()
+        pair = value_pair(roles[number])
         for name, inverse in inverses[number].items():
             pattern = task.layers.get(task.model.skeleton.layer(number, name))
             w = block.weights[name + WEIGHT]
             if pattern and pattern.density < 1 and pattern.length and w.shape[1] >= pattern.length:
-                of_block.append(_cost(w, sums[name] / tokens, inverse, pattern.length))
-        costs.append(of_block)
+                layers.append(_Layers.one(number, w, sums[name] / tokens, inverse, pattern.length, pair))
         report(number)
-    return costs[::-1]
+    return _batches(layers)
 
 
 def _inverse_hessians(run: BlockRun, roles: Roles) -> dict[str, Tensor]:
@@ -297,20 +345,19 @@ def _backpropagate(
 # Optimization
 
 
-def _total_cost(costs: list[list[Cost]], rotation: Mapping[str, Tensor]) -> float:
+def _total_cost(batches: Iterable[_Layers], rotation: Mapping[str, Tensor]) -> float:
     """Return half the sum of all costs at a float32 rotation, and add to the gradients of what requires them."""
-    total, none = torch.zeros((), dtype=torch.float64, device=rotation[Q].device), torch.empty(0)
-    for number, of_block in enumerate(costs):
-        for cost in of_block:
-            with torch.enable_grad():
-                value = cost(rotation[Q], rotation.get(str(number), none))
-                if value.requires_grad:
-                    value.backward()  # layer by layer, so that each layer's memory is freed
-            total += 0.5 * value.detach()  # without waiting for the GPU
+    total = torch.zeros((), dtype=torch.float64, device=rotation[Q].device)
+    for layers in batches:
+        with torch.enable_grad():
+            value = layers.costs(rotation).sum()
+            if value.requires_grad:
+                value.backward()  # batch by batch, so that each one's memory is freed
+        total += 0.5 * value.detach()  # without waiting for the GPU
     return float(total)
 
 
-def _minimize_cost(costs: list[list[Cost]], rotation: dict[str, Tensor], progress: Progress) -> float:
+def _minimize_cost(batches: list[_Layers], rotation: dict[str, Tensor], progress: Progress) -> float:
     """Minimize the cost of ``rotation`` in STEPS steps, in place, and return it.
 
     Adam takes steps in the skew-symmetric matrices whose exponentials turn it.
@@ -322,7 +369,7 @@ def _minimize_cost(costs: list[list[Cost]], rotation: dict[str, Tensor], progres
     schedule = LambdaLR(optimizer, lambda step: learning_rate_factor((step + 0.5) / STEPS))
     for step in range(STEPS):
         floats = {name: x.float().requires_grad_() for name, x in rotation.items()}
-        _total_cost(costs, floats)
+        _total_cost(batches, floats)
         for name, x in floats.items():
             if x.grad is not None:
                 skew = x.detach().mT @ x.grad
@@ -333,4 +380,4 @@ def _minimize_cost(costs: list[list[Cost]], rotation: dict[str, Tensor], progres
             rotation[name] = rotation[name] @ torch.matrix_exp(turn.double())
             turn.zero_()
         progress(ROTATING, step + 1, STEPS)
-    return _total_cost(costs, {name: x.float() for name, x in rotation.items()})
+    return _total_cost(batches, {name: x.float() for name, x in rotation.items()})

@@ -343,11 +343,11 @@ def _fold(gain: Tensor, q: Tensor | None, w: Tensor, _: slice) -> Tensor:
 
 
 def rotate_rows(r: Tensor, w: Tensor, _: slice | None = None) -> Tensor:
-    """Return R^T w for w [N, ...] and a block-diagonal R, whose blocks are ``r`` [heads, width, width]."""
-    rotated: Tensor = r.mT @ w.reshape(len(r), r.shape[1], -1)
+    """Return R^T w for w [..., N, K] or [N] and block-diagonal R, whose blocks are ``r`` [..., heads, width, width]."""
+    rotated: Tensor = r.mT @ w.reshape(*r.shape[:-1], -1)
     return rotated.view_as(w)
 
 
 def rotate_columns(r: Tensor, w: Tensor, _: slice | None = None) -> Tensor:
-    """Return w R for w [N, K] and a block-diagonal R, whose blocks are ``r`` [heads, width, width]."""
-    return torch.einsum("nha,hab->nhb", w.unflatten(1, (len(r), -1)), r).flatten(1)
+    """Return w R for w [..., N, K] and block-diagonal R, whose blocks are ``r`` [..., heads, width, width]."""
+    return torch.einsum("...nha,...hab->...nhb", w.unflatten(-1, (r.shape[-3], -1)), r).flatten(-2)
