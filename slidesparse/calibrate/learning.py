@@ -55,7 +55,8 @@ BETAS = (0.9, 0.95)
 GRADIENT_TOKENS = 16384  # tokens whose gradients are computed; at least one batch
 GRADIENT_PIECE = 4096  # tokens of a backward pass
 LOGITS_PER_CHUNK = 2**28  # logits computed at a time
-BATCH_BYTES = 2**27  # of layers whose costs are computed at once: smaller ones wait for launches
+# Bytes of layers whose costs are computed at once: a GPU waits for launches with less, and a CPU's caches end with more
+BATCH_BYTES = {"cpu": 2**24, "cuda": 2**27}
 SAMPLED_OUTPUTS = 4096  # evenly spaced outputs of a layer, or inputs of `down`, that costs are estimated from
 
 
@@ -204,7 +205,7 @@ def _batches(layers: Iterable[_Layers]) -> list[_Layers]:
         kinds[layer.kind].append(layer)
     batches = []
     for alike in kinds.values():
-        size = max(1, BATCH_BYTES // sum(x.nbytes for x in alike[0]._tensors))
+        size = max(1, BATCH_BYTES[alike[0].w.device.type] // sum(x.nbytes for x in alike[0]._tensors))
         parts = (alike[i : i + size] for i in range(0, len(alike), size))
         batches += [first.joined(others) if others else first for first, *others in parts]
     return batches
