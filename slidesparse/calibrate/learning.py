@@ -166,7 +166,7 @@ class _Layers:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What layers have in common whose costs are computed at once."""
+        """Return what layers have in common whose costs can be computed at once."""
         return *(x.shape[1:] for x in self._tensors), self.length, self.scale, self.kv_heads
 
     @property
