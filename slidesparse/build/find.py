@@ -18,6 +18,7 @@ import sysconfig
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from slidesparse.errors import EnvironmentFault
@@ -145,6 +146,7 @@ def compiler() -> list[str]:
     )
 
 
+@cache  # vLLM waits while it loads a model: nvcc takes 50 ms, and each target asks again
 def version_text(*program: str) -> str:
     """Return the output of ``program --version``, or the error if it cannot be run."""
     command = [*program, "--version"]

@@ -112,6 +112,7 @@ def test_find_nvcc_search_order(
 
 def test_nvcc_version_is_parsed_and_checked(root: Path) -> None:
     def version(output: str) -> str:
+        find.version_text.cache_clear()  # as in another process
         return find.nvcc_version(str(program(root / "nvcc", output)))
 
     assert version("Cuda compilation tools, release 12.2, V12.2.1") == "12.2"
