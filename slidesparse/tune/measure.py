@@ -10,11 +10,12 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from slidesparse.calibrate.graphs import captured
 from slidesparse.pattern import round_up
 
 Launch = Callable[[int], object]
@@ -84,7 +85,7 @@ class CudaClock:
 
         graph = torch.cuda.CUDAGraph()
         try:
-            with _captured(graph):
+            with captured(graph):
                 enqueue()
         except RuntimeError:
             return Replay(enqueue, count, graphed=False)  # raises if the launch itself fails
@@ -104,22 +105,6 @@ def own_stream(device: torch.device) -> Iterator[CudaClock]:
             yield CudaClock()
     finally:
         outer.wait_stream(stream)
-
-
-@contextmanager
-def _captured(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-    """Like `torch.cuda.graph`, without its garbage collection, which takes longer than many measurements."""
-    pool = torch.cuda.graph_pool_handle()
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-    try:
-        yield
-        graph.capture_end()
-    except BaseException:
-        with suppress(RuntimeError):  # no capture to end if capture_end() itself failed
-            graph.capture_end()
-        with suppress(RuntimeError):  # otherwise the allocator is still capturing, and fails later
-            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
-        raise
 
 
 def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
