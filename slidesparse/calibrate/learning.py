@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -363,22 +363,30 @@ def _minimize_cost(batches: list[_Layers], rotation: dict[str, Tensor], progress
 
     Adam takes steps in the skew-symmetric matrices whose exponentials turn it.
     """
-    turns = {name: torch.zeros_like(x, dtype=torch.float32) for name, x in rotation.items()}
+    alike = defaultdict[torch.Size, list[str]](list)  # names of matrices that turn at once
+    for name, x in rotation.items():
+        alike[x.shape].append(name)
+    stacks = [torch.stack([rotation[name] for name in names]) for names in alike.values()]
+    turns = [torch.zeros_like(x, dtype=torch.float32) for x in stacks]
     rate = RATE * math.sqrt(512 / len(rotation[Q]))
-    groups = [{"params": [turn], "lr": rate if name == Q else 2 * rate} for name, turn in turns.items()]
+    rates = [rate if names == [Q] else 2 * rate for names in alike.values()]
+    groups = [{"params": [turn], "lr": rate} for turn, rate in zip(turns, rates, strict=True)]
     optimizer = torch.optim.Adam(groups, betas=BETAS, eps=1e-30)
     schedule = LambdaLR(optimizer, lambda step: learning_rate_factor((step + 0.5) / STEPS))
     for step in range(STEPS):
-        floats = {name: x.float().requires_grad_() for name, x in rotation.items()}
-        _total_cost(batches, floats)
-        for name, x in floats.items():
+        floats = [x.float().requires_grad_() for x in stacks]
+        with torch.enable_grad():
+            single = dict(zip(chain(*alike.values()), chain(*floats), strict=True))
+        _total_cost(batches, single)
+        for x, turn in zip(floats, turns, strict=True):
             if x.grad is not None:
                 skew = x.detach().mT @ x.grad
-                turns[name].grad = skew - skew.mT
+                turn.grad = skew - skew.mT
         optimizer.step()
         schedule.step()
-        for name, turn in turns.items():
-            rotation[name] = rotation[name] @ torch.matrix_exp(turn.double())
+        stacks = [x @ torch.matrix_exp(turn.double()) for x, turn in zip(stacks, turns, strict=True)]
+        for turn in turns:
             turn.zero_()
         progress(ROTATING, step + 1, STEPS)
+    rotation |= zip(chain(*alike.values()), chain(*stacks), strict=True)
     return _total_cost(batches, {name: x.float() for name, x in rotation.items()})
