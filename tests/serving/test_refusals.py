@@ -42,6 +42,11 @@ def group(folder: Path, **changes: Any) -> dict[str, Any]:
     return {"config_groups": {"group_0": {**block_of(folder)["config_groups"]["group_0"], **changes}}}
 
 
+def static_alone(folder: Path) -> dict[str, Any]:
+    activations = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
+    return {"slidesparse": None, **group(folder, input_activations=activations)}
+
+
 # Changes of a tensor: None removes it
 
 
@@ -98,11 +103,9 @@ UNLISTED_K = metadata(lambda layers: layers.pop("model.layers.0.self_attn.k_proj
 
 
 Change = Callable[[Tensor], Tensor] | None
-K_WEIGHT, K_BIAS, D_WEIGHT, D_SCALE = (
-    *(f"{K_PROJ}.weight", f"{K_PROJ}.bias"),
-    *(f"{DOWN}.weight", f"{DOWN}.weight_scale"),
-)
-
+K_WEIGHT, K_BIAS = f"{K_PROJ}.weight", f"{K_PROJ}.bias"
+D_WEIGHT, D_SCALE = f"{DOWN}.weight", f"{DOWN}.weight_scale"
+PACKED = "the checkpoint holds a packed weight"
 BLOCKS = full((5, slice(16, 24)), (9, slice(312, 320)))
 
 # A checkpoint, a change of a tensor -> what is said of the layer
@@ -124,28 +127,12 @@ OF_TENSORS: list[tuple[str, str, Change, str]] = [
     ("slided", D_WEIGHT, in_two_windows, "a weight stands in two windows"),
     ("fp8", D_WEIGHT, coded(0x7F), "weight holds NaN"),
     ("fp8", D_WEIGHT, coded(0xFF), "weight holds NaN"),
-    (
-        "packed",
-        f"{DOWN}.shape",
-        lambda t: t + 1,
-        "the checkpoint holds a packed weight of the shape [129, 321]",
-    ),
-    (
-        "packed",
-        f"{DOWN}.shape",
-        lambda t: t[1:],
-        "the checkpoint holds a packed weight of the shape [320] and",
-    ),
-    (
-        "packed",
-        f"{DOWN}.shape",
-        Tensor.float,
-        "the checkpoint holds a packed weight of the shape [128.0, 320.0]",
-    ),
+    ("packed", f"{DOWN}.shape", lambda t: t + 1, f"{PACKED} of the shape [129, 321]"),
+    ("packed", f"{DOWN}.shape", lambda t: t[1:], f"{PACKED} of the shape [320] and"),
+    ("packed", f"{DOWN}.shape", Tensor.float, f"{PACKED} of the shape [128.0, 320.0]"),
     ("packed", f"{DOWN}.compressed", lambda t: t[:, 1:].contiguous(), "bits set for"),
 ]
 
-STATIC = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
 AWQ = {"quant_method": "awq", "slidesparse": None}
 PRUNED = "the metadata say that it was pruned, but"
 NO_BLOCK = "names slidesparse as its method but lacks the block"
@@ -173,29 +160,20 @@ OF_CONFIGS: list[tuple[Any, ...]] = [
     ("slided", {}, "Unknown quantization method: slidesparse", STOCK),
     ("w8a8", {}, "0 layers sparse, 9 dense (1 lm_head, 8 whose weights break the pattern)", SPARSE_FLAGS),
     ("w8a8", {}, "Convert it: slidesparse convert SRC OUT --sparsity 6:8; or set", SPARSE_FLAGS),
-    (
-        "dense",
-        lambda f: {"slidesparse": None, **group(f, input_activations=STATIC)},
-        "no group of layers of this checkpoint is W8A8",
-        SPARSE_FLAGS,
-    ),
+    ("dense", static_alone, "no group of layers of this checkpoint is W8A8", SPARSE_FLAGS),
     ("dense", AWQ, "quantized by 'awq'; the plugin takes compressed-tensors W8A8", SPARSE_FLAGS),
     ("dense", AWQ, "or unset USE_CUSPARSELT", SPARSE_FLAGS),
 ]
+
+SHARDED = {"load_format": "sharded_state"}
+AUTO = {"SLIDESPARSE_BACKEND": "reference"}  # serves unasked here, as hopper on its GPUs
 
 # A checkpoint, an option of vLLM -> what is said, perhaps with flags
 OF_OPTIONS: list[tuple[Any, ...]] = [
     ("float", {"quantization": "slidesparse"}, "--quantization slidesparse is for a quantized checkpoint"),
     ("dense", {"quantization": "compressed-tensors"}, "remove one of the two", SPARSE_FLAGS),
-    ("dense", {"load_format": "sharded_state"}, "--load-format sharded_state loads a dump"),
-    (
-        *(
-            "w8a8",
-            {"load_format": "sharded_state"},
-            "vLLM's own kernels serve this model: --load-format sharded_state",
-        ),
-        {"SLIDESPARSE_BACKEND": "reference"},
-    ),
+    ("dense", SHARDED, "--load-format sharded_state loads a dump"),
+    ("w8a8", SHARDED, "vLLM's own kernels serve this model: --load-format sharded_state", AUTO),
 ]
 
 
@@ -288,13 +266,12 @@ def test_model_that_nobody_asked_us_for_is_never_refused(
     engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     """Whatever stock vLLM serves; tensors that only we refuse, in FP8 codes and in a scale, are left to it."""
-    auto = {"SLIDESPARSE_BACKEND": "reference"}  # serves unasked here, as hopper on its GPUs
     model = write_w8a8(QWEN, tmp_path / "fp8", "fp8")
     weight, scale = (tensors_of(model)[f"{DOWN}.{kind}"] for kind in ("weight", "weight_scale"))
     weight.view(torch.uint8)[0] = 0x7F
     tensors: dict[str, Any] = {f"{DOWN}.weight": weight, f"{K_PROJ}.weight_scale": nan(scale[:64])}
     model = Path(edited(model, tmp_path / "nan", tensors, {}))
-    answer = engines.as_stock(model, auto)
+    answer = engines.as_stock(model, AUTO)
     assert (
         answer.log.count("vLLM's own kernels serve this model: model.layers.0.mlp.down_proj: weight holds")
         == 1
