@@ -97,17 +97,6 @@ def test_theorem_2_fails_for_2_7_on_1_4() -> None:
     assert Windows(1, 7, ONE_FOUR).covers  # Z <= M
 
 
-def test_windows_at_stride_m_cover_any_hardware() -> None:
-    for n in range(2, 9):
-        for m in range(1, n):
-            for length in range(n, 25, m):
-                windows = Windows(length - n + m, length, Hardware(m, n), stride=m)
-                assert windows.covers
-                assert windows.speedup == density_bound(windows.nonzeros, length)
-                if windows.nonzeros < length:
-                    assert not Windows(windows.nonzeros + 1, length, Hardware(m, n), stride=m).covers
-
-
 def test_reaches_bound_equals_brute_force() -> None:
     """Every choice of Z/M windows of any N positions is checked against every block."""
     for n, m, longest in [(2, 1, 5), (3, 1, 5), (3, 2, 6), (4, 1, 6), (4, 2, 6), (4, 3, 6)]:
