@@ -33,7 +33,7 @@ _KEPT_COLUMNS = {
 def pack(weight: Tensor) -> Tensor:
     """Pack 2:4 weights [N, K'] of one-byte elements on any device: uint8 [strips * blocks * 5120].
 
-    -0.0 counts as zero, and may become +0.0.  Raises ValueError for a group of four with more than two non-zeros.
+    -0.0 counts as zero, and may become +0.0.
     """
     n, slided = weight.shape
     strips, blocks = strips_of(n), blocks_of(slided)
@@ -44,11 +44,9 @@ def pack(weight: Tensor) -> Tensor:
     magnitudes = groups & 0x7F if weight.dtype.is_floating_point else groups
     powers = torch.tensor([1, 2, 4, 8], dtype=torch.uint8, device=weight.device)
     columns = _kept_columns(weight.device)[((magnitudes != 0) * powers).sum(-1)]  # [rows, groups, 2]
-    if bool((columns < 0).any()):
-        row, group = (int(i) for i in (columns[..., 0] < 0).nonzero()[0])
-        raise ValueError(
-            f"row {row}, columns {4 * group} to {4 * group + 3} hold more than two non-zeros: slide the weight first"
-        )
+    assert not bool((columns < 0).any()), (
+        "a group of four has more than two non-zeros: slide the weight first"
+    )
     values = groups.gather(-1, columns)
     nibbles = (columns[..., 0] | columns[..., 1] << 2).to(torch.uint8)
     packed = torch.empty(strips, blocks, BLOCK_BYTES, dtype=torch.uint8, device=weight.device)
@@ -84,8 +82,6 @@ def pack_coded(weight: Tensor, phase: int = 0) -> Tensor:
     """Code 6:8 weights [N, K] of one-byte elements on any device: uint8 [strips * blocks * 6784].
 
     ``phase`` zero columns are put before the row.  -0.0 counts as zero, and may become +0.0.
-
-    Raises PatternError for a group that has no two zeros.
     """
     n, k = weight.shape
     require_pattern(weight, SIX_EIGHT, "weight", phase)

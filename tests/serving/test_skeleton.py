@@ -170,33 +170,25 @@ def test_models_that_read_values_while_they_are_made_are_examined(
     assert sum(bool(layer.weights) for layer in model.layers) == 8
 
 
+DOWN = "model.layers.1.mlp.down_proj"
+
+
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("name", "change", "words"),
     [
-        ({"gone": ".weight_scale"}, "the checkpoint lacks its weight_scale"),
-        ({"new": "model.layers.0.mlp.down_proj.weight_g_idx"}, "weight_g_idx"),
-        (
-            {"shape": "model.layers.1.mlp.down_proj.weight"},
-            "down_proj: the checkpoint holds a weight of shape",
-        ),
-        (
-            {"dtype": "model.layers.1.mlp.down_proj.weight"},
-            "holds torch.float32 weights, its config.json says",
-        ),
+        ("weight_scale", None, "the checkpoint lacks its weight_scale"),
+        ("weight_g_idx", {"dtype": "I32", "shape": (320,)}, "weight_g_idx"),
+        ("weight", {"shape": (128, 4)}, "down_proj: the checkpoint holds a weight of shape"),
+        ("weight", {"dtype": "F32"}, "holds torch.float32 weights, its config.json says"),
     ],
 )
 def test_tensors_that_vllm_cannot_load_are_refused(
-    skeletons: Skeletons, tmp_path: Path, change: dict[str, str], words: str
+    skeletons: Skeletons, tmp_path: Path, name: str, change: dict[str, Any] | None, words: str
 ) -> None:
     convert(write_w8a8(QWEN, tmp_path / "source"), tmp_path / "out")
-    ((kind, name),) = change.items()
     specs = {spec.name: spec for spec in stored(Checkpoint.open(tmp_path / "out"))}
-    if kind == "gone":
-        specs = {key: spec for key, spec in specs.items() if not key.endswith(f"down_proj{name}")}
-    elif kind == "new":
-        specs[name] = TensorSpec(name, "I32", (320,))
-    else:
-        spec = specs[name]
-        specs[name] = spec._replace(shape=(128, 4)) if kind == "shape" else spec._replace(dtype="F32")
+    spec = specs.pop(f"{DOWN}.{name}", TensorSpec(f"{DOWN}.{name}", "", ()))
+    if change:
+        specs[spec.name] = spec._replace(**change)
     with pytest.raises(NotServedError, match=words):
         skeletons.layers(tmp_path / "out", specs.values())
