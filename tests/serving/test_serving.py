@@ -271,25 +271,6 @@ def test_mixed_patterns_tp2_tokens_equal_stock(engines: Engines, source: Path, t
     assert "8 layers sparse (6 at 4:6, 2 at 8:10)" in answer.summary
 
 
-def test_quantization_groups_of_compressed_tensors(engines: Engines, tmp_path: Path) -> None:
-    """Groups are given by class, regex and name, and one has static activations."""
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
-
-    groups = {
-        "group_0": QuantizationScheme(
-            targets=["Linear"],
-            weights=QuantizationArgs(strategy="channel"),
-            input_activations=QuantizationArgs(strategy="tensor"),
-        ),
-        "group_1": preset_name_to_scheme("W8A8", [r"re:.*mlp\..*_proj"]),
-        "group_2": preset_name_to_scheme("W8A8", ["model.layers.1.self_attn.o_proj"]),
-    }
-    source = compressed(tmp_path / "source", groups, ["lm_head", "re:.*layers.0.*o_proj"], QWEN)
-    convert(source, tmp_path / "out")
-    answer = engines.as_stock(shrink_codes(tmp_path / "out"))
-    assert "7 layers sparse, 2 dense (1 lm_head, 1 not quantized)" in answer.summary, answer.summary
-
-
 @pytest.mark.parametrize(
     ("targets", "fragment"), [(["Linear"], "lm_head dequantized"), (["Linear", "lm_head"], "")]
 )
