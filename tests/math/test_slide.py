@@ -71,14 +71,6 @@ def test_is_slided_refuses_duplicated_and_misplaced_weights() -> None:
         assert not is_slided(slided, layout)
 
 
-def test_is_slided_refuses_another_pattern_of_equal_width() -> None:
-    other_pattern, w = SlidePattern.parse("18:20"), torch.ones(1, 20, dtype=torch.int8)
-    w[0, ::4] = 0
-    slided = slide(w, SIX_EIGHT)
-    assert other_pattern.layout(20).slided == slided.shape[1]
-    assert not is_slided(slided, other_pattern.layout(20))
-
-
 @given(cases())
 def test_slide_equals_algorithm_2_of_the_paper(case: Case) -> None:
     pattern, phase, w = case
@@ -109,12 +101,6 @@ def test_lift_equals_the_index_formula(
     lifted = lift(x, pattern.layout(x.shape[1], phase))
     assert lifted.dtype == dtype
     assert raw(lifted).tolist() == expected
-
-
-def test_lift_keeps_leading_dimensions() -> None:
-    x = torch.arange(60, dtype=torch.float32).reshape(2, 3, 10)
-    layout = SIX_EIGHT.layout(10)
-    assert_same_bits(lift(x, layout).reshape(6, -1), lift(x.reshape(6, 10), layout))
 
 
 def test_slide_of_weights_above_one_chunk() -> None:
@@ -204,11 +190,3 @@ def test_unslide_refuses_wrong_width(name: str, off: int) -> None:
     width = pattern.layout(32).slided
     with pytest.raises(ValueError, match=f"{width} columns, found {width + off}"):
         unslide(torch.zeros(2, width + off), pattern, 32)
-
-
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [([1.0, 1.0, 0.0, 1.0], False), ([1.0, -0.0, 0.0, 1.0], True), ([0, 0, 0, 0, 1, 1, 1, 0], False)],
-)
-def test_obeys_2_4_of_single_rows(row: list[float], expected: bool) -> None:
-    assert obeys(torch.tensor([row]), SlidePattern(4)) == expected
