@@ -406,14 +406,11 @@ OPTIONS: list[tuple[dict[str, Any], list[str], type[Exception]]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "words", "error"), OPTIONS, ids=[str(o)[:40] for o, _, _ in OPTIONS])
+@pytest.mark.parametrize("case", OPTIONS, ids=lambda case: str(case[0])[:40])
 def test_invalid_options_are_refused(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: dict[str, Any],
-    words: list[str],
-    error: type[Exception],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: tuple[dict[str, Any], list[str], type[Exception]]
 ) -> None:
+    options, words, error = case
     monkeypatch.setattr(names, "SECONDS", 0.2)
     assert len(refused(llama(tmp_path / "source"), *words, error=error, **options)) < 500
 

@@ -177,16 +177,11 @@ OF_OPTIONS: list[tuple[Any, ...]] = [
 ]
 
 
-@pytest.mark.parametrize(("base", "name", "change", "words"), OF_TENSORS)
+@pytest.mark.parametrize("case", OF_TENSORS, ids=lambda case: f"{case[0]}-{case[1]}-{case[3]}")
 def test_refused_tensors(
-    engines: Engines,
-    checkpoints: dict[str, Path],
-    tmp_path: Path,
-    base: str,
-    name: str,
-    change: Change,
-    words: str,
+    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path, case: tuple[str, str, Change, str]
 ) -> None:
+    base, name, change, words = case
     stored = load_file(checkpoints[base] / "model.safetensors")[name]
     tensors = {name: None if change is None else change(stored)}
     layer = QKV if name.startswith(K_PROJ) else DOWN
