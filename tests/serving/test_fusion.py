@@ -125,26 +125,6 @@ def test_residual_sum_used_before_quantization_is_fused() -> None:
     assert torch.equal(module(*inputs(torch.bfloat16))[0], (total * 2).sum())
 
 
-def test_backend_without_fusion_leaves_graph_unchanged() -> None:
-    def run(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
-        return (layer(norm(x, weight), "cusparselt"),)
-
-    before = str(traced(run, inputs(torch.bfloat16)).graph)
-    counts, module = fused(run, inputs(torch.bfloat16))
-    assert counts == {}
-    assert str(module.graph) == before
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_norm_with_weight_of_another_dtype_is_not_fused(dtype: torch.dtype) -> None:
-    """The kernels need activations and weights of one dtype."""
-
-    def run(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
-        return quant(norm(x, weight.float()))
-
-    assert fused(run, inputs(dtype))[0] == {"linear": 1}
-
-
 def _also_returned(x: Tensor, y: Tensor, gate_up: Tensor, weight: Tensor) -> Results:
     normed = norm(x, weight)
     return normed, *quant(normed)
@@ -160,6 +140,8 @@ SIMILAR: dict[str, Callable[..., Results]] = {
     "swapped halves": lambda x, y, g, w: quant(silu(g[:, K:]) * g[:, :K]),
     "parts that overlap": lambda x, y, g, w: quant(silu(x[:, :HALF]) * g[:, HALF : 2 * HALF]),
     "parts of the columns": lambda x, y, g, w: quant(silu(g[:, :HALF]) * g[:, -HALF:]),
+    "a weight of another dtype": lambda x, y, g, w: quant(norm(x.half(), w)),
+    "a backend without fusion": lambda x, y, g, w: (layer(norm(x, w), "cusparselt"),),
 }
 
 
@@ -168,5 +150,5 @@ def test_similar_subgraphs_are_not_fused(name: str) -> None:
     run = SIMILAR[name]
     before = str(traced(run, inputs(torch.float32)).graph)
     counts, module = fused(run, inputs(torch.float32))
-    assert counts == {"linear": 1}
+    assert counts == ({} if "backend" in name else {"linear": 1})
     assert str(module.graph) == before

@@ -32,6 +32,7 @@ SIX_EIGHT = SlidePattern.parse("6:8")
 ENTRY = LayerEntry(SIX_EIGHT, QWEN.hidden)
 PARTS = {f"model.layers.0.self_attn.{part}_proj": ENTRY for part in "qkv"}
 FLAGS = {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"}
+FLAG_IS_SET = "but a SlideSparse flag is set."
 
 
 def config(layout: str | None, quant: str = "fp8", method: str = "compressed-tensors") -> dict[str, Any]:
@@ -79,19 +80,11 @@ def scheme_of(quantization: dict[str, Any], name: str = LAYER) -> str:
 @pytest.mark.parametrize(
     ("layout", "flags", "words"),
     [
-        *(
-            (layout, FLAGS, "but a SlideSparse flag is set. .*--quant int8; .*: unset the flag")
-            for layout in ("dense", None)
-        ),
-        (
-            "dense",
-            {"USE_CUBLASLT": "1"},
-            "capability below 8.9, but a SlideSparse flag is set. .*--quant int8",
-        ),
-        *(
-            (layout, {}, f"the {layout} layout. .* convert to the dense layout")
-            for layout in ("slided", "packed")
-        ),
+        ("dense", FLAGS, f"{FLAG_IS_SET} .*--quant int8; .*: unset the flag"),
+        (None, FLAGS, f"{FLAG_IS_SET} .*--quant int8; .*: unset the flag"),
+        ("dense", {"USE_CUBLASLT": "1"}, f"capability below 8.9, {FLAG_IS_SET} .*--quant int8"),
+        ("slided", {}, "the slided layout. .* convert to the dense layout"),
+        ("packed", {}, "the packed layout. .* convert to the dense layout"),
     ],
 )
 def test_another_scheme_of_vllm_is_refused(
