@@ -154,10 +154,7 @@ def test_blocks_of_one_structure_share_compiled_graphs(
 def test_processes_train_as_one(
     source: Path, tmp_path: Path, ids: str, text: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two processes end where one does, up to the order of sums, also from where another run was interrupted.
-
-    Each has all weights, or half of their rows.
-    """
+    """Each has all weights, or half of their rows; also from where another run was interrupted."""
 
     def run(name: str, processes: int, resume: bool = False) -> distill.Distilled:
         monkeypatch.setattr(distill, "_processes", lambda _: processes)

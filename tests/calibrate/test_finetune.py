@@ -101,10 +101,7 @@ def test_fine_tuning_reduces_the_error_as_served(source: Path, dtype: torch.dtyp
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fine_tuning_on_a_gpu_is_deterministic(source: Path, dtype: torch.dtype) -> None:
-    """Samples are long enough for gradients of attention to be sums over several of its blocks.
-
-    Graphs of steps compute what steps do.
-    """
+    """Gradients of attention are sums over several of its blocks; graphs of steps compute what steps do."""
     case = Case(source, samples=24, tokens=500, device=torch.device("cuda", 0))
     tuned = case.run(dtype)
     with recordings():

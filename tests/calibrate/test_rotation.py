@@ -146,10 +146,7 @@ def test_learning_reduces_the_cost_and_is_deterministic(
 def test_rotated_model_has_the_outputs_of_the_source(
     name: str, pattern: str, ignored: list[str], tmp_path: Path
 ) -> None:
-    """Nothing is pruned, so that INT8 alone moves them, by 0.030 to 0.033 of what they are.
-
-    Dense and ignored layers are rotated, too.
-    """
+    """INT8 alone moves them, by 0.030 to 0.033 of what they are; dense and ignored layers are rotated, too."""
     save(name, tmp_path / "source")
     options: dict[str, Any] = {"layer": [r"1\.self_attn\.o_proj=dense"], "ignore": ignored}
     options["rotate"] = "auto" if pattern == "dense" else "on"

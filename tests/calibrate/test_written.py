@@ -28,10 +28,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }} : {{ m.content }} </s> {% endfor
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with 128 tokens, of which its tokenizer knows 105, and a template for chats.
-
-    Its files ask for likely tokens alone, and to stop at the end of a text.
-    """
+    """A random Llama, a tokenizer of 105 of its 128 tokens, and files that ask for likely tokens and to stop early."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     folder = tmp_path_factory.mktemp("model") / "source"

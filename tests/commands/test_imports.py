@@ -74,10 +74,7 @@ def test_plugin_imports_only_serving_modules(path: Path) -> None:
 
 @pytest.mark.parametrize("installed", [False, True])
 def test_plugin_is_importable_from_a_clone(tmp_path: Path, installed: bool) -> None:
-    """``python -m`` in a clone imports the plugin from there, even without site-packages (-S).
-
-    A plugin inside the package, as in an installation, takes precedence.
-    """
+    """Even without site-packages (-S); a plugin inside the package, as in an installation, takes precedence."""
     for name in ("slidesparse/__init__.py", "vllm_patch/__init__.py"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())

@@ -311,9 +311,7 @@ def under_load(mode: str) -> list[Engine]:
 @needs(under_load)
 @MODES
 def test_mixed_load_tokens_equal_stock(gpu_engines: GpuEngines, mode: str) -> None:
-    """Up to 512 sequences with prompts of up to 8,300 tokens run at once; chunked prefill runs beside decoding, and
-    the prefix cache is hit.
-    """
+    """Up to 512 sequences of up to 8,300 tokens: chunked prefill beside decoding, and hits of the prefix cache."""
     stock, dense, slided = (answer.data for answer in gpu_engines.answers(under_load(mode)))
     assert [len(phase) for phase in stock["phases"]] == [1, 512, 64]
     assert len({tuple(tokens) for tokens in stock["phases"][1]}) > 256  # outputs depend on the prompts

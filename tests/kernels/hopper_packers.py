@@ -31,10 +31,7 @@ _KEPT_COLUMNS = {
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Pack 2:4 weights [N, K'] of one-byte elements on any device: uint8 [strips * blocks * 5120].
-
-    -0.0 counts as zero, and may become +0.0.
-    """
+    """Pack 2:4 weights [N, K'] of one-byte elements: uint8 [strips * blocks * 5120]; -0.0 may become +0.0."""
     n, slided = weight.shape
     strips, blocks = strips_of(n), blocks_of(slided)
     codes = torch.nn.functional.pad(
@@ -79,10 +76,7 @@ def pack_mixed(weight: Tensor, dense: Tensor) -> Tensor:
 
 
 def pack_coded(weight: Tensor, phase: int = 0) -> Tensor:
-    """Code 6:8 weights [N, K] of one-byte elements on any device: uint8 [strips * blocks * 6784].
-
-    ``phase`` zero columns are put before the row.  -0.0 counts as zero, and may become +0.0.
-    """
+    """Code 6:8 weights [N, K] after ``phase`` zero columns: uint8 [strips * blocks * 6784]; -0.0 may be +0.0."""
     n, k = weight.shape
     require_pattern(weight, SIX_EIGHT, "weight", phase)
     strips, blocks = strips_of(n), blocks_of(SIX_EIGHT.layout(k, phase).padded)

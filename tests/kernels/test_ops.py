@@ -88,10 +88,7 @@ def make_experts(dtype: torch.dtype, pattern: SlidePattern | None) -> tuple[ops.
 @pytest.mark.parametrize("pattern", [None, SlidePattern(8)], ids=["unpruned", "6:8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_experts_equal_a_loop_over_tokens(dtype: torch.dtype, pattern: SlidePattern | None) -> None:
-    """With all experts here, and with two of them elsewhere; one expert is chosen by no token.
-
-    Sums of three are rounded once.
-    """
+    """With all experts here or two elsewhere, and one that no token chooses; sums of three are rounded once."""
     generator = torch.Generator().manual_seed(1)
     experts, codes = make_experts(dtype, pattern)
     x = torch.randn(9, 30, generator=generator).bfloat16()

@@ -57,12 +57,7 @@ def test_pass_is_registered_where_it_can_run(
 
 
 def test_cache_keys_change_hashes_of_nested_and_draft_models(tmp_path: Path) -> None:
-    """The language model of a multimodal model and a draft have copies of the config, with another model's
-    config.
-
-    vLLM since 0.32 hashes a nested model apart from the whole one; what they depend on must change all
-    hashes.
-    """
+    """Both have copies of the config, with another model's; vLLM since 0.32 hashes a nested model apart."""
     from slidesparse.vllm_patch import fusion
     from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
     from vllm.config.utils import replace

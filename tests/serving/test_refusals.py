@@ -287,10 +287,7 @@ def test_draft_model_is_resolved_in_the_front_end(engines: Engines, checkpoints:
 def test_unsupported_schemes_are_left_to_vllm_and_counted(
     engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Static, asymmetric, unquantized and unpruned layers beside sparse ones give stock's tokens.
-
-    Static ones have a zero point, which is INT8 like a weight.
-    """
+    """Beside sparse layers; static ones have a zero point, which is INT8 like a weight."""
     pruned = checkpoints["dense"]
     parts = block_of(pruned)["config_groups"]["group_0"]
     weights, activations = parts["weights"], parts["input_activations"]

@@ -211,10 +211,7 @@ def _flat(rows: list[list[float]]) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("pattern", "layout"), [("6:8", "slided"), ("4:6", "packed")])
 def test_tp2_tokens_equal_stock(engines: Engines, store: Path, pattern: str, layout: str) -> None:
-    """Row-parallel layers have K of 128 and 320, so shards have 64 and 160: whole blocks of 8, cut blocks of 6.
-
-    The dense layout is tested with several patterns.
-    """
+    """Shards have 64 and 160 columns: whole blocks of 8, cut blocks of 6.  The dense layout is tested below."""
     options = {"tensor_parallel_size": 2}
     expected = stock(engines, checkpoint(store, QWEN, pattern), options=options)
     assert (
@@ -311,9 +308,7 @@ NO_PRUNED_LAYERS = "none of the checkpoint's pruned layers is in this part of th
 
 
 def test_model_part_without_pruned_layers_is_served(engines: Engines, tmp_path: Path) -> None:
-    """An example is a quantized draft in the checkpoint of a pruned model, with or without a flag for the
-    sparse path.
-    """
+    """Such as a quantized draft in the checkpoint of a pruned model, with or without a flag for the sparse path."""
     folder = write_w8a8(QWEN, tmp_path / "draft")
     layers = {"model.layers.7.mlp.down_proj": LayerEntry(SlidePattern(8), QWEN.intermediate)}
     edit_block(folder, **{KEY: Metadata(SlidePattern(8), "dense", layers).to_json()})

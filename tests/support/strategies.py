@@ -100,10 +100,7 @@ def obeying(
 
 @st.composite
 def cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = DTYPES, lengths: tuple[int, ...] = ()) -> Case:
-    """Weights that obey a pattern: any N (0, 1, ...), any K (0, 1, whole blocks, tails), any phase.
-
-    ``lengths`` are those of the patterns, by default `patterns`.
-    """
+    """Weights that obey a pattern, of ``lengths`` or `patterns`: any N and K (0, 1, whole blocks, tails), any phase."""
     pattern = draw(st.sampled_from(lengths).map(SlidePattern) if lengths else patterns())
     rows = draw(st.one_of(st.sampled_from([1, 0]), st.integers(1, 9)))
     length = pattern.length
