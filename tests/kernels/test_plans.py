@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,60 +80,45 @@ def test_pad_appends_zeros(dtype: torch.dtype) -> None:
     assert cuda.pad(x, 5, 3) is x
 
 
-REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
-    **{
-        f"cuSPARSELt algorithm {text!r}": (
-            lambda text=text: cusparselt._parse_algorithm(text),
-            f"'{text}' is no cuSPARSELt algorithm, such as '3'",
-        )
+INT32 = partial(Problem, "int8", "int32", 64, 64)
+WEIGHT = "pack the weight for the backend cusparselt"
+REFUSALS: list[tuple[Callable[[], object], str]] = [
+    *(
+        (partial(cusparselt._parse_algorithm, text), f"'{text}' is no cuSPARSELt algorithm, such as '3'")
         for text in ("fast", "3.5", "3/2x1", "-1")
-    },
-    **{
-        f"operand {dtype}": (
-            lambda dtype=dtype: require_operand(dtype),
-            f"{dtype} cannot be multiplied, only int8, ",
-        )
-        for dtype in (torch.int32, torch.float32, torch.uint8)
-    },
-    **{
-        f"a product {dtype} -> {out}": (
-            lambda dtype=dtype, out=out: CuSparseLt().plan(Problem(dtype, out, 64, 64, 16), CPU),
-            f"products are .* asked for {dtype} .* -> {out}",
-        )
-        for dtype, out in (("fp4", "bf16"), ("int8", "fp32"))
-    },
-    "scales by cuSPARSELt": (
-        lambda: CuSparseLt().plan(Problem("int8", "int32", 64, 64, 16, "both"), CPU),
-        r"asked for .* \* scale_w \* scale_x",
     ),
-    **{
-        f"cuBLASLt {problem}": (lambda problem=problem: CublasLt().plan(problem, CPU), message)
-        for problem, message in (
-            (Problem("fp8", "int32", 64, 64, 32), "cublaslt products are .* asked for fp8 .* -> int32"),
-            (Problem("int8", "int32", 64, 64, 16), r"more than 16 rows of INT8, asked for int8 \[16, 64\]"),
-            (Problem("int8", "int32", 64, 64, 32, "both"), "scales FP8 to 16 bits only"),
+    *(
+        (partial(require_operand, dtype), f"{dtype} cannot be multiplied, only int8, ")
+        for dtype in (torch.int32, torch.float32, torch.uint8)
+    ),
+    *(
+        (partial(library.plan, problem, CPU), message)
+        for library, problem, message in (
+            (CuSparseLt(), Problem("fp4", "bf16", 64, 64, 16), "products are .* asked for fp4 .* -> bf16"),
+            (CuSparseLt(), Problem("int8", "fp32", 64, 64, 16), "products are .* asked for int8 .* -> fp32"),
+            (CuSparseLt(), INT32(16, "both"), r"asked for .* \* scale_w \* scale_x"),
+            (CublasLt(), Problem("fp8", "int32", 64, 64, 32), "cublaslt .* asked for fp8 .* -> int32"),
+            (CublasLt(), INT32(16), r"more than 16 rows of INT8, asked for int8 \[16, 64\]"),
+            (CublasLt(), INT32(32, "both"), "scales FP8 to 16 bits only"),
         )
-    },
-    "a weight on the CPU": (
-        lambda: CuSparseLt().pack(torch.zeros(64, 64, dtype=torch.int8), TWO_FOUR),
+    ),
+    (
+        partial(CuSparseLt().pack, torch.zeros(64, 64, dtype=torch.int8), TWO_FOUR),
         "packs weights on a GPU, but this one is on cpu",
     ),
     # a library gets only pointers, and would read beyond the end of the weight
-    **{
-        f"weight {dtype} {shape}": (
-            lambda shape=shape, dtype=dtype: CuSparseLt().accumulate(
-                torch.zeros(2, 128, dtype=torch.int8), torch.zeros(shape).to(dtype), 64, torch.int32
-            ),
-            r"for products \[2, 128\] @ \[64, 128\].T of torch.int8: pack the weight for the backend cusparselt",
+    *(
+        (
+            partial(CuSparseLt().accumulate, torch.zeros(2, 128).char(), weight, 64, torch.int32),
+            rf"for products \[2, 128\] @ \[64, 128\].T of torch.int8: {WEIGHT}",
         )
-        for shape, dtype in (((64, 128), torch.int8), ((64 * 128 // 2 - 1,), torch.uint8))
-    },
-}
+        for weight in (torch.zeros(64, 128).char(), torch.zeros(64 * 128 // 2 - 1).byte())
+    ),
+]
 
 
-@pytest.mark.parametrize("case", REFUSALS)
-def test_refusals(case: str) -> None:
-    act, message = REFUSALS[case]
+@pytest.mark.parametrize(("act", "message"), REFUSALS, ids=range(len(REFUSALS)))
+def test_refusals(act: Callable[[], object], message: str) -> None:
     with pytest.raises(LibraryError, match=message):
         act()
 

@@ -16,6 +16,9 @@ from moe import MODELS, PRUNED, Moe
 pytestmark = pytest.mark.vllm
 
 
+TWO_PATTERNS = ["attn=dense", *PRUNED, "experts.*down_proj=2:4"]
+
+
 def converted(model: Moe, folder: Path, quant: str = "int8", **options: object) -> Path:
     """Convert by the real converter, experts at 6:8, too; INT8 codes are made small enough for all CPUs."""
     options = {"layer": () if "ignore" in options else PRUNED, **options}
@@ -51,12 +54,7 @@ def stock(engines: Engines, model: Path, **settings: object) -> Answer:
         ("qwen3", "fp8", {}, "6:8 (2 of every 8 pruned): 6 layers sparse"),
         ("qwen2", "int8", {}, "6:8 (2 of every 8 pruned): 9 layers sparse"),
         ("qwen2", "int8", {"layout": "slided"}, "9 layers sparse"),
-        (
-            "qwen3",
-            "int8",
-            {"layer": ["attn=dense", *PRUNED, "experts.*down_proj=2:4"]},
-            "2 layers sparse (2 at 6:8 and 2:4)",
-        ),
+        ("qwen3", "int8", {"layer": TWO_PATTERNS}, "2 layers sparse (2 at 6:8 and 2:4)"),
         ("mixtral", "int8", {"layer": []}, "4 layers sparse, 2 not pruned"),
     ],
 )
