@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from engines import ENVIRONMENT
 from models import QWEN, write_config
 from typer.testing import CliRunner
 
@@ -84,8 +85,7 @@ def test_log_identifies_the_system(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_e2e_with_real_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill in steps of 32 tokens and decode of 4 sequences, by the plugin."""
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    for name, value in (settings | {"OMP_NUM_THREADS": "1"}).items():
+    for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "config.json").write_text(json.dumps(QWEN.config()))
     made = CliRunner().invoke(

@@ -21,7 +21,7 @@ from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.problem import TWO_FOUR, Layer, LibraryError, Problem, Tensors
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
-from slidesparse.quantize import FP8, INT8, quantize_rows
+from slidesparse.quantize import FP8, INT8
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_hopper")]
 
@@ -380,13 +380,3 @@ def test_more_tiles_than_the_grid_limit(small: PackedLayer) -> None:
     out = torch.empty(m, 64, dtype=torch.bfloat16, device=gpu())
     plan(Tensors(q, small.packed, out, small.scale, scale_x))
     assert torch.equal(out, small.product(q, scale_x, None, torch.bfloat16))
-
-
-def test_quantized_codes_equal_reference(small: PackedLayer) -> None:
-    """Codes and scales are those of the reference although the kernels overlap."""
-    x = normal(100, 64, 3)
-    q, scale_x = small.quantized(x)
-    expected = quantize_rows(x.cpu(), INT8)
-    assert_same_bits(q[:, :64].cpu(), expected[0])
-    assert not q[:, 64:].any()
-    assert_same_bits(scale_x.cpu(), expected[1])

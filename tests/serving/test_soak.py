@@ -25,6 +25,7 @@ import httpx
 import pytest
 import torch
 from checkpoints import converted
+from engines import ENVIRONMENT
 from lora import write_adapter
 from models import QWEN, write_w8a8
 
@@ -48,15 +49,8 @@ LEAK = (48 if ON_GPU else 12) << 10  # bytes a request; on a GPU new sizes of pr
 GPU_GROWTH = 32 * MEBIBYTE  # PyTorch's allocator takes segments of 2 and 20
 START_SECONDS = 300
 
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # after 5 s it closes idle connections, one perhaps as it is used again
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-}
+# after 5 s vLLM closes idle connections, one perhaps as it is used again
+OF_SERVER = {**ENVIRONMENT, "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600"}
 OPTIONS = [
     *("--skip-tokenizer-init", "--served-model-name", "model", "--host", "127.0.0.1"),
     *("--max-model-len", "512", "--max-num-seqs", "32"),
@@ -74,7 +68,7 @@ class Server:
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
         vllm = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
         command = [*vllm, "serve", str(model), *OPTIONS, *options, "--port", str(port)]
-        env = os.environ | ENVIRONMENT | {"VLLM_CACHE_ROOT": str(folder)} | env
+        env = os.environ | OF_SERVER | {"VLLM_CACHE_ROOT": str(folder)} | env
         with self.log.open("w") as sink:
             self.process = subprocess.Popen(
                 command, env=env, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True

@@ -52,6 +52,14 @@ OF_GPUS = (
     "vllm.v1.worker.gpu.model_runner",
     "vllm.v1.worker.gpu_worker",
 )
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
 STOCK = {"DISABLE_SLIDESPARSE": "1"}  # the environment of vLLM without the plugin
 
 
@@ -99,19 +107,14 @@ class Engines:
         self.cache = tempfile.TemporaryDirectory(prefix="vllm-cache-")
         env = {name: value for name, value in os.environ.items() if name not in FLAGS}
         env |= {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
+            **ENVIRONMENT,
             "VLLM_WORKER_MULTIPROC_METHOD": "fork",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CACHE_ROOT": self.cache.name,
             "TORCHINDUCTOR_CACHE_DIR": self.cache.name,
-            "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "INFO",  # tests read the plugin's lines
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",
             "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # initializing CUDA here would make it unusable in forked children
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
         }
         command = [sys.executable, str(HERE)]
         self.process = subprocess.Popen(

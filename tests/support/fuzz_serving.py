@@ -13,15 +13,6 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-os.environ |= {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
-
 import fuzz
 import torch
 from engines import Request, llm_options, text_of
