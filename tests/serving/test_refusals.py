@@ -324,17 +324,6 @@ def test_unsupported_schemes_are_left_to_vllm_and_counted(
     ), sparse.summary
 
 
-def test_weights_decide_of_layers_that_the_metadata_do_not_list(
-    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    """One of the two obeys the pattern, the other does not."""
-    change = metadata(lambda layers: [layers.pop(f"model.layers.{i}.mlp.down_proj") for i in (0, 1)])
-    dense = {f"{DOWN}.weight": torch.ones(QWEN.hidden, QWEN.intermediate, dtype=torch.int8)}
-    model = edited(checkpoints["dense"], tmp_path / "partly", dense, change(checkpoints["dense"]))
-    answer = engines.as_stock(model)
-    assert "7 layers sparse, 1 not pruned (by the same backend), 1 dense (1 lm_head)" in answer.summary
-
-
 def test_stamp_in_the_checkpoint_is_ignored(
     engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
