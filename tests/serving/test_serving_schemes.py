@@ -208,20 +208,6 @@ def test_dual_batch_overlap_is_refused_where_unsupported(
     layer_scheme._require_no_threads()
 
 
-def test_resolution_is_kept_after_flags_are_unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM parses a draft's quantization in its workers, but determines its method where the flags are set."""
-    from slidesparse.vllm_patch.config import SlideSparseConfig
-
-    block = config(None, "int8")
-    monkeypatch.setenv("USE_CUSPARSELT", "1")
-    monkeypatch.setenv("SPARSITY", "4:6")
-    assert SlideSparseConfig.override_quantization_method(block, None) == QUANT_METHOD
-    monkeypatch.delenv("USE_CUSPARSELT")
-    monkeypatch.delenv("SPARSITY")
-    parsed = SlideSparseConfig.from_config(copy.deepcopy(block))
-    assert (parsed.resolution.pattern, parsed.resolution.asked) == ("4:6", True)
-
-
 def test_metadata_of_fused_layers_are_found() -> None:
     """By the names of their parts, in a draft too, which has no mapping; or stored fused, as in GLM-4."""
     from slidesparse.vllm_patch.config import SlideSparseConfig
