@@ -8,19 +8,26 @@ from pathlib import Path
 
 import pytest
 from engines import ENVIRONMENT
-from models import QWEN, write_config
+from models import QWEN, quantization_config
 from typer.testing import CliRunner
 
 from benchmarks.cli import app
 from benchmarks.e2e.plan import FLAGS, ROUTING, SYSTEMS, Run, Workload, environment, find_model, runs
 from benchmarks.e2e.run import RunError, check_log, read_figures
+from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.cli.main import app as product
+from slidesparse.pattern import SlidePattern
 from slidesparse.resolve import SUMMARY
 
 
 def one_run(folder: Path, stage: str = "prefill", system: str = "stock", m: int = 128) -> Run:
-    model = find_model(write_config(folder / "m", "6:8"))
-    return runs([model], (stage,), {stage: (m,)}, (system,), None, 1, Workload(prompt=8))[0]
+    config = {**QWEN.config(), "quantization_config": quantization_config("int8")}
+    config["quantization_config"]["slidesparse"] = Metadata(SlidePattern(8), "dense", {}).to_json()
+    (folder / "m").mkdir(parents=True)
+    (folder / "m" / "config.json").write_text(json.dumps(config))
+    return runs([find_model(folder / "m")], (stage,), {stage: (m,)}, (system,), None, 1, Workload(prompt=8))[
+        0
+    ]
 
 
 def test_each_system_has_its_flags_and_no_others(tmp_path: Path) -> None:

@@ -162,13 +162,3 @@ def shrink_codes(folder: Path) -> Path:
             tensors[name] = (tensor.float() * (LARGEST_EXACT_CODE / 127)).round().to(torch.int8)
     save_file(tensors, path, metadata={"format": "pt"})
     return folder
-
-
-def write_config(folder: Path, pattern: str | None, quant: str = "int8", layout: str = "dense") -> Path:
-    """Write only the config.json of a W8A8 checkpoint, pruned if there is a pattern."""
-    folder.mkdir(parents=True)
-    block = quantization_config(quant)
-    if pattern:
-        block["slidesparse"] = {"version": 1, "pattern": pattern, "layout": layout, "layers": {}}
-    (folder / "config.json").write_text(json.dumps(QWEN.config() | {"quantization_config": block}))
-    return folder
