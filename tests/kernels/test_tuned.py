@@ -153,8 +153,9 @@ def test_damaged_or_foreign_table_is_reported(cache: Path, text: str | None, mes
     ("broken", "instead"),
     [
         *((key, '"what"') for key in ('"64"', "7777.0", '["a", 7777.0]')),
-        (f'"{tuned.Shape.of_problem(PROBLEM)}"', '"what"'),
+        *((key, '"what"') for key in ('"entries"', f'"{tuned.Shape.of_problem(PROBLEM)}"')),
         ('"64"', '"-16"'),
+        ('{"64": ["a", 7777.0]}', '["what"]'),
     ],
 )
 def test_damaged_entries_are_reported(broken: str, instead: str) -> None:
