@@ -5,6 +5,7 @@ The layers of a group share their inputs, and pruning needs only the sum of x x^
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -153,11 +154,16 @@ def output_error(w: Tensor, other: Tensor, hessian: Tensor) -> float:
 
     The error is 0 if both outputs are zero, and infinite if only that of ``w`` is.
     """
-    w = w.to(hessian.dtype)
-    lost, total = (_output_energy(x, hessian) for x in (w - other.to(hessian.dtype), w))
+    w, other = (x.to(hessian.dtype) / power_of_two(w) for x in (w, other))
+    lost, total = (_output_energy(x, hessian) for x in (w - other, w))
     if total == 0:
         return 0.0 if lost == 0 else float("inf")
     return float((lost / total) ** 0.5)
+
+
+def power_of_two(x: Tensor) -> float:
+    """Return about the largest of |x|: divided by it, x keeps its digits, and sums of its squares stay in range."""
+    return 2.0 ** max(math.frexp(float(x.abs().amax()))[1] - 1, -126)
 
 
 def _output_energy(w: Tensor, hessian: Tensor) -> float:

@@ -22,7 +22,7 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
 from slidesparse.calibrate.changes import ChangedReader, Changes, add_change
-from slidesparse.calibrate.inputs import Stream
+from slidesparse.calibrate.inputs import Stream, power_of_two
 from slidesparse.calibrate.model import Model, fast_products
 from slidesparse.calibrate.pipeline import run_blocks
 from slidesparse.calibrate.resume import SMOOTHING, WorkFolder
@@ -101,6 +101,7 @@ def choose_factors(x: Tensor, peaks: Tensor, w: Tensor) -> tuple[Tensor, Tensor]
     Both are float32; the errors [2], without and with factors, are the mean of |y' - y|^2 / |y|^2 over tokens.
     """
     w = w[:: -(-len(w) // OUTPUTS)]
+    x, w = x / power_of_two(x), w / power_of_two(w)
     exact = F.linear(x, w)
     floor = torch.finfo(torch.float32).tiny
     energy = exact.square().sum(1).clamp(min=floor)

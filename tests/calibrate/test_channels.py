@@ -112,6 +112,9 @@ def test_factors_restore_precision_of_small_channels() -> None:
     factors, (before, after) = choose_factors(x, x.abs().amax(0), w)
     assert after < before / 100
     assert factors[OUTLIER] > 10 * factors.median()
+    huge, errors = choose_factors(x, x.abs().amax(0), w * 2.0**90)
+    assert torch.equal(huge, factors)
+    assert errors.tolist() == [before, after]
 
 
 def test_dead_channels_do_not_affect_factors() -> None:

@@ -175,6 +175,9 @@ def test_output_error_is_the_error_of_the_output() -> None:
     pruned = prune(w, SlidePattern(4))
     expected = float((x @ (w - pruned).t()).norm() / (x @ w.t()).norm())
     assert output_error(w, pruned, hessian_of(x)) == pytest.approx(expected, rel=1e-9)
+    for size in (1e30, 1e-30):
+        error = output_error(w.float() * size, pruned.float() * size, hessian_of(x).float())
+        assert error == pytest.approx(expected, rel=1e-5)
     nothing = torch.zeros_like(w)
     assert output_error(nothing, nothing, hessian_of(x)) == 0.0
     assert output_error(nothing, w, hessian_of(x)) == float("inf")
