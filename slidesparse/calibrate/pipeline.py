@@ -290,10 +290,10 @@ def _prune_rows(
 
 
 def _finetune_block(run: BlockRun, dense: Stream, weights: Mapping[str, Tensor]) -> Finetuned | None:
-    """Fine-tune the pruned ``weights`` of a block to the outputs of the ``dense`` one, if any are."""
+    """Fine-tune the pruned ``weights`` of a block to the outputs of the ``dense`` one, if any are not all zero."""
     task = run.task
     pruned = {name: w for name, w in weights.items() if task.layers[run.full_name(name)].density < 1}
-    if not pruned:
+    if not any(w.any() for w in pruned.values()):
         return None
     dense.advance()
     quantized = task.quantized(run.number)

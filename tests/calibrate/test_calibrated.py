@@ -102,6 +102,13 @@ def test_reported_error_is_that_of_the_written_layer(
     assert rows[FIRST].get("error_finetuned") != rows[FIRST]["error_quantized"]
 
 
+def test_model_of_zeros_stays_one(source: Path, tmp_path: Path, ids: str) -> None:
+    """Fine-tuning has no weight to train."""
+    zeros = {name: x * ("proj" not in name) for name, x in tensors_of(source).items()}
+    calibrated(write(tmp_path / "zeros", config_of(source), zeros), tmp_path / "out", ids, epochs=1)
+    assert not any(x.any() for x in tensors_of(tmp_path / "out").values() if x.dtype == torch.int8)
+
+
 @pytest.mark.parametrize("sparser", ["2:4", "6:8"])
 def test_layer_that_obeys_the_pattern_is_unchanged(
     source: Path, tmp_path: Path, ids: str, sparser: str
