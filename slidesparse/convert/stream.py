@@ -60,6 +60,7 @@ from slidesparse.checkpoint.storage import (
     Checkpoint,
     CheckpointError,
     Reader,
+    TensorSpec,
     Writer,
     is_inside,
 )
@@ -507,7 +508,7 @@ def _write_chunk(
             else:
                 source = codes if codes and name in trained else reader
                 values = source.rows(name, rows)  # float32 if it was rotated or trained
-            writer.write(spec.name, rows.start, values.to(DTYPES[spec.dtype]))
+            _write_finite(writer, spec, rows, values)
         return
     if codes and layer + WEIGHT in trained:
         weight = codes.rows(layer + WEIGHT, rows)
@@ -521,4 +522,15 @@ def _write_chunk(
         weight = slide(weight, pattern, layer=layer)
     writer.write(output.specs[0].name, rows.start, weight)
     if len(output.specs) > 1 and scale is not None:
-        writer.write(output.specs[1].name, rows.start, scale)
+        _write_finite(writer, output.specs[1], rows, scale)
+
+
+def _write_finite(writer: Writer, spec: TensorSpec, rows: slice, values: Tensor) -> None:
+    """Write rows in the dtype of their tensor.  Raises CheckpointError for values out of its range."""
+    converted = values.to(DTYPES[spec.dtype])
+    if not is_finite(converted):
+        raise CheckpointError(
+            f"converted values of {spec.name} are out of the range of {spec.dtype}; save the source in BF16 or F32, "
+            "convert it with --rotate off, or fetch it again if scales are damaged"
+        )
+    writer.write(spec.name, rows.start, converted)

@@ -20,6 +20,7 @@ from slidesparse.calibrate.model import Model
 from slidesparse.calibrate.sparsegpt import factor, refine, sparsegpt
 from slidesparse.calibrate.task import Calibration, prepare
 from slidesparse.checkpoint.inspection import inspect
+from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.convert.stream import Report
 from slidesparse.errors import CalibrationError, EnvironmentFault
 from slidesparse.pattern import SlidePattern
@@ -190,6 +191,11 @@ def test_memory_and_overflow_are_explained(
     )
     with pytest.raises(CalibrationError, match="not finite"):
         calibrated(huge, tmp_path / "out", ids)
+
+    halves = {name: x.half() * (3e4 if "embed" in name else 1) for name, x in tensors_of(source).items()}
+    write(huge, config_of(source), {name: x.clamp(-6e4, 6e4) for name, x in halves.items()})
+    with pytest.raises(CheckpointError, match=r"embed_tokens.* out of the range of F16.*--rotate off"):
+        calibrated(huge, tmp_path / "out", ids, rotate="on")
 
     def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError("tried to allocate 3 GiB")
