@@ -41,7 +41,7 @@ from slidesparse.resolve import Resolution
 
 PROGRAM = "slidesparse.vllm_patch.skeleton"
 ERROR_LINE = re.compile(r"\b\w+(?:Error|Exception): .*")
-CONTINUED_ERROR = re.compile(r"ValidationError: \d+ ")  # from pydantic; the next line has the reason
+CONTINUED_ERROR = re.compile(r"ValidationError: \d+ ")  # of pydantic; field and reason follow
 MAX_LINES, MAX_CHARACTERS = 5, 500  # lines of the log in an error message, and characters of each
 
 
@@ -180,7 +180,7 @@ def find_errors(log: str) -> str:
     for i, line in enumerate(lines):
         if ERROR_LINE.search(line) and "WARNING" not in line:
             raised.append(line)
-            if CONTINUED_ERROR.search(line) and i + 1 < len(lines):
-                raised.append(lines[i + 1])
+            if CONTINUED_ERROR.search(line):
+                raised += [line for line in lines[i + 1 : i + 3] if "For further information" not in line]
     found = raised[:MAX_LINES] or lines[-MAX_LINES:]
     return "\n".join(line[:MAX_CHARACTERS] + " ..." * (len(line) > MAX_CHARACTERS) for line in found)

@@ -20,6 +20,7 @@ from checkpoints import (
     convert,
     converted,
     edit_block,
+    edit_json,
     llama,
     tensors_of,
     w8a8,
@@ -290,6 +291,10 @@ def marked_static(folder: Path) -> None:
     edit_block(folder, config_groups=groups)
 
 
+def with_a_text_for_a_list(folder: Path) -> None:
+    edit_json(folder / "config.json", architectures="LlamaForCausalLM")
+
+
 SPARSE = {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"}
 YES = "yes: the backend reference serves 8 of 8"
 TEXT = "no: it has not been converted"
@@ -314,6 +319,7 @@ CASES = [  # what is examined, what is changed, flags -> exit code, last line
     ("w8a8", None, AS_IT_IS, 0, "yes: the backend reference serves 7 of 8"),
     ("w8a8", None, SPARSE, 1, "no: no linear layer can be served: .*whose weights break"),
     ("dense", with_zero_points, {}, 1, "no: vLLM does not serve it here:\n(.*\n)*.*weight_zero_point"),
+    ("source", with_a_text_for_a_list, {}, 1, "no: vLLM does not serve it here:\n(.*\n)*.*valid list"),
     ("w8a8", marked, {}, 0, "yes: the backend reference serves 7 of 8"),
     ("w8a8", marked_static, {}, 1, "no: vLLM does not serve it here:\n(.*\n)*.*Sparsity support has been"),
 ]
@@ -359,6 +365,7 @@ def test_what_needs_no_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     metadata = block_of(tmp_path / "out")[KEY]
     metadata["layers"][DOWN]["in_features"] = 96
     edit_block(tmp_path / "out", **{KEY: metadata})
-    for folder in (tmp_path / "out", tmp_path / "none"):
+    edit_json(llama(tmp_path / "endless") / "config.json", num_hidden_layers=10**9)
+    for folder in (tmp_path / "out", tmp_path / "none", tmp_path / "endless"):
         result, inspected = Done("doctor", folder), Done("inspect", folder)
         assert (result.code, result.out, result.err) == (2, "", inspected.err)
