@@ -392,7 +392,7 @@ def _read_config(checkpoint: Checkpoint) -> tuple[Any, Any]:
 
     # transformers writes infinite numbers in a way of its own, which this function reads
     read, _ = transformers.PreTrainedConfig.get_config_dict(checkpoint.folder, local_files_only=True)
-    _require_few_layers(read, checkpoint.folder)
+    require_few_layers(read, checkpoint.folder)
     values = unquantized_config(read)
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
@@ -414,11 +414,11 @@ def _read_config(checkpoint: Checkpoint) -> tuple[Any, Any]:
         raise _refused(checkpoint.folder, error) from error
 
 
-def _require_few_layers(values: Mapping[str, Any], folder: Path) -> None:
-    """Raise CheckpointError for a count of layers, of any part of the model, that would take forever to make."""
+def require_few_layers(values: Mapping[str, Any], folder: Path) -> None:
+    """Raise CheckpointError for a count of layers in a config, or in a part of it, that would take forever to make."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            _require_few_layers(value, folder)
+            require_few_layers(value, folder)
         elif ("layer" in key or "depth" in key) and isinstance(value, int) and value > MAX_LAYERS:
             raise CheckpointError(
                 f"{folder / CONFIG}: {key} is {value}, at most {MAX_LAYERS} are made; fetch the config again"
