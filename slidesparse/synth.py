@@ -46,6 +46,7 @@ from slidesparse.checkpoint.storage import (
     StoredTensor,
     TensorSpec,
     parse_json,
+    text_config,
     unquantized_config,
 )
 from slidesparse.checkpoint.w8a8 import KINDS
@@ -79,8 +80,10 @@ def synth(
     layout: str = "dense",
     layers: int | None = None,
     progress: Progress = no_progress,
-) -> ConversionPlan:
-    """Write the checkpoint ``out`` of a model with random weights and a placeholder tokenizer; return its plan.
+) -> tuple[ConversionPlan, Skeleton]:
+    """Write the checkpoint ``out`` of a model with random weights and a placeholder tokenizer.
+
+    Returns its plan, and the model.
 
     Args:
         config: a config.json, a folder that holds one, or a name in PUBLIC.
@@ -111,13 +114,17 @@ def synth(
         raise CheckpointError("--quant fp8: BitNet was trained for INT8 activations; use int8, or bf16")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / CONFIG).write_text(json.dumps(values))
-        plan = _plan(Path(folder), values, quant, pattern, layout)
+        try:
+            plan, skeleton = _plan(Path(folder), values, quant, pattern, layout)
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(str(Path(folder) / CONFIG), str(config))) from error
         remove_stale(out)
         require_space(out, plan.disk_bytes())
         explained = full_disk_explained(out, plan.disk_bytes(), "nothing is left behind")
         with explained, plan.checkpoint.reader() as reader:
-            write_output(plan, out, reader, None, progress, tokenizer_files(values["vocab_size"]))
-    return plan
+            tokenizer = tokenizer_files(getattr(skeleton.text_config, "vocab_size", 0))
+            write_output(plan, out, reader, None, progress, tokenizer)
+    return plan, skeleton
 
 
 def _config(config: str | Path, quant: str, layers: int | None) -> dict[str, Any]:
@@ -133,24 +140,25 @@ def _config(config: str | Path, quant: str, layers: int | None) -> dict[str, Any
         )
     values = unquantized_config(values)
     values.pop("auto_map", None)
-    total = values.get("num_hidden_layers")
+    text: Any = text_config(values)
+    total = text.get("num_hidden_layers")
     if layers is not None:
         if type(total) is not int or not 1 <= layers <= total:
             raise CheckpointError(f"--layers {layers} must be from 1 to {total}, the layers of the model")
-        values["num_hidden_layers"] = layers
-        if isinstance(values.get("layer_types"), list):  # one entry a layer
-            values["layer_types"] = values["layer_types"][:layers]
+        text["num_hidden_layers"] = layers
+        if isinstance(text.get("layer_types"), list):  # one entry a layer
+            text["layer_types"] = text["layer_types"][:layers]
     return {**values, "dtype": "bfloat16"}
 
 
 def _plan(
     folder: Path, values: dict[str, Any], quant: str, pattern: Pattern | None, layout: str
-) -> ConversionPlan:
-    """Plan how a float checkpoint of the model would be converted."""
+) -> tuple[ConversionPlan, Skeleton]:
+    """Plan how a float checkpoint of the model would be converted; return the model, too."""
     source = RandomCheckpoint(folder, values, None, (), {})
     skeleton = Skeleton(source)
     shapes = skeleton.stored_shapes()
-    if skeleton.config.tie_word_embeddings and skeleton.model.get_output_embeddings():
+    if skeleton.model.get_output_embeddings() and skeleton.config.tie_word_embeddings:
         shapes.pop("lm_head" + WEIGHT, None)
     tensors = {
         name: StoredTensor(TensorSpec(name, NAMES[torch.bfloat16], shape), MODEL, 0)
@@ -164,11 +172,11 @@ def _plan(
     plan = Planner(source, options, RandomWeights(source, options.quant)).plan()
     if quant == BF16:
         outputs = tuple(replace(o, specs=(o.source,), layer=None, pattern=None) for o in plan.outputs)
-        return replace(plan, quant=quant, outputs=outputs, config=values)
+        return replace(plan, quant=quant, outputs=outputs, config=values), skeleton
     if pattern is None:
         block = {key: value for key, value in plan.config["quantization_config"].items() if key != KEY}
-        return replace(plan, config={**plan.config, "quantization_config": block})
-    return plan
+        plan = replace(plan, config={**plan.config, "quantization_config": block})
+    return plan, skeleton
 
 
 class RandomCheckpoint(Checkpoint):

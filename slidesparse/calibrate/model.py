@@ -266,7 +266,7 @@ class Model:
 
     def _require_equal_calls(self) -> None:
         """Raise CalibrationError if what blocks are passed depends on tokens, weights or other blocks."""
-        ids = torch.arange(TRACED_TOKENS)[None] % self.vocabulary
+        ids = torch.arange(TRACED_TOKENS)[None] % max(1, self.vocabulary)
         first, second = self._record(torch.zeros_like(ids), 0.0), self._record(ids, 1.0)
         passed, others = _tensors(first), _tensors(second)
         from_blocks = {id(value) for value in self.other_outputs or ()}

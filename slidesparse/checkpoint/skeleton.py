@@ -298,7 +298,10 @@ class Skeleton:
         """Return the tensors, with their shapes, that transformers would write for the model."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        tensors = revert_weight_conversion(self.model, self.model.state_dict())
+        try:
+            tensors = revert_weight_conversion(self.model, self.model.state_dict())
+        except Exception as error:  # of experts, of which there may be none
+            raise _refused(self.checkpoint.folder, error) from error
         return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
     def tensors(self, prefix: str) -> dict[str, str]:

@@ -204,13 +204,12 @@ def synth(
     from slidesparse.synth import synth as run
 
     with byte_progress() as progress:
-        plan = run(
+        plan, skeleton = run(
             config, target, quant=quant, pattern=pattern, layout=layout, layers=layers, progress=progress
         )
-    architecture, blocks = plan.config["architectures"][0], plan.config["num_hidden_layers"]
     pruned = f"pruned to {pattern}, {layout} layout" if pattern else "not pruned"
     form = quant if quant == "bf16" else f"{quant} W8A8"
-    show("model", f"{architecture}, {blocks} layers in {form}, {pruned}")
+    show("model", f"{type(skeleton.model).__name__}, {len(skeleton.blocks)} layers in {form}, {pruned}")
     show("weights", "random: for measuring speed only, the output is meaningless")
     files = len(plan.checkpoint.files)
     show("size", f"{plan.bytes_out / 1e6:.1f} MB in {files} file{'s' if files > 1 else ''}")

@@ -11,6 +11,7 @@ import pytest
 import transformers
 from architectures import MOE
 from checkpoints import assert_same_tensors, config_of, convert, tensors_of
+from commands import Done
 from tiny import SIZES, tiny
 
 from slidesparse import synth as module
@@ -66,10 +67,10 @@ def test_output_has_the_form_of_a_conversion(
         options: dict[str, Any] = {"quant": quant} if kind != "bitnet" else {}
         options |= {"layer": [rf"\.experts\.={pattern}"]} if kind == "qwen3_moe" else {}
         convert(source, expected, parsed, layout=layout, **options)
-    report = synth(source, tmp_path / "out", pattern=parsed, quant=quant, layout=layout)
+    plan, _ = synth(source, tmp_path / "out", pattern=parsed, quant=quant, layout=layout)
     assert shapes(tmp_path / "out") == shapes(expected)
     assert config_of(tmp_path / "out") == config_of(expected)
-    assert report.bytes_out == sum(values.nbytes for values in tensors_of(tmp_path / "out").values())
+    assert plan.bytes_out == sum(values.nbytes for values in tensors_of(tmp_path / "out").values())
     inspected = inspect(tmp_path / "out")
     assert (inspected.pattern, inspected.violations) == (pattern, 0)
 
@@ -121,6 +122,20 @@ def test_fewer_layers_are_the_first_ones(tmp_path: Path) -> None:
     assert_same_tensors(tensors_of(tmp_path / "one"), first)
 
 
+def test_what_a_config_leaves_out_is_transformers_default(tmp_path: Path) -> None:
+    """So do published configs of models of images and text, whose language model has a config of its own."""
+    text = {**SIZES, "head_dim": 16, "layer_types": ["full_attention"] * 2}
+    del text["vocab_size"]
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    values = {"model_type": "gemma3", "text_config": text, "vision_config": vision}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    result = Done("synth", tmp_path / "config.json", tmp_path / "out", "--layers", 1, "--quant", "bf16")
+    assert (result.code, result.err) == (0, "")
+    assert "Gemma3Model, 1 layers in bf16" in result.out
+    vocabulary = json.loads((tmp_path / "out" / "tokenizer" / "tokenizer.json").read_text())["model"]["vocab"]
+    assert len(vocabulary) == transformers.Gemma3TextConfig().vocab_size
+
+
 def test_output_without_pattern_is_a_source(tmp_path: Path) -> None:
     """A config may have a quantization of its own, a tied head and code."""
     own = {"quantization_config": {"quant_method": "fp8"}, "auto_map": {"AutoConfig": "a.B"}}
@@ -165,7 +180,7 @@ PARAMETERS = {
 def test_public_configs_have_sizes_of_the_published_models(tmp_path: Path, name: str) -> None:
     values = module._config(name, "bf16", None)
     (tmp_path / "config.json").write_text(json.dumps(values))
-    plan = module._plan(tmp_path, values, "bf16", None, "dense")
+    plan, _ = module._plan(tmp_path, values, "bf16", None, "dense")
     sizes = {spec.name: spec.shape for file in plan.checkpoint.files for spec in plan.specs(file)}
     assert sum(math.prod(shape) for shape in sizes.values()) == PARAMETERS[name]
     fused = {"qkv": PROJECTIONS[:3], "o": PROJECTIONS[3:4]}
