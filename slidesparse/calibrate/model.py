@@ -224,7 +224,6 @@ class Model:
             stand_ins[stop].stops = True
         setattr(holder, name, nn.ModuleList(stand_ins))
         inputs: dict[str, Any] = {"input_ids": ids.to(self.device)}
-        inputs |= {"use_cache": False} if self.skeleton.generates else {}
         gradients = torch.is_grad_enabled()
         try:
             # Some models replace their buffers, which must be no tensors of the inference mode

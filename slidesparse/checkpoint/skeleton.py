@@ -69,7 +69,9 @@ class Skeleton:
         self.checkpoint = checkpoint
         with _quiet():
             self.config, self.text_config = _read_config(checkpoint)
-            self.text_config.output_router_logits = False  # blocks may run one at a time
+            # blocks may run one at a time, and again with other states
+            self.text_config.output_router_logits = False
+            self.config.use_cache = self.text_config.use_cache = False
             self.model: Any = _build(checkpoint, self.config)
             self._targets, self._sources = _rename(self.model, checkpoint.tensors)
         self.list_path, self.blocks = self._find_blocks()

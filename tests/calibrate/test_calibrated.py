@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from calibration import LINEARS, calibrated, open_model, save, write_ids
-from checkpoints import bert, config_of, llama, snapshot, tensors_of, write
+from checkpoints import assert_same_tensors, bert, config_of, llama, snapshot, tensors_of, write
 from torch import Tensor, nn
 
 from slidesparse.calibrate import inputs, pipeline
@@ -82,6 +82,17 @@ def test_encoder_is_calibrated_with_texts(tmp_path: Path) -> None:
     assert report.samples.startswith("calib.jsonl, 30 samples, ")
     assert all(0 < row["block_error_finetuned"] <= row["block_error"] < 1 for row in report.layers)
     assert inspect(tmp_path / "out").violations == 0
+
+
+def test_decoder_without_a_head_is_calibrated_as_with_one(source: Path, tmp_path: Path, ids: str) -> None:
+    """Such as those that embed texts, which by default keep the keys and values of what they have read."""
+    config = config_of(source) | {"architectures": ["LlamaModel"]}
+    write(tmp_path / "bare", config, {n: x for n, x in tensors_of(source).items() if n != "lm_head.weight"})
+    for folder in (source, tmp_path / "bare"):
+        calibrated(folder, tmp_path / f"{folder.name}-out", ids, epochs=1)
+    expected = tensors_of(tmp_path / f"{source.name}-out")
+    del expected["lm_head.weight"]
+    assert_same_tensors(tensors_of(tmp_path / "bare-out"), expected)
 
 
 @pytest.mark.parametrize("epochs", [0, 2])
