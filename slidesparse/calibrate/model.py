@@ -81,7 +81,7 @@ class Model:
         self.skeleton, self.checkpoint, self.device = skeleton, skeleton.with_single_experts(), device
         self.blocks = len(skeleton.blocks)
         self.hidden, self.vocabulary = (
-            int(getattr(skeleton.text_config, key)) for key in ("hidden_size", "vocab_size")
+            int(getattr(skeleton.text_config, key, 0)) for key in ("hidden_size", "vocab_size")
         )
         self.is_causal = skeleton.is_causal  # whether tokens attend to earlier ones alone
         self.other_use = other_use(self.checkpoint.folder, self.checkpoint.config)
@@ -315,10 +315,10 @@ class Model:
 
         tensors = self.skeleton.tensors("").items()
         weights = self._load(reader, {name: target for name, target in tensors if is_text(target)})
-        tied, embedding = (paths[id(m)] + WEIGHT if m else "" for m in (head, model.get_input_embeddings()))
-        is_tied = self.skeleton.config.tie_word_embeddings or tied not in weights
-        if head and embedding in weights and is_tied:
-            weights[tied] = weights[embedding]
+        if head:
+            tied, embedding = (paths[id(module)] + WEIGHT for module in (head, model.get_input_embeddings()))
+            if embedding in weights and (tied not in weights or self.skeleton.config.tie_word_embeddings):
+                weights[tied] = weights[embedding]
         others, nan = (self._placeholders(model, value) for value in (0.0, math.nan))
         ids = torch.zeros(1, TRACED_TOKENS, dtype=torch.long)
         for name in (name for name in others if name not in weights and is_text(name)):

@@ -75,9 +75,10 @@ def untie_head(checkpoint: Checkpoint) -> Checkpoint:
     A model is returned unchanged if its kind is tied by default, as vLLM may then know no other, or has no head.
     """
     skeleton = Skeleton(checkpoint)
-    head, embedding = skeleton.model.get_output_embeddings(), skeleton.model.get_input_embeddings()
+    head = skeleton.model.get_output_embeddings()
     if head is None or getattr(type(skeleton.config)(), TIED, False):
         return checkpoint
+    embedding = skeleton.model.get_input_embeddings()
     paths = {id(module): name + WEIGHT for name, module in skeleton.model.named_modules()}
     tensors = dict(checkpoint.tensors)
     if skeleton.config.tie_word_embeddings or paths[id(head)] not in skeleton.stored:

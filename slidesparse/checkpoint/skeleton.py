@@ -84,7 +84,7 @@ class Skeleton:
     def _find_blocks(self) -> tuple[str, list[nn.Module]]:
         """Return the path of the list of transformer blocks, such as ``model.layers``, and its modules."""
         depth = getattr(self.text_config, "num_hidden_layers", None)
-        decoder = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model
+        decoder = (self.model.get_decoder() if hasattr(self.model, "get_decoder") else None) or self.model
         inside = {id(module) for module in decoder.modules()}
         lists = [
             (name, module)

@@ -81,6 +81,16 @@ def test_blocks_and_logits_equal_those_of_the_whole_model(name: str, tmp_path: P
             assert torch.equal(ends.logits(x), outputs[""].logits)
 
 
+@pytest.mark.parametrize("kind", ["clip_text_model", "canine"])
+def test_encoders_that_do_not_say_what_their_embedding_is(kind: str, tmp_path: Path) -> None:
+    """Or whether a head is tied to it; they have none."""
+    save(kind, tmp_path)
+    edit_json(tmp_path / "config.json", tie_word_embeddings=None)
+    model = open_model(tmp_path)
+    with model.checkpoint.reader() as reader:
+        assert model.ends(reader).embed(torch.ones(2, 8, dtype=torch.long)).shape[-1] == 64
+
+
 def test_norms_of_the_first_bert_models(tmp_path: Path) -> None:
     """Such as bert-base-uncased, whose norms have a gamma and a beta."""
     save("bert", tmp_path / "new")
@@ -146,17 +156,21 @@ LLAMA4 = multimodal({**VISION, **SIZES}, num_local_experts=2, intermediate_size_
     ("kind", "settings", "words"),
     [
         ("mpnet", {}, "the blocks of MPNetModel read more than hidden states and positions"),
+        ("clip", multimodal(VISION, model_type="clip_text_model"), r"cannot run CLIPModel on text \("),
         ("llama4", LLAMA4, r"cannot run Llama4ForConditionalGeneration on text \(AttributeError"),
     ],
 )
 def test_models_that_cannot_be_run_are_refused(
     kind: str, settings: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    """MPNet's blocks share a bias that depends on weights; 5.24 looks for an image that Llama 4 was not given."""
+    """MPNet's blocks share a bias that depends on weights; 5.24 looks for an image that Llama 4 was not given.
+
+    CLIP does not say which module is its embedding.
+    """
     save(kind, tmp_path, **settings)
 
     def logits() -> Tensor:
-        model = open_model(tmp_path)
+        model = open_model(tmp_path, untied=True)
         with model.checkpoint.reader() as reader:
             return model.ends(reader).logits(torch.zeros(1, 4, model.hidden))
 

@@ -337,6 +337,7 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "endless blocks": (config(num_hidden_layers=10**12), ["num_hidden_layers is 1000000000000"]),
     "unknown model_type": (config(model_type="llama7"), ["model_type 'llama7' is not known to transformers"]),
     "encoder and decoder": (model("t5", "T5ForConditionalGeneration"), ["is not a stack of"]),
+    "no decoder": (model("perceiver", "PerceiverModel"), ["PerceiverModel is not a stack of"]),
     "another model's config": (
         model("gpt2", "GPT2LMHeadModel"),
         ["transformer.wte.weight is missing", "or the config another model's"],
