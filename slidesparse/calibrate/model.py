@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -449,7 +450,9 @@ def _convert(model: Any, state: dict[str, Tensor], device: torch.device) -> dict
 
     mapping: Any = get_model_conversion_mapping(model)
     config = LoadStateDictConfig(device_map={"": str(device)}, dtype=torch.float32, weight_mapping=mapping)
-    convert_and_load_state_dict_in_model(model, state, config)
+    # without a progress bar for each block
+    with patch("transformers.core_model_loading.tqdm", lambda names, **_: names, create=True):
+        convert_and_load_state_dict_in_model(model, state, config)
     loaded = {}
     for module_name, module in model.named_modules():
         for name, parameter in module._parameters.items():
