@@ -46,6 +46,7 @@ from torch import Tensor, nn
 
 from slidesparse.calibrate.finetune import BETAS, fake_quantize, learning_rate_factor
 from slidesparse.calibrate.inputs import free_bytes
+from slidesparse.calibrate.losses import perplexity_change
 from slidesparse.calibrate.model import Model, fast_products
 from slidesparse.calibrate.resume import DISTILLED, DISTILLING, WorkFolder
 from slidesparse.calibrate.task import Task
@@ -97,7 +98,7 @@ class Distilled:
     @property
     def summary(self) -> str:
         """The outcome as text."""
-        losses = (f"{100 * math.expm1(loss.entropy):+.2f}%" for loss in (self.before, self.after))
+        losses = (f"{100 * perplexity_change(loss.entropy):+.2f}%" for loss in (self.before, self.after))
         return (
             f"held-out perplexity relative to the dense model: {' -> '.join(losses)}; {self.steps} steps in "
             f"{self.seconds / 60:.3g} minutes"

@@ -257,3 +257,11 @@ def whole_loss(task: Task, samples: Samples, reader: Reader, work: WorkFolder, p
             total += criterion.loss(run.dense.states[i], x, ids)
             count += criterion.count(x)
     return total / count
+
+
+def perplexity_change(nats: float) -> float:
+    """Return the relative change in perplexity, possibly infinite, for one in cross-entropy."""
+    try:
+        return math.expm1(nats)
+    except OverflowError:
+        return math.inf

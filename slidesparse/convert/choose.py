@@ -13,7 +13,15 @@ from typing import NamedTuple
 
 from slidesparse import files
 from slidesparse.build.compile import cache_folder, make_folder
-from slidesparse.calibrate.losses import GroupLoss, LayerGroup, Losses, layer_groups, layer_losses, whole_loss
+from slidesparse.calibrate.losses import (
+    GroupLoss,
+    LayerGroup,
+    Losses,
+    layer_groups,
+    layer_losses,
+    perplexity_change,
+    whole_loss,
+)
 from slidesparse.calibrate.pipeline import calibrate
 from slidesparse.calibrate.resume import CHOICE, LOSSES, WorkFolder
 from slidesparse.calibrate.task import HELD_BACK, TEXTS, Task
@@ -65,7 +73,7 @@ class Outcome:
 
     def shown(self, loss: float) -> float:
         """Convert a loss to the relative increase in perplexity (0.01 is 1%); 1 - cosine is returned as it is."""
-        return math.expm1(loss) if self.in_nats else loss
+        return perplexity_change(loss) if self.in_nats else loss
 
     @property
     def measured_loss(self) -> float | None:

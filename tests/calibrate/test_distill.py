@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,8 @@ def test_distillation_reduces_divergence_and_keeps_zeros(
     assert result.distillation.startswith("2 minutes on text.npy, 224 samples, 5376 tokens; about ")
     assert "6144 tokens are little text for --distill" in result.note
     assert result.distilled.summary.endswith("%; 120 steps in 2 minutes")
+    broken = replace(result.distilled, after=distill.Loss(1e20, 1e20))
+    assert "-> +inf%; 120 steps" in broken.summary
     assert result.distilled.after.divergence < 0.9 * result.distilled.before.divergence
     assert result.plan.patterns == report.plan.patterns
     before, after = tensors_of(tmp_path / "pruned"), tensors_of(tmp_path / "out")
