@@ -145,7 +145,7 @@ def gather_hessian(stream: Stream, layer: str) -> Hessian:
             hessian = hessian or Hessian(x.shape[-1], x.device)
             hessian.add(x)
     assert hessian is not None
-    hessian.require_finite("a layer")
+    hessian.require_finite(stream.block.model.skeleton.layer(stream.block.number, layer))
     return hessian
 
 

@@ -102,7 +102,7 @@ def _document(value: Any, where: str, is_json: bool = False) -> list[Document]:
             json.dumps(chat, ensure_ascii=False, default=str).encode()
             return [chat] if messages else []
         if not isinstance(text := value[TEXT], str):
-            raise TypeError(f"the text is a {type(text).__name__}")
+            raise TypeError(f"the text is {shown(text)}")
         text.encode()  # half of a surrogate pair is no text for tokenizers
         return [text] if text.strip() else []
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as reason:

@@ -197,11 +197,12 @@ def test_memory_and_overflow_are_explained(
     source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors, name = tensors_of(source), "model.layers.0.mlp.up_proj.weight"
-    huge = write(
-        tmp_path / "huge", config_of(source), {**tensors, name: torch.full_like(tensors[name], 3e38)}
-    )
-    with pytest.raises(CalibrationError, match="not finite"):
-        calibrated(huge, tmp_path / "out", ids)
+    for value, words in ((3e38, "pruning .*up_proj gave"), (1e30, "inputs of .*layers.0.mlp.down_proj are")):
+        huge = write(
+            tmp_path / f"{value}", config_of(source), {**tensors, name: torch.full_like(tensors[name], value)}
+        )
+        with pytest.raises(CalibrationError, match=f"{words}.* not finite"):
+            calibrated(huge, tmp_path / "out", ids)
 
     halves = {name: x.half() * (3e4 if "embed" in name else 1) for name, x in tensors_of(source).items()}
     write(huge, config_of(source), {name: x.clamp(-6e4, 6e4) for name, x in halves.items()})

@@ -278,7 +278,7 @@ REFUSED: dict[str, tuple[bytes | str, str]] = {
     "texts.csv": ("a", "texts.csv' is not a supported type of file; give FILE.jsonl"),
     "bad.jsonl": ('{"text": "a"}\n{"prompt": "a"}\n', "bad.jsonl, line 2 (KeyError: 'text'): give {"),
     "number.jsonl": ("7\n", "number.jsonl, line 1 (AttributeError"),
-    "null.jsonl": ('{"text": null}', "null.jsonl, line 1 (TypeError: the text is a NoneType)"),
+    "null.jsonl": ('{"text": null}', "null.jsonl, line 1 (TypeError: the text is None)"),
     "turn.jsonl": ('{"messages": [{"role": "user"}]}', "has no text as its content"),
     "tool.jsonl": ('{"messages": [{"role": "user", "content": null}]}', "has no text as its content"),
     "turns.jsonl": ('{"messages": ["hello"]}', "turns.jsonl, line 1 (TypeError"),
