@@ -32,6 +32,7 @@ from slidesparse.flags import DISABLE, MODE, REQUESTS
 
 HERE = Path(__file__).resolve()
 GRACE = 5.0  # seconds
+ISA = "ONEDNN_MAX_CPU_ISA"  # as which processor oneDNN acts
 FLAGS = (MODE, DISABLE, *REQUESTS)
 IMPORTED_LATE = (
     "torch._dynamo",
@@ -331,6 +332,10 @@ def _import_vllm() -> None:
 
     # vLLM's INT8 kernel for AMX refuses float32, in which tokens are compared: other kernels sum in bfloat16
     torch.cpu._is_amx_tile_supported = lambda: False
+    if (
+        ISA in os.environ
+    ):  # torch lets oneDNN multiply FP8 by the real processor, and it refuses that as another
+        torch._scaled_mm = _scaled_product
     registry._run_in_subprocess = lambda look: look()  # vLLM starts a process to look at the class of a model
     get_quantization_config("compressed-tensors")  # imports all methods
     for name in (*IMPORTED_LATE, *(OF_GPUS if current_platform.is_cuda() else OF_CPUS)):
@@ -338,6 +343,12 @@ def _import_vllm() -> None:
             importlib.import_module(name)
     if torch.cuda.is_initialized():
         raise RuntimeError("importing vLLM has initialized CUDA: no forked child could use it")
+
+
+def _scaled_product(a: Any, b: Any, *, scale_a: Any, scale_b: Any, out_dtype: Any, bias: Any = None) -> Any:
+    """Return what torch does without oneDNN: the product of FP8 matrices in float32."""
+    product = a.float() @ b.float() * scale_a * scale_b
+    return (product if bias is None else product + bias).to(out_dtype)
 
 
 def text_of(readable: int, seconds: float) -> str | None:
