@@ -65,7 +65,9 @@ class LayerSummary:
         numbers: ``pattern``, ``path``, ``layout``, ``backend`` and ``reason`` of `Resolution`; ``layers``, the number
         of ours by pattern, and ``left``, of vLLM's own by reason; ``fusion``; and the ``words``.
         """
-        ours, left = Counter(self.sparse.values()), Counter(self.dense.values())
+        is_sparse = resolution.path == "sparse"  # on the other path no pattern is used
+        ours = Counter(pattern if is_sparse else DENSE_WEIGHT for pattern in self.sparse.values())
+        left = Counter(self.dense.values())
         facts = {
             name: getattr(resolution, name) for name in ("pattern", "path", "layout", "backend", "reason")
         }
@@ -84,7 +86,7 @@ class LayerSummary:
             kind = "in blocks, each dense or 2:4 by its zeros"
         pruned = Counter(ours)
         unpruned = pruned.pop(DENSE_WEIGHT, 0) if sparse and pattern.ratio != DENSE_WEIGHT else 0
-        if pruned.keys() - {pattern.ratio}:
+        if sparse and pruned.keys() - {pattern.ratio}:
             kind += f" ({', '.join(f'{n} at {pattern}' for pattern, n in sorted(pruned.items()))})"
         if unpruned:
             kind += f", {unpruned} not pruned (by the same backend)"

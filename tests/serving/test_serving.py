@@ -22,6 +22,7 @@ from tool_sources import compressed
 from torch import Tensor
 
 from slidesparse.checkpoint.metadata import KEY, LayerEntry, Metadata
+from slidesparse.evaluate.engine import summaries
 from slidesparse.pattern import SlidePattern, parse_pattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8
@@ -134,6 +135,7 @@ def test_cublaslt_path_tokens_equal_stock(engines: Engines, store: Path) -> None
         model = checkpoint(store, QWEN, "6:8", layout)
         answer = engines.serve(model, env={"USE_CUBLASLT": "1"})
         assert answer.summary.startswith("dense: 8 layers on the cuBLASLt path (dense)")
+        assert summaries(answer.log)[-1]["layers"] == {"dense": 8}  # no pattern is used, as doctor says
         assert answer.tokens == expected.tokens
 
 
