@@ -127,8 +127,8 @@ class SlideSparseConfig(CompressedTensorsConfig):
         config.pop("sparsity_config", None)  # newer vLLM rejects this key, whose content is in the resolution
         try:
             quant_config = super().from_config(config)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
             raise ResolveError(
                 f"vLLM cannot read quantization_config of this checkpoint ({reason}); {AGAIN}"
             ) from error

@@ -154,6 +154,7 @@ OF_CONFIGS: list[tuple[Any, ...]] = [
     ("dense", lambda f: group(f, targets=["re:nothing"]), f"qkv_proj: {PRUNED}"),
     ("dense", lambda f: group(f, targets="Linear"), "targets of 'group_0' is 'Linear', it must be a list"),
     ("dense", {"kv_cache_scheme": "static"}, "kv_cache_scheme is 'static', it must be an object"),
+    ("dense", lambda f: group(f, input_activations=None), "vLLM cannot read quantization_config of this"),
     ("dense", {"format": "zipped"}, "qkv_proj: vLLM does not support the quantization that"),
     ("slided", {"slidesparse": None}, NO_BLOCK),
     ("slided", {"slidesparse": None}, NO_BLOCK, SPARSE_FLAGS),
