@@ -295,6 +295,10 @@ def with_a_text_for_a_list(folder: Path) -> None:
     edit_json(folder / "config.json", architectures="LlamaForCausalLM")
 
 
+def with_a_bad_regex(folder: Path) -> None:
+    edit_block(folder, ignore=["re:["])
+
+
 SPARSE = {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"}
 YES = "yes: the backend reference serves 8 of 8"
 TEXT = "no: it has not been converted"
@@ -320,6 +324,7 @@ CASES = [  # what is examined, what is changed, flags -> exit code, last line
     ("w8a8", None, SPARSE, 1, "no: no linear layer can be served: .*whose weights break"),
     ("dense", with_zero_points, {}, 1, "no: vLLM does not serve it here:\n(.*\n)*.*weight_zero_point"),
     ("source", with_a_text_for_a_list, {}, 1, "no: vLLM does not serve it here:\n(.*\n)*.*valid list"),
+    ("w8a8", with_a_bad_regex, {}, 1, "no: vLLM does not serve it here:\n.*error: unterminated"),
     ("w8a8", marked, {}, 0, "yes: the backend reference serves 7 of 8"),
     ("w8a8", marked_static, {}, 1, "no: vLLM does not serve it here:\n(.*\n)*.*Sparsity support has been"),
 ]
