@@ -394,7 +394,7 @@ def ask(planner: Planner, skeletons: Skeletons) -> str:
 
     Layers that vLLM builds without quantization, as some mixers of Mamba, stay unchanged, and those that it calls by a
     name of its own are ignored by that name.  Returns "", or why vLLM does not serve such a model on this machine.
-    Raises CheckpointError where it would serve the source, but not the output.
+    Raises CheckpointError where it would serve the source, but not the output, or with wrong weights.
     """
     plan = planner.plan()
     options, folder = naming.serving_options(plan.config), plan.checkpoint.folder
@@ -412,7 +412,10 @@ def ask(planner: Planner, skeletons: Skeletons) -> str:
                 names.setdefault(weight, []).append(layer.name)
         planned = {output.layer for output in plan.outputs if output.layer} & {*planner.skeleton.layers}
         if not planned & serving.quantized:
-            return "it quantizes none of its linear layers"
+            raise CheckpointError(
+                "vLLM, which is installed here, quantizes no linear layer of this model: it would load the converted "
+                "weights as if they were floats, or not at all; serve the original checkpoint"
+            )
         planner.unquantized, planner.served_names = frozenset(planned - serving.quantized), names
         plan = planner.plan()
     specs = [spec for output in plan.outputs for spec in output.specs]

@@ -58,13 +58,24 @@ def test_output_that_vllm_would_not_serve_is_refused(tmp_path: Path, skeletons: 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["mamba", "modernbert"])
+def test_model_that_vllm_quantizes_no_layer_of_is_refused(
+    tmp_path: Path, skeletons: Skeletons, name: str
+) -> None:
+    """ModernBERT's codes would be loaded into float weights without their scales, without an error."""
+    source = tiny(name, tmp_path / "source")
+    with pytest.raises(CheckpointError, match="quantizes no linear layer of this model"):
+        convert(source, tmp_path / "out", skeletons=skeletons)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.usefixtures("warm")
 def test_model_that_vllm_does_not_serve_is_converted_with_a_warning(tmp_path: Path) -> None:
-    source = tiny("mamba", tmp_path / "source")
+    """vLLM asserts that embeddings of Gemma 2 are tied."""
+    source = tiny("gemma2", tmp_path / "source")
     result = Done("convert", source, tmp_path / "out", "-s", "6:8")
     assert result.code == 0, result.err
-    words = "does not serve this model, converted or not: it quantizes none of its linear layers"
-    assert words in result.err
+    assert "does not serve this model, converted or not: vLLM does not serve it here" in result.err
 
 
 @pytest.mark.usefixtures("warm")
