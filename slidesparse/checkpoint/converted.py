@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slidesparse.checkpoint.bitnet import as_int8
 from slidesparse.checkpoint.metadata import KEY, Metadata
-from slidesparse.checkpoint.names import SCALE, WEIGHT
+from slidesparse.checkpoint.names import BIAS, SCALE, WEIGHT
 from slidesparse.checkpoint.storage import Checkpoint, CheckpointError
 from slidesparse.checkpoint.w8a8 import parse_block, require_quantized
 from slidesparse.errors import CheckFailed
@@ -50,10 +50,12 @@ def open_checkpoint(folder: str | Path) -> tuple[Checkpoint, Metadata | None]:
         for layer in metadata.layers:
             require_quantized(checkpoint, layer, source)
             _require_columns(checkpoint, metadata, layer)
-            if not bool(torch.isfinite(reader.whole(layer + SCALE).float()).all()):
-                raise CheckpointError(
-                    f"tensor {layer + SCALE} holds NaN or Inf; convert the original checkpoint again"
-                )
+            for name in (layer + SCALE, layer + BIAS):
+                stored = name in checkpoint.tensors
+                if stored and not bool(torch.isfinite(reader.whole(name).float()).all()):
+                    raise CheckpointError(
+                        f"tensor {name} holds NaN or Inf; convert the original checkpoint again"
+                    )
     return checkpoint, metadata
 
 

@@ -259,6 +259,7 @@ TENSORS: list[tuple[str, str, Callable[[Tensor], Tensor | None], str]] = [
     ("dense", "weight_scale", cast(torch.int8), f"{Q}.weight_scale is I8"),
     ("dense", "weight_scale", third(torch.nan), f"{Q}.weight_scale holds NaN"),
     ("slided", "weight_scale", third(torch.inf), f"{Q}.weight_scale holds NaN or Inf"),
+    ("dense", "bias", third(torch.inf), f"{Q}.bias holds NaN or Inf"),
     ("packed", "bitmask", lambda t: None, f"no tensor {Q}.bitmask"),
     ("packed", "shape", lambda t: None, f"no tensor {Q}.shape"),
     ("packed", "shape", lambda t: torch.tensor([64, 63]), "has shape [64, 63]; 64 in-features"),
