@@ -41,7 +41,7 @@ def open_checkpoint(folder: str | Path) -> tuple[Checkpoint, Metadata | None]:
     metadata = Metadata.of_config(block)
     if metadata is None or block is None:
         return checkpoint, None
-    if not metadata.layers:
+    if not metadata.layers and not metadata.experts:
         raise CheckpointError(
             f"quantization_config.{KEY} of {folder} lists no layer; start from the original checkpoint"
         )

@@ -13,6 +13,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, HEAD, MROPE, QWEN_VISION, multimodal
 from checkpoints import assert_same_tensors, block_of, config_of, convert, refused, tensors_of, write
+from commands import Done
 from moe import LAYERS, PRUNED, ROUTERS
 from moe import MODELS as MIXTURES
 from strategies import assert_same_bits
@@ -181,3 +182,13 @@ def test_head_may_be_tied_by_the_language_models_config_alone(tmp_path: Path) ->
     convert(write(source, config, tensors), tmp_path / "out")
     assert config_of(tmp_path / "out")["text_config"]["tie_word_embeddings"] is True
     assert not any("lm_head" in name for name in tensors_of(tmp_path / "out"))
+
+
+def test_experts_alone_may_be_pruned(tmp_path: Path) -> None:
+    """The metadata then list no layer."""
+    convert(
+        MIXTURES["qwen3"].write(tmp_path / "source"), tmp_path / "out", layer=["self_attn=dense", *PRUNED]
+    )
+    assert block_of(tmp_path / "out")["slidesparse"]["layers"] == {}
+    result = Done("inspect", tmp_path / "out")
+    assert result.code == 0, result.err
