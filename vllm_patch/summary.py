@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from typing import Any, NamedTuple
 
+from slidesparse.gemm import SPARSE
 from slidesparse.pattern import DENSE_WEIGHT
 from slidesparse.resolve import SUMMARY, Resolution
 
@@ -65,8 +66,10 @@ class LayerSummary:
         numbers: ``pattern``, ``path``, ``layout``, ``backend`` and ``reason`` of `Resolution`; ``layers``, the number
         of ours by pattern, and ``left``, of vLLM's own by reason; ``fusion``; and the ``words``.
         """
-        is_sparse = resolution.path == "sparse"  # on the other path no pattern is used
-        ours = Counter(pattern if is_sparse else DENSE_WEIGHT for pattern in self.sparse.values())
+        # on the other path no pattern is used
+        ours = Counter(
+            self.sparse.values() if resolution.path == SPARSE else [DENSE_WEIGHT] * len(self.sparse)
+        )
         left = Counter(self.dense.values())
         facts = {
             name: getattr(resolution, name) for name in ("pattern", "path", "layout", "backend", "reason")
@@ -78,7 +81,7 @@ class LayerSummary:
     def _words(self, resolution: Resolution, ours: Counter[str], left: Counter[str]) -> str:
         reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(left.items()))
         dense = f"{left.total()} dense" + (f" ({reasons})" if reasons else "")
-        sparse = resolution.path == "sparse"
+        sparse = resolution.path == SPARSE
         pattern = resolution.parsed_pattern
         subject = str(pattern) if sparse else "dense"
         kind = "sparse" if sparse else "on the cuBLASLt path (dense)"
