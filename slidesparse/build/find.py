@@ -146,7 +146,7 @@ def compiler() -> list[str]:
     )
 
 
-@cache  # vLLM waits while it loads a model: nvcc takes 50 ms, and each target asks again
+@cache  # vLLM waits for it while it loads a model, and each target asks again
 def version_text(*program: str) -> str:
     """Return the output of ``program --version``, or the error if it cannot be run."""
     command = [*program, "--version"]
