@@ -103,3 +103,14 @@ def test_dequant_scales_by_the_channel_first_and_rounds_once() -> None:
     assert int((expected != token_first).sum()) > 100
     twice = (torch.from_numpy(expected - bias).bfloat16() + tensors[3].bfloat16()).bfloat16()
     assert not torch.equal(twice, torch.from_numpy(expected).bfloat16())
+
+
+def test_dequant_accepts_scale_shapes_and_bias_dtypes() -> None:
+    acc = torch.tensor([[3, -5], [7, 11]], dtype=torch.int32)
+    s_x, s_w = torch.tensor([[0.5], [2.0]]), torch.tensor([0.25, 4.0])
+    expected = [[0.375, -10.0], [3.5, 88.0]]
+    assert dequant_bias(acc, s_x, s_w, None, torch.float32).tolist() == expected
+    assert dequant_bias(acc, s_x, s_w[:, None], None, torch.float32).tolist() == expected
+    bias = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
+    assert dequant_bias(acc, s_x, s_w, bias, torch.float32).tolist() == [[1.375, -8.0], [4.5, 90.0]]
+    assert acc.tolist() == [[3, -5], [7, 11]]
