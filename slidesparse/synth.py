@@ -50,7 +50,7 @@ from slidesparse.checkpoint.storage import (
     unquantized_config,
 )
 from slidesparse.checkpoint.w8a8 import KINDS
-from slidesparse.convert.options import ConvertOptions
+from slidesparse.convert.options import ConvertOptions, LayerPatterns
 from slidesparse.convert.plan import ConversionPlan, Planner
 from slidesparse.convert.source import Floats, Prune
 from slidesparse.convert.stream import write_output
@@ -79,6 +79,7 @@ def synth(
     pattern: Pattern | None = None,
     layout: str = "dense",
     layers: int | None = None,
+    layer_patterns: LayerPatterns = (),
     progress: Progress = no_progress,
 ) -> tuple[ConversionPlan, Skeleton]:
     """Write the checkpoint ``out`` of a model with random weights and a placeholder tokenizer.
@@ -92,6 +93,7 @@ def synth(
         pattern: the pattern of the linear layers and routed experts, or None for dense ones; not with "bf16".
         layout: "dense" [N, K] or, with a pattern, "slided" [N, K'].
         layers: number of transformer blocks to keep, from the first.
+        layer_patterns: those of `ConvertOptions`; not with "bf16".
         progress: called with "writing", bytes written and total bytes.
 
     The output is deterministic with the same torch.  Raises CheckpointError before anything is written when the config
@@ -102,9 +104,9 @@ def synth(
     values = _config(config, quant, layers)
     if quant not in QUANTS:
         raise CheckpointError(f"--quant {quant!r} is not known; use one of {', '.join(QUANTS)}")
-    if quant == BF16 and (pattern or layout != "dense"):
+    if quant == BF16 and (pattern or layout != "dense" or layer_patterns):
         raise CheckpointError(
-            "--quant bf16 writes weights that are not pruned; leave --sparsity and --layout out"
+            "--quant bf16 writes weights that are not pruned; leave --sparsity, --layer and --layout out"
         )
     if layout != "dense" and not pattern:
         raise CheckpointError(
@@ -115,7 +117,7 @@ def synth(
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / CONFIG).write_text(json.dumps(values))
         try:
-            plan, skeleton = _plan(Path(folder), values, quant, pattern, layout)
+            plan, skeleton = _plan(Path(folder), values, quant, pattern, layout, layer_patterns)
         except CheckpointError as error:
             raise CheckpointError(str(error).replace(str(Path(folder) / CONFIG), str(config))) from error
         remove_stale(out)
@@ -152,7 +154,12 @@ def _config(config: str | Path, quant: str, layers: int | None) -> dict[str, Any
 
 
 def _plan(
-    folder: Path, values: dict[str, Any], quant: str, pattern: Pattern | None, layout: str
+    folder: Path,
+    values: dict[str, Any],
+    quant: str,
+    pattern: Pattern | None,
+    layout: str,
+    of_layers: LayerPatterns,
 ) -> tuple[ConversionPlan, Skeleton]:
     """Plan how a float checkpoint of the model would be converted; return the model, too."""
     source = RandomCheckpoint(folder, values, None, (), {})
@@ -165,11 +172,12 @@ def _plan(
         for name, shape in shapes.items()
     }
     source = replace(source, files=(MODEL,), tensors=tensors)
-    of_experts = ((EXPERT.pattern, pattern),) if pattern and experts(shapes) else ()
+    if pattern and experts(shapes):
+        of_layers = ((EXPERT.pattern, pattern), *of_layers)
     options = ConvertOptions(
-        pattern or SlidePattern(None), None if quant == BF16 else quant, layout, layer_patterns=of_experts
+        pattern or SlidePattern(None), None if quant == BF16 else quant, layout, layer_patterns=of_layers
     )
-    plan = Planner(source, options, RandomWeights(source, options.quant)).plan()
+    plan = Planner(source, options, RandomWeights).plan()
     if quant == BF16:
         outputs = tuple(replace(o, specs=(o.source,), layer=None, pattern=None) for o in plan.outputs)
         return replace(plan, quant=quant, outputs=outputs, config=values), skeleton
@@ -214,7 +222,7 @@ class _RandomReader(Reader):
 class RandomWeights(Floats):
     """Layers whose rows repeat SAMPLE rows that were drawn, pruned and quantized once."""
 
-    def __init__(self, checkpoint: Checkpoint, quant: str | None) -> None:
+    def __init__(self, checkpoint: Checkpoint, quant: str | None, _: bool) -> None:
         super().__init__(checkpoint, quant)
         self._samples: dict[str, tuple[Tensor, Tensor]] = {}
 

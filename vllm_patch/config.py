@@ -175,8 +175,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         """
         name = layer_name or type(layer).__name__
         if not isinstance(layer, LinearBase):
-            self.summary.count(name, "lm_head")
-            return super().get_scheme(layer, layer_name)
+            return self._head_scheme(layer, name)
         parts = self._parts(name)
         try:
             scheme = super().get_scheme(layer, layer_name)
@@ -212,6 +211,15 @@ class SlideSparseConfig(CompressedTensorsConfig):
             self.summary.fusion = fusion.register(self.key, self.resolution)
         self.summary.expect(name, layer)
         return SlideSparseScheme(self, scheme, name, entry, reason)
+
+    def _head_scheme(self, head: Any, name: str) -> Any:
+        """Return the scheme of an lm_head.  Raises vLLM's ValueError, which it expects, if no target names it."""
+        self.summary.count(name, "lm_head")
+        scheme = super().get_scheme(head, name)
+        if not isinstance(scheme, W8A8) or refusal(self.get_scheme_dict(head, name) or {}, scheme):
+            return scheme
+        self.summary.expect(name, head)
+        return SlideSparseScheme(self, scheme, name, None)
 
     def patterns(self, entry: LayerEntry | None = None, of_experts: bool = False) -> list[Pattern]:
         """Return the patterns that the weights of a layer, or of experts, may obey, the sparsest first.

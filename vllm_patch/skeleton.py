@@ -33,6 +33,7 @@ from vllm.distributed import ensure_model_parallel_initialized, init_distributed
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import registry
 from vllm.plugins import load_general_plugins
@@ -69,9 +70,9 @@ def build(folder: str, tensors: Tensors, options: Mapping[str, Any], plan: bool)
     ours = config.quant_config if isinstance(config.quant_config, SlideSparseConfig) else None
     return {
         "layers": [
-            _layer(module, fed.get(path, {}))
+            _layer(path, module, fed.get(path, {}))
             for path, module in model.named_modules()
-            if isinstance(module, LinearBase) and hasattr(module, "weight")
+            if _is_linear(module) and hasattr(module, "weight")
         ],
         "left": ours.summary.dense if ours else {},
         "resolution": asdict(ours.resolution) if ours else None,
@@ -99,7 +100,14 @@ def _without_attention(self: torch.nn.Module, *_: Any, **__: Any) -> None:
     torch.nn.Module.__init__(self)
 
 
-def _layer(module: LinearBase, tensors: Mapping[str, list[str]]) -> dict[str, Any]:
+def _is_linear(module: torch.nn.Module) -> bool:
+    """Return whether a module is a linear layer, or a quantized lm_head."""
+    return isinstance(module, LinearBase) or (
+        isinstance(module, ParallelLMHead) and hasattr(module, "scheme")
+    )
+
+
+def _layer(path: str, module: Any, tensors: Mapping[str, list[str]]) -> dict[str, Any]:
     scheme = getattr(module, "scheme", None)
     quantized = not isinstance(module.quant_method, UnquantizedLinearMethod)
     method = type(scheme or module.quant_method).__name__.removeprefix("CompressedTensors")
@@ -107,9 +115,9 @@ def _layer(module: LinearBase, tensors: Mapping[str, list[str]]) -> dict[str, An
     if isinstance(scheme, SlideSparseScheme):
         reason = scheme.dense_because or ""
     return {
-        "name": module.prefix,
-        "rows": module.output_size,
-        "columns": module.input_size,
+        "name": getattr(module, "prefix", path),
+        "rows": getattr(module, "output_size", 0) or module.num_embeddings,
+        "columns": getattr(module, "input_size", 0) or module.embedding_dim,
         "quantized": quantized,
         "reason": reason,
         "weights": [
@@ -133,7 +141,7 @@ def _feed(model: torch.nn.Module, tensors: Tensors) -> dict[str, dict[str, list[
         def record(*arguments: Any, **keywords: Any) -> Any:
             names = [getattr(value, "name_in_checkpoint", "") for value in (*arguments, *keywords.values())]
             fed.setdefault(path, {}).setdefault(kind, []).append(max(names) or current)
-            if loader and isinstance(module, LinearBase) and kind in PARTS:
+            if loader and _is_linear(module) and kind in PARTS:
                 loader(*arguments, **keywords)
             return True  # as experts' loaders do
 

@@ -195,6 +195,12 @@ def new_block(
     }
 
 
+def quantize_head(block: dict[str, Any], head: str) -> None:
+    """Let a `new_block` quantize an lm_head, too: see `Quantization.loads_head`."""
+    block["config_groups"]["group_0"]["targets"].append(f"re:.*{regex.escape(head.rpartition('.')[2])}$")
+    block["ignore"].remove("lm_head")
+
+
 def _arguments(quant: str, strategy: str = "channel") -> dict[str, Any]:
     common = {"num_bits": 8, "type": KINDS[quant][0], "symmetric": True}
     return {

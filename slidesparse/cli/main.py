@@ -198,14 +198,31 @@ def synth(
     layers: Annotated[
         int | None, typer.Option(help="Write only the first N layers of the model.", metavar="N")
     ] = None,
+    layer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another pattern for layers whose name matches, as in convert, such as 'lm_head=dense'; may be "
+            "repeated.",
+            metavar="REGEX=PATTERN",
+        ),
+    ] = None,
 ) -> None:
     """Write a checkpoint with random weights and the shapes of a real model, for benchmarks."""
     pattern = None if sparsity is None else parse_pattern(sparsity)
+    from slidesparse.convert.options import parse_layer_pattern
     from slidesparse.synth import synth as run
 
+    of_layers = tuple(map(parse_layer_pattern, layer or ()))
     with byte_progress() as progress:
         plan, skeleton = run(
-            config, target, quant=quant, pattern=pattern, layout=layout, layers=layers, progress=progress
+            config,
+            target,
+            quant=quant,
+            layout=layout,
+            pattern=pattern,
+            layers=layers,
+            layer_patterns=of_layers,
+            progress=progress,
         )
     pruned = f"pruned to {pattern}, {layout} layout" if pattern else "not pruned"
     form = quant if quant == "bf16" else f"{quant} W8A8"

@@ -14,6 +14,8 @@ from slidesparse.pattern import MixedPattern, Pattern, PatternError, parse_patte
 
 BUDGET = "budget"  # word of --layer in the place of a pattern
 
+LayerPatterns = tuple[tuple[str, Pattern | None], ...]  # regexes and patterns, None for that of the budget
+
 
 @dataclass(frozen=True)
 class ConvertOptions:
@@ -26,8 +28,7 @@ class ConvertOptions:
     quant: str | None = None  # "int8" or "fp8"; None is that of a W8A8 source, and int8 for a float one
     layout: str = "dense"  # weights [N, K], which stock vLLM serves too, or "slided" [N, K']
     ignore: tuple[str, ...] = ()  # regexes of layers to leave unchanged
-    # regexes and patterns, None for that of the budget; the last match counts
-    layer_patterns: tuple[tuple[str, Pattern | None], ...] = ()
+    layer_patterns: LayerPatterns = ()  # the last match counts
     budget: Budget | None = None  # chooses the pattern of each layer, instead of ``pattern``
     calibration: Calibration | None = None  # for float weights and BitNet; else they are pruned by magnitude
 

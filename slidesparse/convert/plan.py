@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import filterfalse
@@ -16,6 +16,7 @@ from torch import nn
 
 import slidesparse
 from slidesparse.calibrate.model import Model
+from slidesparse.calibrate.rotation import untie_head
 from slidesparse.checkpoint import names as naming
 from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, KEY, QUANT_METHOD, STAMP, LayerEntry, Metadata
@@ -31,9 +32,9 @@ from slidesparse.checkpoint.storage import (
     plan_file,
     unquantized_config,
 )
-from slidesparse.checkpoint.w8a8 import KINDS
+from slidesparse.checkpoint.w8a8 import KINDS, quantize_head
 from slidesparse.convert.options import ConvertOptions
-from slidesparse.convert.source import Source, source_of
+from slidesparse.convert.source import Floats, Source, source_of
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import Pattern, SlidePattern
 from slidesparse.serving import NotServedError, Skeletons
@@ -76,6 +77,7 @@ class ConversionPlan:
     kept: dict[str, str]  # 2-D weights that are not changed -> reason
     skipped: dict[str, str]  # linear layers that are quantized but not pruned -> reason
     config: dict[str, Any]  # the config.json to write
+    head: str | None = None  # the lm_head, if it is quantized
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -86,6 +88,11 @@ class ConversionPlan:
     def patterns(self) -> dict[str, Pattern]:
         """The pruned layers, each with its pattern."""
         return {output.layer: output.pattern for output in self.outputs if output.layer and output.pattern}
+
+    @property
+    def unpruned(self) -> list[str]:
+        """The linear layers of blocks that are quantized but not pruned."""
+        return [name for name in self.skipped if name != self.head]
 
     @property
     def rewritten(self) -> str:
@@ -128,28 +135,69 @@ class Planner:
     """Plans conversions of one checkpoint; nothing is written.
 
     Args:
-        source: what the checkpoint holds, if it is known.
+        opened: makes the source of a checkpoint: see `slidesparse.convert.source.source_of`.
 
     Raises the errors of `slidesparse.convert.stream.convert`.
     """
 
-    def __init__(self, checkpoint: Checkpoint, options: ConvertOptions, source: Source | None = None) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        options: ConvertOptions,
+        opened: Callable[[Checkpoint, str | None, bool], Source] = source_of,
+    ) -> None:
         self.options, self.skeleton = options, Skeleton(checkpoint)
+        self.head = self._asked_head()  # the lm_head, if it is to be quantized
+        if self.head:
+            self.skeleton = Skeleton(untie_head(checkpoint))
         # Of the linear layers, by the checkpoint's names, those that vLLM never quantizes, and vLLM's names of all
         self.unquantized, self.served_names = frozenset[str](), dict[str, list[str]]()
         self.checkpoint = checkpoint = self.skeleton.with_single_experts()
         self.routed = naming.experts(checkpoint.tensors)
-        self.source = source or source_of(checkpoint, options.quant, bool(self.routed))
+        self.source = opened(checkpoint, options.quant, bool(self.routed))
         if self.source.metadata:
             _require_layout_alone(self.source.metadata, options)
         elif options.calibration:
             self.source.require_calibration()
+        if self.head:
+            self._require_head()
         pruned = self.source.metadata.layers if self.source.metadata else {}
         is_ternary, scheme = is_bitnet(checkpoint.config), self.source.quantization.scheme
         self.skeleton.require_tensors(
             {name: entry.in_features for name, entry in pruned.items()},
             lambda layer, dtype: is_ternary or bool(scheme(layer, dtype)),
         )
+
+    def _asked_head(self) -> str | None:
+        """Return the lm_head if a --layer option names it: one that matches it and no linear layer of a block."""
+        model, asked = self.skeleton.model, None
+        module = model.get_output_embeddings() if self.skeleton.generates else None
+        names = [name for name, each in model.named_modules() if each is module]
+        for text, pattern in self.options.layer_patterns:
+            if self._names_head(text, names):
+                asked = names[0]
+                if pattern is None or pattern.density < 1:
+                    raise CheckpointError(
+                        f"--layer {text!r}: {asked}, which predicts tokens, can be quantized, but not pruned: "
+                        f"{text}=dense"
+                    )
+        return asked
+
+    def _names_head(self, text: str, names: Sequence[str]) -> bool:
+        return bool(naming.search(text, names, "--layer")) and not naming.search(
+            text, self.skeleton.layers, "--layer"
+        )
+
+    def _require_head(self) -> None:
+        """Raise CheckpointError if the lm_head cannot be quantized."""
+        assert self.head
+        problem = ""
+        if not isinstance(self.source, Floats):
+            problem = "the source is quantized already; start from the original checkpoint"
+        elif self.head + WEIGHT not in self.checkpoint.tensors or self.skeleton.config.tie_word_embeddings:
+            problem = "it is the embedding in all models of this kind, which vLLM takes in floats"
+        if problem:
+            raise CheckpointError(f"--layer: {self.head} cannot be quantized: {problem}")
 
     @property
     def experts(self) -> list[str]:
@@ -197,6 +245,9 @@ class Planner:
             else tuple(sorted(of_experts, key=lambda p: p.density)),
         )
         dropped = source.dropped(patterns)
+        block = source.config(patterns, self._ignored(kept))
+        if self.head:
+            quantize_head(block, self.head)
         return ConversionPlan(
             source=source,
             options=options,
@@ -205,7 +256,8 @@ class Planner:
             outputs=tuple(self._output(name, patterns, entries, dropped) for name in self._written(kept)),
             kept=kept,
             skipped=skipped,
-            config=self._config(source.config(patterns, self._ignored(kept)), metadata),
+            config=self._config(block, metadata),
+            head=self.head,
         )
 
     # The choice of layers and patterns
@@ -229,6 +281,9 @@ class Planner:
                 tuple(n for n in names if shapes[n] == shape) for shape in dict.fromkeys(shapes.values())
             )
         for regex, pattern in self.options.layer_patterns:
+            if self.head and self._names_head(regex, [self.head]):
+                patterns[self.head] = None
+                continue
             for name in naming.matched([*patterns], groups, [regex], "--layer"):
                 asked = pattern or (by_budget or {}).get(name, self.options.pattern)
                 patterns[name] = asked if asked and asked.density < 1 else None
@@ -425,7 +480,8 @@ def ask(planner: Planner, skeletons: Skeletons) -> str:
         raise CheckpointError(
             f"vLLM, which is installed here, would not serve the converted checkpoint: {error}"
         ) from None
-    lost = [name for name in plan.patterns if name not in serving.quantized and not naming.is_expert(name)]
+    asked = [*plan.patterns, *([planner.head] if planner.head else [])]
+    lost = [name for name in asked if name not in serving.quantized and not naming.is_expert(name)]
     if lost:
         raise CheckpointError(
             f"vLLM, which is installed here, would not serve {lost[0]} quantized; leave such layers unchanged by "

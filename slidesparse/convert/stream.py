@@ -142,7 +142,7 @@ def convert(
     plan = planner.plan()
     task, calibration = None, options.calibration
     if calibration:
-        layers, skipped, hold_back = plan.patterns, plan.skipped, options.budget is not None
+        layers, skipped, hold_back = plan.patterns, plan.unpruned, options.budget is not None
         task = prepare(planner.model, layers, skipped, plan.quant, calibration, hold_back, progress)
     distillation = require_memory(task) if task and task.texts else ""
     if task and options.budget:  # what it lacks is refused here, not after the model was rotated
@@ -272,7 +272,7 @@ def _write_calibrated(
     with open_work(out, _state(task, options, report.rotation), task.calibration.resume) as work:
         dense = _transformed(task, reader, work, rotate, progress)
         reader = dense.reader
-        if rotate and not dense.rotated:  # a tied lm_head stays tied
+        if rotate and not dense.rotated and not planner.head:  # a tied lm_head stays tied
             tied = Planner(open_checkpoint(plan.checkpoint.folder)[0], options)
             tied.unquantized, tied.served_names = planner.unquantized, planner.served_names
             planner, plan = tied, tied.plan()
@@ -281,7 +281,7 @@ def _write_calibrated(
 
             def fitted(choice: Choice) -> Task:
                 chosen = planner.plan(choice.by_layer)
-                return replace(task, layers=chosen.patterns, skipped=frozenset(chosen.skipped))
+                return replace(task, layers=chosen.patterns, skipped=frozenset(chosen.unpruned))
 
             outcome = prune_within(reader, work, outcome, fitted, progress)
             assert outcome.choice

@@ -11,7 +11,7 @@ from typing import Any
 
 from slidesparse.calibrate.model import fused_layers
 from slidesparse.checkpoint.converted import open_checkpoint
-from slidesparse.checkpoint.names import WEIGHT
+from slidesparse.checkpoint.names import HEAD, WEIGHT, layer_names
 from slidesparse.checkpoint.storage import FLOATS
 from slidesparse.errors import SlideSparseError, shown
 from slidesparse.gemm.problem import ALL_2_4, ALL_DENSE, CODED, coded_columns, stored_pattern
@@ -19,6 +19,7 @@ from slidesparse.pattern import SlidePattern, parse_pattern, round_up
 from slidesparse.synth import PUBLIC
 
 SIZE = "[1-9][0-9]{0,8}"  # as a regex
+VOCABULARY = 64  # vLLM adds rows to an lm_head until they are a multiple
 FEW_TOKENS = (1, 2, 4, 8, 16, 32)  # also tuned for backends whose plans serve any number of tokens
 TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 PATTERNS = ("2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16", "2_inf")
@@ -74,7 +75,7 @@ def find_model(name: str) -> tuple[str, tuple[Layer, ...]]:
     """Return name and layers of one of MODELS, or of a Hugging Face folder.  Raises ShapeError or CheckpointError.
 
     Those of a folder are its linear layers as vLLM fuses them, one of each shape, but for the unquantized ones of a
-    converted checkpoint.
+    converted checkpoint, and a quantized lm_head.
     """
     if name in MODELS:
         return name, MODELS[name]
@@ -82,12 +83,14 @@ def find_model(name: str) -> tuple[str, tuple[Layer, ...]]:
         raise ShapeError(f"{name!r} is neither one of the models {', '.join(MODELS)} nor a folder of one")
     checkpoint, metadata = open_checkpoint(name)
     layers: dict[tuple[int, int], Layer] = {}
-    for unit in fused_layers(checkpoint, metadata):
+    heads = [(name,) for name in layer_names(checkpoint.tensors) if HEAD.search(name)]
+    for unit in [*fused_layers(checkpoint, metadata), *heads]:
         specs = [checkpoint.tensors[name + WEIGHT].spec for name in unit]
         entry = metadata.layers.get(unit[0]) if metadata else None
-        if metadata and specs[0].dtype in FLOATS:
+        if specs[0].dtype in FLOATS and (metadata or unit in heads):
             continue
-        shape = sum(spec.rows for spec in specs), entry.in_features if entry else specs[0].columns
+        rows = sum(round_up(spec.rows, VOCABULARY) if unit in heads else spec.rows for spec in specs)
+        shape = rows, entry.in_features if entry else specs[0].columns
         layers.setdefault(shape, Layer("+".join(name.rpartition(".")[2] for name in unit), *shape))
     if not layers:
         raise ShapeError(f"{name} has no linear layers to tune: give them with --shapes NxK,NxK instead")

@@ -34,10 +34,12 @@ from checkpoints import (
     rewrite,
     snapshot,
     tensors_of,
+    w8a8,
     write,
 )
 from safetensors import safe_open
 from strategies import assert_same_bits
+from tiny import tiny
 from torch import Tensor
 
 from slidesparse.checkpoint import names
@@ -181,6 +183,53 @@ def test_output_may_be_an_empty_folder_a_link_or_below_new_parents(tmp_path: Pat
         convert(source, tmp_path / f"to {name}")
         assert snapshot(tmp_path / name) == snapshot(tmp_path / "empty")
     assert snapshot(tmp_path / "empty") == snapshot(tmp_path / "new" / "below" / "out")
+
+
+# The output layer
+
+HEAD = "lm_head.weight"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("quant", ["int8", "fp8"])
+def test_lm_head_is_quantized_if_an_option_names_it(tmp_path: Path, tied: bool, quant: str) -> None:
+    """A tied one becomes a tensor of its own.  A regex that matches layers of blocks, too, is for those alone."""
+    source = llama(tmp_path / "source")
+    if tied:
+        rewrite(source, **{HEAD: None})
+        edit_json(source / "config.json", tie_word_embeddings=True)
+    before = tensors_of(source)
+    head = before["model.embed_tokens.weight" if tied else HEAD]
+    report = convert(source, tmp_path / "out", quant=quant, layer=["lm_head=dense"])
+    after, block = tensors_of(tmp_path / "out"), block_of(tmp_path / "out")
+    for actual, expected in zip(
+        (after[HEAD], after["lm_head.weight_scale"]), quantize_rows(head.float(), NAMES[quant]), strict=True
+    ):
+        assert_same_bits(actual, expected)
+    assert_same_bits(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
+    assert config_of(tmp_path / "out")["tie_word_embeddings"] is False
+    assert (block["config_groups"]["group_0"]["targets"], block["ignore"]) == (
+        ["Linear", "re:.*lm_head$"],
+        [],
+    )
+    assert (report.plan.skipped, report.plan.unpruned) == ({"lm_head": "--layer"}, [])
+    convert(source, tmp_path / "without", quant=quant, layer=[".=6:8"])
+    assert tensors_of(tmp_path / "without").get(HEAD, head).dtype == torch.bfloat16
+
+
+def test_lm_head_that_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
+    source = llama(tmp_path / "source")
+    for pattern in ("6:8", "2:4"):
+        refused(
+            source, "lm_head, which predicts tokens, can be quantized, but not", layer=[f"head={pattern}"]
+        )
+    refused(w8a8(tmp_path / "w8a8"), "lm_head cannot be quantized: the source is", layer=["lm_head=dense"])
+    refused(
+        tiny("gemma2", tmp_path / "gemma2", tie_word_embeddings=True),
+        "it is the embedding in all models",
+        layer=["lm_head=dense"],
+    )
+    refused(bert(tmp_path / "bert"), "--layer 'lm_head' matches none of the", layer=["lm_head=dense"])
 
 
 # Kills and interrupts

@@ -130,6 +130,7 @@ def int8_beside_stock(engine: Engine) -> list[Engine]:
 BLOCKS = Engine("int8", "2:4@50%", "float16")  # dense and 2:4 blocks in each weight
 UNASKED = replace(BLOCKS, pattern="dense")
 BESIDE = replace(INT8_6_8, skip="down_proj")  # unpruned layers beside pruned ones
+HEAD = replace(INT8_6_8, head=True)
 
 
 def require_dense_blocks(gpu_engines: GpuEngines) -> None:
@@ -138,7 +139,9 @@ def require_dense_blocks(gpu_engines: GpuEngines) -> None:
 
 
 @needs(int8_beside_stock)
-@pytest.mark.parametrize("engine", [BLOCKS, UNASKED, BESIDE], ids=["2:4@50%", "without a flag", "unpruned"])
+@pytest.mark.parametrize(
+    "engine", [BLOCKS, UNASKED, BESIDE, HEAD], ids=["2:4@50%", "without a flag", "unpruned", "lm_head"]
+)
 def test_int8_dense_blocks_outputs_equal_stock(gpu_engines: GpuEngines, engine: Engine) -> None:
     if engine in (BLOCKS, UNASKED):
         require_dense_blocks(gpu_engines)
@@ -146,7 +149,7 @@ def test_int8_dense_blocks_outputs_equal_stock(gpu_engines: GpuEngines, engine: 
     assert not differences(teacher_forced(sparse), teacher_forced(stock))
     assert not differences(greedy(sparse), greedy(stock))
     assert not differences(greedy(graphs), greedy(stock_graphs))
-    assert ("not pruned (by the same backend)" in sparse.summary) == bool(engine.skip)
+    assert ("not pruned (by the same backend)" in sparse.summary) == bool(engine.skip or engine.head)
 
 
 def bitnet(pattern: str) -> list[Engine]:

@@ -94,6 +94,7 @@ class Engine:
     parallel: str = ""  # of PARALLEL
     fuse: bool = False  # norms and activations with quantization, where the model is compiled
     bitnet: bool = False  # a BitNet with random weights and the trained model's shape, instead of that
+    head: bool = False  # whether the lm_head is quantized, too
 
     @property
     def layers(self) -> str:
@@ -191,12 +192,13 @@ class GpuEngines:
     def checkpoint(self, engine: Engine) -> Path:
         """The checkpoint that the engine serves, converted at its first use."""
         model = "bitnet" if engine.bitnet else "trained"
-        name = f"{model}-{engine.quant}-{engine.pattern.replace(':', '_')}-{engine.layout}{engine.skip}"
+        name = f"{model}-{engine.quant}-{engine.pattern.replace(':', '_')}-{engine.layout}{engine.skip}{engine.head}"
         out = self.folder / f"{name}{'-negated' if engine.negated else ''}"
         if not out.exists():
             pattern, unpruned = parse_pattern(engine.pattern), parse_pattern("dense")
             mixed = isinstance(pattern, MixedPattern)  # which `convert` does not write
-            skipped = ((engine.skip, unpruned),) if engine.skip else ()
+            names = [engine.skip] * bool(engine.skip) + ["lm_head"] * engine.head
+            skipped = tuple((name, unpruned) for name in names)
             options = ConvertOptions(
                 unpruned if mixed else pattern, engine.quant, engine.layout, layer_patterns=skipped
             )
