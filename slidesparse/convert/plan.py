@@ -282,11 +282,12 @@ class Planner:
             )
         for regex, pattern in self.options.layer_patterns:
             if self.head and self._names_head(regex, [self.head]):
-                patterns[self.head] = None
                 continue
             for name in naming.matched([*patterns], groups, [regex], "--layer"):
                 asked = pattern or (by_budget or {}).get(name, self.options.pattern)
                 patterns[name] = asked if asked and asked.density < 1 else None
+        if self.head:  # after the options, so that those for layers of blocks do not prune it
+            patterns[self.head] = None
         skipped = {name: reasons.get(name, BY_LAYER) for name, pattern in patterns.items() if pattern is None}
         if not any(patterns.values()):
             raise CheckpointError("no linear layer is left to prune; leave fewer of them dense")
