@@ -219,7 +219,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         if not isinstance(scheme, W8A8) or refusal(self.get_scheme_dict(head, name) or {}, scheme):
             return scheme
         self.summary.expect(name, head)
-        return SlideSparseScheme(self, scheme, name, None)
+        return SlideSparseScheme(self, scheme, name, None, is_head=True)
 
     def patterns(self, entry: LayerEntry | None = None, of_experts: bool = False) -> list[Pattern]:
         """Return the patterns that the weights of a layer, or of experts, may obey, the sparsest first.

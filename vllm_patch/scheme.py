@@ -26,7 +26,7 @@ from slidesparse.gemm import SPARSE
 from slidesparse.gemm.problem import NAMES, TWO_FOUR, Layer, stores_windows
 from slidesparse.pattern import MixedPattern, Pattern, PatternError, SlideLayout, SlidePattern
 from slidesparse.prune import prune
-from slidesparse.resolve import BREAKS, left_to_vllm, require_invariance, warn_left
+from slidesparse.resolve import BREAKS, NOT_PRUNED, left_to_vllm, require_invariance, warn_left
 from slidesparse.slide import is_slided, obeys, unslide
 
 if TYPE_CHECKING:
@@ -61,13 +61,15 @@ class SlideSparseScheme(CompressedTensorsScheme):
         name: str,
         entry: LayerEntry | None,
         dense_because: str | None = None,
+        is_head: bool = False,
     ) -> None:
         self.config = config
         self.inner = inner
         self.name = name
         self.entry = entry
         self.unasked = not (config.resolution.asked or config.metadata)
-        self.patterns = config.patterns(entry)  # once the weights are loaded, one
+        # once the weights are loaded, one; `slidesparse convert` prunes no lm_head, whatever random weights obey
+        self.patterns = [NOT_PRUNED] if is_head and config.metadata else config.patterns(entry)
         self.slided = config.resolution.layout == "slided" and entry is not None
         self.backend = gemm.get(config.resolution.backend)
         # Once the weights are loaded, one of these is set: why vLLM's own scheme serves the layer, or what our

@@ -307,9 +307,13 @@ def test_lm_head_that_convert_quantizes_tokens_equal_stock(
     expected = stock(engines, str(tmp_path / "out"), options=options)
     if layout != "dense":
         convert(tmp_path / "out", tmp_path / layout, layout=layout)
-    answer = engines.serve(tmp_path / layout if layout != "dense" else tmp_path / "out", options=options)
+    served = tmp_path / layout if layout != "dense" else tmp_path / "out"
+    answer = engines.serve(served, options=options)
     assert answer.tokens == expected.tokens
     assert "8 layers sparse, " + HEAD_BY_US in answer.summary
+    dummy = {**options, "load_format": "dummy"}
+    reloaded = engines.serve(served, options=dummy, task="reload_after_dummy")
+    assert (reloaded.tokens, reloaded.summary) == (answer.tokens, answer.summary)
 
 
 WIDE = Decoder("Qwen2ForCausalLM", hidden=256, intermediate=512, head_dim=64)
