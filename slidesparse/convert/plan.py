@@ -172,7 +172,8 @@ class Planner:
         """Return the lm_head if a --layer option names it: one that matches it and no linear layer of a block."""
         model, asked = self.skeleton.model, None
         module = model.get_output_embeddings() if self.skeleton.generates else None
-        names = [name for name, each in model.named_modules() if each is module]
+        paths = [name + WEIGHT for name, each in model.named_modules() if each is module]
+        names = [self.skeleton.stored.get(path, path).removesuffix(WEIGHT) for path in paths]
         for text, pattern in self.options.layer_patterns:
             if self._names_head(text, names):
                 asked = names[0]

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import ARCHITECTURES
 from checkpoints import (
     DOWN,
     INDEX,
@@ -51,7 +52,7 @@ from slidesparse.convert.stream import is_finite
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 from slidesparse.pattern import PatternError, SlidePattern
 from slidesparse.prune import prune
-from slidesparse.quantize import FP8, NAMES, quantize_rows
+from slidesparse.quantize import FP8, INT8, NAMES, quantize_rows
 from slidesparse.slide import slide, violations
 
 LINEARS = sorted(LLAMA.linears())
@@ -215,6 +216,15 @@ def test_lm_head_is_quantized_if_an_option_names_it(tmp_path: Path, tied: bool, 
     assert (report.plan.skipped, report.plan.unpruned) == ({"lm_head": "--layer"}, [])
     convert(source, tmp_path / "without", quant=quant, layer=[".=6:8"])
     assert tensors_of(tmp_path / "without").get(HEAD, head).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("head", ["embed_out", "language_model.lm_head"])
+def test_lm_head_has_the_name_of_its_tensor(tmp_path: Path, head: str) -> None:
+    """Which is not that of the module in transformers."""
+    name = "gpt_neox" if head == "embed_out" else "internvl"
+    source = tiny(name, tmp_path / "source", **ARCHITECTURES[name])
+    plan = convert(source, tmp_path / "out", layer=[f"^{head}=dense"]).plan
+    assert (plan.head, tensors_of(tmp_path / "out")[f"{head}.weight"].dtype) == (head, INT8)
 
 
 def test_lm_head_that_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
