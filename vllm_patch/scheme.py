@@ -111,6 +111,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         if self.dense_because is None and self._is_other_head(dtype):
             self.dense_because = f"{str(dtype).removeprefix('torch.')} outputs"
         weight = layer.weight
+        self._dtype = weight.dtype
         try:
             if self.dense_because is None:
                 self._require_able(weight, dtype)
@@ -187,6 +188,14 @@ class SlideSparseScheme(CompressedTensorsScheme):
             "The dense layout works at any size: slidesparse convert SRC OUT --layout dense"
         )
 
+    def require_loaded(self, layer: torch.nn.Module) -> None:
+        """Raise CheckpointError unless all tensors were loaded, and none into a weight that is not this layer's."""
+        if layer.weight.dtype != self._dtype:
+            raise CheckpointError(
+                f"{self.name}: the checkpoint quantizes it, but its config.json ties it to the embedding; {AGAIN}"
+            )
+        self.load_check.require_all(layer)
+
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Slide and pack the weight, or hand the layer to vLLM's scheme.  May run again, for example after a reload.
 
@@ -196,7 +205,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         if getattr(layer.weight, PACKED, False):
             return
         if not self.dummy:
-            self.load_check.require_all(layer)
+            self.require_loaded(layer)
         try:
             packed = None if self.dense_because else self._packed(self._loaded(layer))
         except SlideSparseError as error:

@@ -169,7 +169,7 @@ def _feed(model: torch.nn.Module, tensors: Tensors) -> dict[str, dict[str, list[
             parameter.weight_loader = loader
     for module in model.modules():
         if isinstance(scheme := getattr(module, "scheme", None), SlideSparseScheme):
-            scheme.load_check.require_all(module)
+            scheme.require_loaded(module)
     return fed
 
 

@@ -9,11 +9,14 @@ import pytest
 import torch
 from architectures import VISION, multimodal
 from calibration import dequantized
-from checkpoints import convert, edit_block, rewrite, tensors_of
-from engines import Engines
+from checkpoints import config_of, convert, edit_block, edit_json, rewrite, tensors_of
+from engines import Engines, Request
 from models import shrink_codes
 from tiny import tiny
 from transformers import AutoModel, AutoTokenizer
+
+from slidesparse.checkpoint.storage import Checkpoint
+from slidesparse.serving import NotServedError, Skeletons, stored
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -36,7 +39,9 @@ def test_language_model_is_served_sparse(engines: Engines, tmp_path: Path) -> No
     assert len({tuple(tokens) for tokens in answer.tokens}) == len(answer.tokens)
 
 
-def test_head_of_a_tied_language_model_is_untied(engines: Engines, tmp_path: Path) -> None:
+def test_head_of_a_tied_language_model_is_untied(
+    engines: Engines, skeletons: Skeletons, tmp_path: Path
+) -> None:
     """In the language model's config, too, by which vLLM would take the embedding for the quantized head."""
     tied = {"tie_word_embeddings": True}
     model = multimodal({**VISION, "image_size": 56}, model_type="llama", **tied, **TEXT)
@@ -44,6 +49,11 @@ def test_head_of_a_tied_language_model_is_untied(engines: Engines, tmp_path: Pat
     convert(source, out := tmp_path / "out", layer=["lm_head=dense"])
     answer = engines.as_stock(shrink_codes(out), options=NO_IMAGES)
     assert "8 layers sparse, 1 not pruned" in answer.summary
+    edit_json(out / "config.json", text_config={**config_of(out)["text_config"], **tied})
+    refused = "lm_head: the checkpoint quantizes it, but its config.json ties it"
+    assert refused in engines.ask(Request(str(out), options=NO_IMAGES)).error
+    with pytest.raises(NotServedError, match=refused):
+        skeletons.layers(out, stored(Checkpoint.open(out)))
 
 
 def test_minilm_embeddings_match_transformers(engines: Engines, tmp_path: Path) -> None:
