@@ -180,7 +180,7 @@ PARAMETERS = {
 def test_public_configs_have_sizes_of_the_published_models(tmp_path: Path, name: str) -> None:
     values = module._config(name, "bf16", None)
     (tmp_path / "config.json").write_text(json.dumps(values))
-    plan, _ = module._plan(tmp_path, values, "bf16", None, "dense")
+    plan, _ = module._plan(tmp_path, values, "bf16", None, "dense", ())
     sizes = {spec.name: spec.shape for file in plan.checkpoint.files for spec in plan.specs(file)}
     assert sum(math.prod(shape) for shape in sizes.values()) == PARAMETERS[name]
     fused = {"qkv": PROJECTIONS[:3], "o": PROJECTIONS[3:4]}
