@@ -181,7 +181,7 @@ def _plan(
     if quant == BF16:
         outputs = tuple(replace(o, specs=(o.source,), layer=None, pattern=None) for o in plan.outputs)
         return replace(plan, quant=quant, outputs=outputs, config=values), skeleton
-    if pattern is None:
+    if pattern is None and all(each.density == 1 for each in plan.patterns.values()):
         block = {key: value for key, value in plan.config["quantization_config"].items() if key != KEY}
         plan = replace(plan, config={**plan.config, "quantization_config": block})
     return plan, skeleton

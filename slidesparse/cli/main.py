@@ -225,6 +225,7 @@ def synth(
             progress=progress,
         )
     pruned = f"pruned to {pattern}, {layout} layout" if pattern else "not pruned"
+    pruned += ", but for --layer" * bool(layer)
     form = quant if quant == "bf16" else f"{quant} W8A8"
     show("model", f"{type(skeleton.model).__name__}, {len(skeleton.blocks)} layers in {form}, {pruned}")
     show("weights", "random: for measuring speed only, the output is meaningless")

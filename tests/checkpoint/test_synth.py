@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from architectures import MOE
 from checkpoints import assert_same_tensors, config_of, convert, tensors_of
@@ -146,6 +147,15 @@ def test_output_without_pattern_is_a_source(tmp_path: Path) -> None:
     assert "slidesparse" not in written["quantization_config"]
     assert "lm_head.weight" not in tensors_of(tmp_path / "plain")
     assert convert(tmp_path / "plain", tmp_path / "out").plan.quant == "fp8"
+
+
+def test_layers_that_an_option_prunes_are_listed(tmp_path: Path) -> None:
+    options = ("--layer", "down_proj=6:8", "--layer", "lm_head=dense")
+    result = Done("synth", config_file(tmp_path), tmp_path / "out", *options)
+    assert "in int8 W8A8, not pruned, but for --layer\n" in result.out
+    pruned = [layer.name for layer in inspect(tmp_path / "out").layers if layer.pattern == "6:8"]
+    assert pruned == [LINEARS[6], LINEARS[13]]
+    assert tensors_of(tmp_path / "out")["lm_head.weight"].dtype == torch.int8
 
 
 def test_ternary_weights_have_the_zeros_of_trained_ones(tmp_path: Path) -> None:
