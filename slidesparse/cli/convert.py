@@ -132,8 +132,8 @@ def convert(
         list[str] | None,
         _layer_option(
             help="Use another pattern for layers whose name matches, such as 'down_proj=8:10', or 'o_proj=dense' to "
-            "quantize them without pruning; '\\.experts\\.=budget' lets a budget choose for routed experts, too. May "
-            "be repeated; the last match applies.",
+            "quantize them without pruning; 'lm_head=dense' quantizes lm_head, too; '\\.experts\\.=budget' lets a "
+            "budget choose for routed experts, too. May be repeated; the last match applies.",
             metavar="REGEX=PATTERN",
         ),
     ] = None,

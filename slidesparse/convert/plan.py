@@ -479,8 +479,11 @@ def ask(planner: Planner, skeletons: Skeletons) -> str:
     try:
         serving = skeletons.layers(folder, specs, plan.config, **options)
     except NotServedError as error:
+        hint = (
+            f"; it may be that it takes {planner.head} in floats: leave --layer out" if planner.head else ""
+        )
         raise CheckpointError(
-            f"vLLM, which is installed here, would not serve the converted checkpoint: {error}"
+            f"vLLM, which is installed here, would not serve the converted checkpoint: {error}{hint}"
         ) from None
     asked = [*plan.patterns, *([planner.head] if planner.head else [])]
     lost = [name for name in asked if name not in serving.quantized and not naming.is_expert(name)]

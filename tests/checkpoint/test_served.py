@@ -51,8 +51,13 @@ def test_layers_that_vllm_does_not_quantize_are_kept(
 
 
 def test_output_that_vllm_would_not_serve_is_refused(tmp_path: Path, skeletons: Skeletons) -> None:
-    """The mixer was quantized where vLLM is not installed."""
-    convert(jamba(tmp_path / "source"), tmp_path / "quantized")
+    """The mixer was quantized where vLLM is not installed; and vLLM's class takes the head in floats."""
+    source = jamba(tmp_path / "source")
+    with pytest.raises(
+        CheckpointError, match=r"(?s)would not serve .* takes lm_head in floats: leave --layer out"
+    ):
+        convert(source, tmp_path / "out", layer=["lm_head=dense"], skeletons=skeletons)
+    convert(source, tmp_path / "quantized")
     with pytest.raises(CheckpointError, match="vLLM, which is installed here, would not serve the converted"):
         convert(tmp_path / "quantized", tmp_path / "out", layout="slided", skeletons=skeletons)
     assert not (tmp_path / "out").exists()
