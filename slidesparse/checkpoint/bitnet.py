@@ -66,9 +66,8 @@ def as_int8(checkpoint: Checkpoint) -> Checkpoint:
         elif name.removesuffix(SCALE) not in forms:
             tensors[name] = stored
     config = {**checkpoint.config, "quantization_config": new_block("int8")}
-    return BitNetCheckpoint(
-        checkpoint.folder, config, checkpoint.index, checkpoint.files, tensors, checkpoint, forms, inverse
-    )
+    facts = checkpoint.folder, config, checkpoint.index, checkpoint.files, tensors
+    return BitNetCheckpoint(*facts, checkpoint, forms, inverse, opened=checkpoint.opened)
 
 
 def _form(checkpoint: Checkpoint, layer: str) -> str:

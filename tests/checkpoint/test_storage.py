@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bitnets
 import pytest
 import torch
 from checkpoints import (
@@ -289,10 +290,13 @@ def test_consolidated_weights_of_mistral_are_skipped(tmp_path: Path) -> None:
     assert Checkpoint.open(source).files == (MODEL,)
 
 
+@pytest.mark.parametrize("make", [llama, bitnets.write_master])
 @pytest.mark.parametrize("file", [MODEL, "config.json"])
-def test_source_changed_while_it_is_read_is_refused(tmp_path: Path, file: str) -> None:
+def test_source_changed_while_it_is_read_is_refused(
+    tmp_path: Path, file: str, make: Callable[[Path], Path]
+) -> None:
     """Such as by a download that goes on: half of the output would be another model's."""
-    source = llama(tmp_path / "source")
+    source = make(tmp_path / "source")
 
     def change(phase: str, done: int, total: int) -> None:
         os.utime(source / file)
