@@ -195,10 +195,25 @@ def new_block(
     }
 
 
-def quantize_head(block: dict[str, Any], head: str) -> None:
-    """Let a `new_block` quantize an lm_head, too: see `Quantization.loads_head`."""
-    block["config_groups"]["group_0"]["targets"].append(f"re:.*{regex.escape(head.rpartition('.')[2])}$")
-    block["ignore"].remove("lm_head")
+def quantize_head(block: dict[str, Any], head: str, quant: str, layers: Iterable[str]) -> None:
+    """Let a ``quantization_config`` quantize an lm_head, too, in a group of its own: see `Quantization.loads_head`.
+
+    Args:
+        layers: the names of all layers.
+
+    Raises CheckpointError if an entry of the ignore list covers both it and another layer.
+    """
+    covering = {entry for entry in block["ignore"] if entry == "lm_head" or _names(entry, head)}
+    for entry in covering:
+        if others := [name for name in layers if name != head and _names(entry, name)]:
+            raise CheckpointError(
+                f"--layer: {head} cannot be quantized, as the source's ignore list covers {others[0]}, too, by "
+                f"{entry!r}; leave the option out, or edit the list in its config.json"
+            )
+    block["ignore"] = [entry for entry in block["ignore"] if entry not in covering]
+    target = f"re:.*{regex.escape(head.rpartition('.')[2])}$"
+    form = f"{KINDS[quant][0]}-quantized"
+    block["config_groups"]["lm_head"] = {"targets": [target], "format": form, **_arguments(quant)}
 
 
 def _arguments(quant: str, strategy: str = "channel") -> dict[str, Any]:

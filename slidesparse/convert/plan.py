@@ -77,7 +77,12 @@ class ConversionPlan:
     kept: dict[str, str]  # 2-D weights that are not changed -> reason
     skipped: dict[str, str]  # linear layers that are quantized but not pruned -> reason
     config: dict[str, Any]  # the config.json to write
-    head: str | None = None  # the lm_head, if it is quantized
+    head: str | None  # the lm_head, if floats of it are quantized
+    of_head: Source  # which quantizes that
+
+    def source_of(self, layer: str) -> Source:
+        """Return what makes the codes of a layer."""
+        return self.of_head if layer == self.head else self.source
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -97,7 +102,8 @@ class ConversionPlan:
     @property
     def rewritten(self) -> str:
         """A description of the changes to the source's quantization."""
-        return "; ".join(self.source.changes([output.layer for output in self.outputs if output.layer]))
+        layers = [output.layer for output in self.outputs if output.layer and output.layer != self.head]
+        return "; ".join(self.source.changes(layers))
 
     @property
     def bytes_in(self) -> int:
@@ -159,8 +165,7 @@ class Planner:
             _require_layout_alone(self.source.metadata, options)
         elif options.calibration:
             self.source.require_calibration()
-        if self.head:
-            self._require_head()
+        self.of_head = self._head_source()
         pruned = self.source.metadata.layers if self.source.metadata else {}
         is_ternary, scheme = is_bitnet(checkpoint.config), self.source.quantization.scheme
         self.skeleton.require_tensors(
@@ -189,16 +194,24 @@ class Planner:
             text, self.skeleton.layers, "--layer"
         )
 
-    def _require_head(self) -> None:
-        """Raise CheckpointError if the lm_head cannot be quantized."""
-        assert self.head
-        problem = ""
-        if not isinstance(self.source, Floats):
-            problem = "the source is quantized already; start from the original checkpoint"
-        elif self.head + WEIGHT not in self.checkpoint.tensors or self.skeleton.config.tie_word_embeddings:
-            problem = "it is the embedding in all models of this kind, which vLLM takes in floats"
+    def _head_source(self) -> Source:
+        """Return what quantizes the floats of the lm_head.  Raises CheckpointError if that cannot be."""
+        if not self.head:
+            return self.source
+        weight, problem = self.checkpoint.tensors.get(self.head + WEIGHT), ""
+        if weight is None or self.skeleton.config.tie_word_embeddings:
+            problem = "models of this kind tie it to the embedding, which vLLM takes in floats"
+        elif weight.spec.dtype not in FLOATS:
+            problem = "it is quantized already; leave the option out"
         if problem:
             raise CheckpointError(f"--layer: {self.head} cannot be quantized: {problem}")
+        if isinstance(self.source, Floats):
+            return self.source
+        quants = {self.source.quant(name) for name in self.skeleton.layers if not self.source.is_float(name)}
+        return Floats(self.checkpoint, min(quants, default=None))
+
+    def _source(self, layer: str) -> Source:
+        return self.of_head if layer == self.head else self.source
 
     @property
     def experts(self) -> list[str]:
@@ -229,7 +242,7 @@ class Planner:
             unprunable = dict.fromkeys(source.also_quantized(excluded), QUANTIZED)
             skipped |= unprunable
             patterns |= dict.fromkeys(unprunable)
-        widths = {name: source.in_features(name) for name in patterns}
+        widths = {name: self._source(name).in_features(name) for name in patterns}
         if not source.metadata:
             kept |= self._other_matrices({*kept, *patterns, *source.heads})
         experts = {*self.experts}
@@ -245,20 +258,22 @@ class Planner:
             if source.metadata
             else tuple(sorted(of_experts, key=lambda p: p.density)),
         )
-        dropped = source.dropped(patterns)
+        dropped = source.dropped([name for name in patterns if name != self.head])
         block = source.config(patterns, self._ignored(kept))
         if self.head:
-            quantize_head(block, self.head)
+            layers = naming.layer_names(self.checkpoint.tensors)
+            quantize_head(block, self.head, self.of_head.quant(self.head), layers)
         return ConversionPlan(
             source=source,
             options=options,
             pattern=metadata.pattern,
-            quant=" and ".join(sorted({source.quant(name) for name in patterns})),
+            quant=" and ".join(sorted({self._source(name).quant(name) for name in patterns})),
             outputs=tuple(self._output(name, patterns, entries, dropped) for name in self._written(kept)),
             kept=kept,
             skipped=skipped,
             config=self._config(block, metadata),
             head=self.head,
+            of_head=self.of_head,
         )
 
     # The choice of layers and patterns
@@ -398,9 +413,10 @@ class Planner:
         if layer == name or layer not in patterns:
             return Output(spec, stored.file, tuple(spec._replace(name=n) for n in self.source.names(name)))
         entry, rows = entries.get(layer), spec.shape[0]
-        columns = entry.columns(self.options.layout) if entry else self.source.in_features(layer)
-        specs = [TensorSpec(name, KINDS[self.source.quant(layer)][1], (rows, columns))]
-        if not self.source.copies_scale(layer):
+        source = self._source(layer)
+        columns = entry.columns(self.options.layout) if entry else source.in_features(layer)
+        specs = [TensorSpec(name, KINDS[source.quant(layer)][1], (rows, columns))]
+        if not source.copies_scale(layer):
             specs.append(TensorSpec(layer + SCALE, "F32", (rows, 1)))
         return Output(spec, stored.file, tuple(specs), layer, patterns[layer])
 
@@ -500,6 +516,7 @@ def _unpacked(plan: ConversionPlan) -> Iterator[TensorSpec]:
     for output in plan.outputs:
         for spec in output.specs:
             if output.layer and spec.name == output.layer + WEIGHT:
-                yield spec._replace(shape=(spec.shape[0], plan.source.in_features(output.layer)))
+                columns = plan.source_of(output.layer).in_features(output.layer)
+                yield spec._replace(shape=(spec.shape[0], columns))
             elif not spec.name.endswith(SCALE):
                 yield spec

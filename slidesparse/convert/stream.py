@@ -517,7 +517,7 @@ def _write_chunk(
             require_pattern(weight, pattern, layer)
     else:
         pruned = (lambda w: prune(w, pattern)) if pattern else (lambda w: w)
-        weight, scale = plan.source.codes(reader, layer, rows, pruned)
+        weight, scale = plan.source_of(layer).codes(reader, layer, rows, pruned)
     if isinstance(pattern, SlidePattern) and weight.shape[1] != output.specs[0].columns:
         weight = slide(weight, pattern, layer=layer)
     writer.write(output.specs[0].name, rows.start, weight)

@@ -35,7 +35,6 @@ from checkpoints import (
     rewrite,
     snapshot,
     tensors_of,
-    w8a8,
     write,
 )
 from safetensors import safe_open
@@ -209,10 +208,7 @@ def test_lm_head_is_quantized_if_an_option_names_it(tmp_path: Path, tied: bool, 
         assert_same_bits(actual, expected)
     assert_same_bits(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
     assert config_of(tmp_path / "out")["tie_word_embeddings"] is False
-    assert (block["config_groups"]["group_0"]["targets"], block["ignore"]) == (
-        ["Linear", "re:.*lm_head$"],
-        [],
-    )
+    assert (block["config_groups"]["lm_head"]["targets"], block["ignore"]) == (["re:.*lm_head$"], [])
     assert (report.plan.skipped, report.plan.unpruned) == ({"lm_head": "--layer"}, [])
     convert(source, tmp_path / "without", quant=quant, layer=[".=6:8"])
     assert tensors_of(tmp_path / "without").get(HEAD, head).dtype == torch.bfloat16
@@ -233,10 +229,11 @@ def test_lm_head_that_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
         refused(
             source, "lm_head, which predicts tokens, can be quantized, but not", layer=[f"head={pattern}"]
         )
-    refused(w8a8(tmp_path / "w8a8"), "lm_head cannot be quantized: the source is", layer=["lm_head=dense"])
+    convert(source, tmp_path / "quantized", "dense", layer=["lm_head=dense"])
+    refused(tmp_path / "quantized", "lm_head cannot be quantized: it is quantized", layer=["lm_head=dense"])
     refused(
         tiny("gemma2", tmp_path / "gemma2", tie_word_embeddings=True),
-        "it is the embedding in all models",
+        "models of this kind tie it to the embedding",
         layer=["lm_head=dense"],
     )
     refused(bert(tmp_path / "bert"), "--layer 'lm_head' matches none of the", layer=["lm_head=dense"])

@@ -332,6 +332,27 @@ def test_weights_have_the_sources_codes_or_those_of_codes_times_scales(tmp_path:
     vllm_config(written)
     if plan.rewritten:
         refused(source, "--ignore covers", out="x", ignore=["experts" if "experts" in name else "self_attn"])
+    check_head(source, tmp_path / "head", after, **{**options, "layer": options.get("layer", [])})
+
+
+def check_head(source: Path, out: Path, others: dict[str, Tensor], layer: list[str], **options: Any) -> None:
+    """Check that a float lm_head of a source is quantized if an option says so, and all else is as in ``others``."""
+    plan = convert(source, out, layer=[*layer, "lm_head=dense"], **options).plan
+    after, quant = tensors_of(out), plan.of_head.quant("lm_head")
+    head = {"lm_head.weight": after.pop("lm_head.weight"), "lm_head.scale": after.pop("lm_head.weight_scale")}
+    for actual, expected in zip(
+        head.values(), quantize_rows(others["lm_head.weight"].float(), NAMES[quant]), strict=True
+    ):
+        assert_same_bits(actual, expected)
+    assert_same_tensors(after, {name: x for name, x in others.items() if name != "lm_head.weight"})
+    assert quant in plan.quant
+    written = parse_block(block_of(out), after)
+    assert written.loads_head("lm_head")
+    found = written.scheme("lm_head", "I8" if quant == "int8" else "F8_E4M3")
+    assert found
+    assert (found.quant, found.strategy, found.activations) == (quant, "channel", "per token")
+    assert "head" not in plan.rewritten
+    vllm_config(block_of(out))
 
 
 @pytest.mark.parametrize(("block", "listed"), [((32, 16), []), (None, [DOWN])])

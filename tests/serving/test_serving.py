@@ -7,6 +7,7 @@ the same rounding of activations, the same order of scales and bias), so the tok
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -293,14 +294,21 @@ def test_lm_head_of_a_quantized_source_tokens_equal_stock(
     assert "8 layers sparse, " + served in answer.summary
 
 
-@pytest.mark.parametrize("layout", ["dense", "slided"])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("layout", "size", "make"),
+    [
+        ("dense", 1, write_w8a8),
+        ("dense", 2, write_float),
+        ("slided", 1, write_float),
+        ("slided", 2, write_w8a8),
+    ],
+)
 def test_lm_head_that_convert_quantizes_tokens_equal_stock(
-    engines: Engines, tmp_path: Path, layout: str, size: int
+    engines: Engines, tmp_path: Path, layout: str, size: int, make: Callable[[Decoder, Path], Path]
 ) -> None:
     """Half of 516 tokens is no multiple of 64, to which vLLM fills a head, and parts have unlike numbers of tokens."""
-    model = replace(QWEN, vocabulary=516)
-    source, options = write_float(model, tmp_path / "source"), {"tensor_parallel_size": size}
+    source = make(replace(QWEN, vocabulary=516), tmp_path / "source")
+    options = {"tensor_parallel_size": size}
     convert(source, tmp_path / "out", layer=["lm_head=dense"])
     stored = tensors_of(shrink_codes(tmp_path / "out"))
     assert {stored[f"lm_head.weight{end}"].dtype for end in ("", "_scale")} == {torch.int8, torch.float32}

@@ -154,11 +154,11 @@ def _write(folder: Path, config: dict[str, object], tensors: dict[str, torch.Ten
 
 
 def shrink_codes(folder: Path) -> Path:
-    """Scale the INT8 codes of a checkpoint of one file into LARGEST_EXACT_CODE; zeros stay zero."""
+    """Scale the INT8 codes of a checkpoint of one file into LARGEST_EXACT_CODE, but those that are; zeros stay zero."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     for name, tensor in tensors.items():
-        if tensor.dtype == torch.int8:
+        if tensor.dtype == torch.int8 and tensor.int().abs().max() > LARGEST_EXACT_CODE:
             tensors[name] = (tensor.float() * (LARGEST_EXACT_CODE / 127)).round().to(torch.int8)
     save_file(tensors, path, metadata={"format": "pt"})
     return folder
