@@ -175,19 +175,19 @@ class Planner:
 
     def _asked_head(self) -> str | None:
         """Return the lm_head if a --layer option names it: one that matches it and no linear layer of a block."""
-        model, asked = self.skeleton.model, None
+        model = self.skeleton.model
         module = model.get_output_embeddings() if self.skeleton.generates else None
         paths = [name + WEIGHT for name, each in model.named_modules() if each is module]
         names = [self.skeleton.stored.get(path, path).removesuffix(WEIGHT) for path in paths]
-        for text, pattern in self.options.layer_patterns:
-            if self._names_head(text, names):
-                asked = names[0]
-                if pattern is None or pattern.density < 1:
-                    raise CheckpointError(
-                        f"--layer {text!r}: {asked}, which predicts tokens, can be quantized, but not pruned: "
-                        f"{text}=dense"
-                    )
-        return asked
+        asked = [option for option in self.options.layer_patterns if self._names_head(option[0], names)]
+        if not asked:
+            return None
+        text, pattern = asked[-1]
+        if pattern is None or pattern.density < 1:
+            raise CheckpointError(
+                f"--layer {text!r}: {names[0]}, which predicts tokens, can be quantized, but not pruned: {text}=dense"
+            )
+        return str(names[0])
 
     def _names_head(self, text: str, names: Sequence[str]) -> bool:
         return bool(naming.search(text, names, "--layer")) and not naming.search(

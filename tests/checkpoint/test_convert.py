@@ -225,6 +225,7 @@ def test_lm_head_has_the_name_of_its_tensor(tmp_path: Path, head: str) -> None:
 
 def test_lm_head_that_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
     source = llama(tmp_path / "source")
+    convert(source, tmp_path / "last", layer=["lm_head=6:8", "lm_head=dense"])
     for pattern in ("6:8", "2:4"):
         refused(
             source, "lm_head, which predicts tokens, can be quantized, but not", layer=[f"head={pattern}"]
