@@ -213,7 +213,9 @@ def quantize_head(block: dict[str, Any], head: str, quant: str, layers: Iterable
     block["ignore"] = [entry for entry in block["ignore"] if entry not in covering]
     target = f"re:.*{regex.escape(head.rpartition('.')[2])}$"
     form = f"{KINDS[quant][0]}-quantized"
-    block["config_groups"]["lm_head"] = {"targets": [target], "format": form, **_arguments(quant)}
+    group = {"targets": [target], "format": form, **_arguments(quant)}
+    # the first target that names it counts
+    block["config_groups"] = {"lm_head": group, **block["config_groups"]}
 
 
 def _arguments(quant: str, strategy: str = "channel") -> dict[str, Any]:

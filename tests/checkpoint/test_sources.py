@@ -281,6 +281,14 @@ def classes(folder: Path) -> Path:
     return folder
 
 
+def one_regex(folder: Path) -> Path:
+    """A target and scales per tensor that would be the lm_head's, too, were it not ignored."""
+    groups = block_of(w8a8(folder, strategy="tensor"))["config_groups"]
+    groups["group_0"]["targets"] = ["re:.*"]
+    edit_block(folder, config_groups=groups)
+    return folder
+
+
 STATIC = "static activation scales removed, as activations are now quantized dynamically per token"
 DEQUANTIZED = "dequantized from blocks of 32 x 16 and quantized again per channel"
 # How to make a source, its block size, options, and words of what was changed
@@ -290,6 +298,7 @@ ALIKE: dict[str, tuple[Callable[[Path], Path], tuple[int, int] | None, dict[str,
     "asymmetric": (asymmetric_int8, None, {}, "13 layers: activations are now quantized symmetrically"),
     "some groups": (some_groups, None, {}, ""),
     "classes": (classes, None, {}, ""),
+    "one regex": (one_regex, None, {}, ""),
     "block": (ct_block, (32, 16), {}, f"13 layers: {DEQUANTIZED}"),
     "block to int8": (ct_block, (32, 16), {"quant": "int8"}, DEQUANTIZED),
     "deepseek": (lambda f: fp8(f, (32, 16)), (32, 16), {"layer": ["0.*o_proj=dense"]}, DEQUANTIZED),
