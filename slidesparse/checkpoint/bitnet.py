@@ -115,7 +115,7 @@ class _Reader(Reader):
         layer = name.removesuffix(WEIGHT)
         form = self._view.forms.get(layer) if layer != name else None
         if form is None:
-            return self._raw(name, rows)
+            return super().rows(name, rows)
         if form == PACKED:
             return self._unpacked(name, rows)
         values = self._raw(name, rows).float()

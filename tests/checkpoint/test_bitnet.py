@@ -30,6 +30,7 @@ from slidesparse.checkpoint.inspection import inspect
 from slidesparse.checkpoint.skeleton import Skeleton
 from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.errors import SlideSparseError
+from slidesparse.quantize import INT8, quantize_rows
 
 Q = "model.layers.0.self_attn.q_proj"
 
@@ -74,6 +75,15 @@ def test_ternary_sources_convert_like_their_master_weights(
             torch.testing.assert_close(tensor, whole[name], rtol=2**-7, atol=0)
         elif tensor.dtype == torch.int8:  # near ties round by the rounded scale
             assert float((tensor != whole[name]).float().mean()) < 0.01
+
+
+def test_tied_lm_head_is_quantized_if_an_option_names_it(
+    master: Path, whole: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    convert(master, tmp_path / "out", "2_inf", layer=["lm_head=dense"])
+    codes, scales = quantize_rows(whole["model.embed_tokens.weight"].float(), INT8)
+    expected = {**whole, "lm_head.weight": codes, "lm_head.weight_scale": scales}
+    assert_same_tensors(tensors_of(tmp_path / "out"), expected)
 
 
 def codes(dtype: torch.dtype, value: float, rows: int = 128) -> dict[str, torch.Tensor]:
