@@ -207,8 +207,9 @@ class Planner:
             raise CheckpointError(f"--layer: {self.head} cannot be quantized: {problem}")
         if isinstance(self.source, Floats):
             return self.source
-        quants = {self.source.quant(name) for name in self.skeleton.layers if not self.source.is_float(name)}
-        return Floats(self.checkpoint, min(quants, default=None))
+        layers = (name for name in self.skeleton.layers if not self.source.is_float(name))
+        commonest = Counter(map(self.source.quant, layers)).most_common(1)
+        return Floats(self.checkpoint, commonest[0][0] if commonest else None)
 
     def _source(self, layer: str) -> Source:
         return self.of_head if layer == self.head else self.source
