@@ -78,11 +78,7 @@ class ConversionPlan:
     skipped: dict[str, str]  # linear layers that are quantized but not pruned -> reason
     config: dict[str, Any]  # the config.json to write
     head: str | None  # the lm_head, if floats of it are quantized
-    of_head: Source  # which quantizes that
-
-    def source_of(self, layer: str) -> Source:
-        """Return what makes the codes of a layer."""
-        return self.of_head if layer == self.head else self.source
+    source_of: Callable[[str], Source]  # what makes the codes of a layer
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -165,7 +161,7 @@ class Planner:
             _require_layout_alone(self.source.metadata, options)
         elif options.calibration:
             self.source.require_calibration()
-        self.of_head = self._head_source()
+        self._of_head = self._head_source()
         pruned = self.source.metadata.layers if self.source.metadata else {}
         is_ternary, scheme = is_bitnet(checkpoint.config), self.source.quantization.scheme
         self.skeleton.require_tensors(
@@ -176,7 +172,8 @@ class Planner:
     def _asked_head(self) -> str | None:
         """Return the lm_head if a --layer option names it: one that matches it and no linear layer of a block."""
         model = self.skeleton.model
-        module = model.get_output_embeddings() if self.skeleton.generates else None
+        may_ask = self.options.layer_patterns and self.skeleton.generates
+        module = model.get_output_embeddings() if may_ask else None
         paths = [name + WEIGHT for name, each in model.named_modules() if each is module]
         names = [self.skeleton.stored.get(path, path).removesuffix(WEIGHT) for path in paths]
         asked = [option for option in self.options.layer_patterns if self._names_head(option[0], names)]
@@ -212,7 +209,8 @@ class Planner:
         return Floats(self.checkpoint, commonest[0][0] if commonest else None)
 
     def _source(self, layer: str) -> Source:
-        return self.of_head if layer == self.head else self.source
+        """Return what makes the codes of a layer."""
+        return self._of_head if layer == self.head else self.source
 
     @property
     def experts(self) -> list[str]:
@@ -263,7 +261,7 @@ class Planner:
         block = source.config(patterns, self._ignored(kept))
         if self.head:
             layers = naming.layer_names(self.checkpoint.tensors)
-            quantize_head(block, self.head, self.of_head.quant(self.head), layers)
+            quantize_head(block, self.head, self._of_head.quant(self.head), layers)
         return ConversionPlan(
             source=source,
             options=options,
@@ -274,7 +272,7 @@ class Planner:
             skipped=skipped,
             config=self._config(block, metadata),
             head=self.head,
-            of_head=self.of_head,
+            source_of=self._source,
         )
 
     # The choice of layers and patterns

@@ -347,7 +347,7 @@ def test_weights_have_the_sources_codes_or_those_of_codes_times_scales(tmp_path:
 def check_head(source: Path, out: Path, others: dict[str, Tensor], layer: list[str], **options: Any) -> None:
     """Check that a float lm_head of a source is quantized if an option says so, and all else is as in ``others``."""
     plan = convert(source, out, layer=[*layer, "lm_head=dense"], **options).plan
-    after, quant = tensors_of(out), plan.of_head.quant("lm_head")
+    after, quant = tensors_of(out), plan.source_of("lm_head").quant("lm_head")
     head = {"lm_head.weight": after.pop("lm_head.weight"), "lm_head.scale": after.pop("lm_head.weight_scale")}
     for actual, expected in zip(
         head.values(), quantize_rows(others["lm_head.weight"].float(), NAMES[quant]), strict=True
