@@ -192,7 +192,7 @@ class GpuEngines:
     def checkpoint(self, engine: Engine) -> Path:
         """The checkpoint that the engine serves, converted at its first use."""
         model = "bitnet" if engine.bitnet else "trained"
-        name = f"{model}-{engine.quant}-{engine.pattern.replace(':', '_')}-{engine.layout}{engine.skip}{engine.head}"
+        name = f"{model}-{engine.quant}-{engine.pattern.replace(':', '_')}-{engine.layout}{engine.skip}{'-head' * engine.head}"
         out = self.folder / f"{name}{'-negated' if engine.negated else ''}"
         if not out.exists():
             pattern, unpruned = parse_pattern(engine.pattern), parse_pattern("dense")
