@@ -192,8 +192,8 @@ class GpuEngines:
     def checkpoint(self, engine: Engine) -> Path:
         """The checkpoint that the engine serves, converted at its first use."""
         model = "bitnet" if engine.bitnet else "trained"
-        name = f"{model}-{engine.quant}-{engine.pattern.replace(':', '_')}-{engine.layout}{engine.skip}{'-head' * engine.head}"
-        out = self.folder / f"{name}{'-negated' if engine.negated else ''}"
+        name = f"{model}-{engine.quant}-{engine.pattern.replace(':', '_')}-{engine.layout}{engine.skip}"
+        out = self.folder / f"{name}{'-negated' * engine.negated}{'-head' * engine.head}"
         if not out.exists():
             pattern, unpruned = parse_pattern(engine.pattern), parse_pattern("dense")
             mixed = isinstance(pattern, MixedPattern)  # which `convert` does not write
