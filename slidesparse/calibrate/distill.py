@@ -545,19 +545,22 @@ class _Training:
         for weights in self._weights:
             used = [w for w in weights if w.parameter.grad is not None]
             tensors = [
-                (w.value, w.moment, w.square, self._gradient(w), _local(w.parameter.detach()), w.size)
-                for w in used
+                (w.value, w.moment, w.square, gradient, _local(w.parameter.detach()), w.size)
+                for w, gradient in zip(used, self._gradients(used), strict=True)
             ]
             self._update(tensors, [w.dtype for w in used], rates)
         self._pruned.zero_grad()
         return self._summed(torch.stack(losses).sum() / (ids.numel() * self._world))
 
-    def _gradient(self, weight: _Weight) -> Tensor:
-        """Return the gradient of this process's rows, the mean of that of all samples of the step."""
-        gradient = _local(weight.parameter.grad)
-        if self._shards or self._world == 1:  # FSDP2 has computed the mean
-            return gradient
-        return self._summed(gradient.float()) / self._world
+    def _gradients(self, weights: Sequence[_Weight]) -> Sequence[Tensor]:
+        """Return the gradients of this process's rows, the means of those of all samples of the step."""
+        found = [_local(weight.parameter.grad) for weight in weights]
+        if self._shards or self._world == 1 or not found:  # FSDP2 has computed the means
+            return found
+        # Exchanged as one tensor: a block has a dozen, and to start each takes time
+        flat = torch.cat([gradient.flatten() for gradient in found]).float()
+        parts = (self._summed(flat) / self._world).split([gradient.numel() for gradient in found])
+        return [part.view_as(gradient) for part, gradient in zip(parts, found, strict=True)]
 
     def _summed(self, x: Tensor) -> Tensor:
         """Return the sum of all processes' values."""
