@@ -94,7 +94,7 @@ def _write(
         try:
             return _by_vllm(model, prompts, length, seed, report), ""
         except SlideSparseError as error:
-            reason = str(error).splitlines()[-1]
+            reason = str(error).splitlines()[:2][-1]  # the first error of vLLM's log is the cause of others
             note = f"transformers wrote the text, as vLLM failed: {reason}"
     too_large = CalibrationError(
         f"the whole model, which has to write its own text, does not fit into the memory of {model.device}; give text "
