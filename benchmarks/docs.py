@@ -27,7 +27,7 @@ from benchmarks.report import (
 from slidesparse.convert import budget
 from slidesparse.errors import CheckFailed
 
-MARKED_PAGES = (BENCHMARKS / "README.md", BENCHMARKS / "spmm.md", ACCURACY / "README.md")
+MARKED_PAGES = sorted([*BENCHMARKS.glob("*.md"), *ACCURACY.glob("*.md")])
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
