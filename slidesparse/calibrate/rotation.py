@@ -69,23 +69,22 @@ def rotation_obstacle(model: Model, reader: Reader) -> str | None:
     return None if _find_ends(model, reader) else "its embedding or its head does not commute with rotations"
 
 
-def untie_head(checkpoint: Checkpoint) -> Checkpoint:
+def untie_head(checkpoint: Checkpoint, asked: bool = False) -> Checkpoint:
     """Return the checkpoint with an untied lm_head, initially a copy of the embedding if it was tied.
 
-    A model is returned unchanged if its kind is tied by default, as vLLM may then know no other, or has no head.
+    A model without a head is returned unchanged, and so is one whose kind is tied by default, as vLLM may then know no
+    other, unless that is ``asked`` for.
     """
     skeleton = Skeleton(checkpoint)
     head = skeleton.model.get_output_embeddings()
-    if head is None or getattr(type(skeleton.config)(), TIED, False):
+    if head is None or (not asked and getattr(type(skeleton.config)(), TIED, False)):
         return checkpoint
     embedding = skeleton.model.get_input_embeddings()
     paths = {id(module): name + WEIGHT for name, module in skeleton.model.named_modules()}
     tensors = dict(checkpoint.tensors)
     if skeleton.config.tie_word_embeddings or paths[id(head)] not in skeleton.stored:
-        stored = tensors[
-            checkpoint.require(skeleton.stored.get(paths[id(embedding)], paths[id(embedding)])).name
-        ]
-        name = skeleton.stored.get(paths[id(head)], paths[id(head)])
+        stored = tensors[checkpoint.require(skeleton.name_of(paths[id(embedding)])).name]
+        name = skeleton.name_of(paths[id(head)])
         tensors[name] = stored._replace(spec=stored.spec._replace(name=name))
     config = {**checkpoint.config, TIED: False}
     if isinstance(text := config.get(TEXT_CONFIG), dict):  # where some classes of vLLM read it

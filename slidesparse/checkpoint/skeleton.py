@@ -296,6 +296,13 @@ class Skeleton:
         """The tensor that each parameter is stored as, for parameters that are stored unchanged."""
         return {target: name for name, target in self._targets.items() if not self.converted(name)}
 
+    def name_of(self, parameter: str) -> str:
+        """Return the tensor that a parameter is stored as, or else that transformers would write for it."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        state = {parameter: self.model.get_parameter(parameter)}
+        return self.stored.get(parameter) or next(iter(revert_weight_conversion(self.model, state)))
+
     def stored_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the tensors, with their shapes, that transformers would write for the model."""
         from transformers.core_model_loading import revert_weight_conversion

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import filterfalse
@@ -38,6 +39,7 @@ from slidesparse.convert.source import Floats, Source, source_of
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import Pattern, SlidePattern
 from slidesparse.serving import NotServedError, Skeletons
+from slidesparse.serving import stored as stored_specs
 
 # Reasons for leaving a two-dimensional weight unchanged
 BY_IGNORE, BY_SOURCE, NOT_LINEAR = (
@@ -148,10 +150,10 @@ class Planner:
         options: ConvertOptions,
         opened: Callable[[Checkpoint, str | None, bool], Source] = source_of,
     ) -> None:
-        self.options, self.skeleton = options, Skeleton(checkpoint)
+        self.options, self.skeleton, self.original = options, Skeleton(checkpoint), checkpoint
         self.head = self._asked_head()  # the lm_head, if it is to be quantized
         if self.head:
-            self.skeleton = Skeleton(untie_head(checkpoint))
+            self.skeleton = Skeleton(untie_head(checkpoint, asked=True))
         # Of the linear layers, by the checkpoint's names, those that vLLM never quantizes, and vLLM's names of all
         self.unquantized, self.served_names = frozenset[str](), dict[str, list[str]]()
         self.checkpoint = checkpoint = self.skeleton.with_single_experts()
@@ -171,23 +173,27 @@ class Planner:
 
     def _asked_head(self) -> str | None:
         """Return the lm_head if a --layer option names it: one that matches it and no linear layer of a block."""
-        model = self.skeleton.model
-        may_ask = self.options.layer_patterns and self.skeleton.generates
-        module = model.get_output_embeddings() if may_ask else None
-        paths = [name + WEIGHT for name, each in model.named_modules() if each is module]
-        names = [self.skeleton.stored.get(path, path).removesuffix(WEIGHT) for path in paths]
-        asked = [option for option in self.options.layer_patterns if self._names_head(option[0], names)]
+        asked = [option for option in self.options.layer_patterns if self._names_head(option[0])]
         if not asked:
             return None
         text, pattern = asked[-1]
+        head = self._head_names[0]
         if pattern is None or pattern.density < 1:
             raise CheckpointError(
-                f"--layer {text!r}: {names[0]}, which predicts tokens, can be quantized, but not pruned: {text}=dense"
+                f"--layer {text!r}: {head}, which predicts tokens, can be quantized, but not pruned: {text}=dense"
             )
-        return str(names[0])
+        return head
 
-    def _names_head(self, text: str, names: Sequence[str]) -> bool:
-        return bool(naming.search(text, names, "--layer")) and not naming.search(
+    @cached_property
+    def _head_names(self) -> list[str]:
+        """The lm_head's names in the checkpoint and in transformers; none where no tokens are predicted."""
+        model = self.skeleton.model
+        module = model.get_output_embeddings() if self.skeleton.generates else None
+        paths = [name for name, each in model.named_modules() if each is module]
+        return [*(self.skeleton.name_of(path + WEIGHT).removesuffix(WEIGHT) for path in paths), *paths]
+
+    def _names_head(self, text: str) -> bool:
+        return bool(naming.search(text, self._head_names, "--layer")) and not naming.search(
             text, self.skeleton.layers, "--layer"
         )
 
@@ -195,13 +201,10 @@ class Planner:
         """Return what quantizes the floats of the lm_head.  Raises CheckpointError if that cannot be."""
         if not self.head:
             return self.source
-        weight, problem = self.checkpoint.tensors.get(self.head + WEIGHT), ""
-        if weight is None or self.skeleton.config.tie_word_embeddings:
-            problem = "models of this kind tie it to the embedding, which vLLM takes in floats"
-        elif weight.spec.dtype not in FLOATS:
-            problem = "it is quantized already; leave the option out"
-        if problem:
-            raise CheckpointError(f"--layer: {self.head} cannot be quantized: {problem}")
+        if self.checkpoint.require(self.head + WEIGHT).dtype not in FLOATS:
+            raise CheckpointError(
+                f"--layer: {self.head} cannot be quantized: it is quantized already; leave the option out"
+            )
         if isinstance(self.source, Floats):
             return self.source
         layers = (name for name in self.skeleton.layers if not self.source.is_float(name))
@@ -296,7 +299,7 @@ class Planner:
                 tuple(n for n in names if shapes[n] == shape) for shape in dict.fromkeys(shapes.values())
             )
         for regex, pattern in self.options.layer_patterns:
-            if self.head and self._names_head(regex, [self.head]):
+            if self.head and self._names_head(regex):
                 continue
             for name in naming.matched([*patterns], groups, [regex], "--layer"):
                 asked = pattern or (by_budget or {}).get(name, self.options.pattern)
@@ -470,6 +473,8 @@ def ask(planner: Planner, skeletons: Skeletons) -> str:
     """
     plan = planner.plan()
     options, folder = naming.serving_options(plan.config), plan.checkpoint.folder
+    refused = "vLLM, which is installed here, would not serve the converted checkpoint"
+    hint = f"; it may be that it takes {planner.head} in floats: leave --layer out" if planner.head else ""
     if not plan.source.metadata:
         block = {key: value for key, value in plan.config["quantization_config"].items() if key != KEY}
         block["quant_method"] = COMPRESSED_TENSORS
@@ -477,6 +482,11 @@ def ask(planner: Planner, skeletons: Skeletons) -> str:
         try:
             serving = skeletons.layers(folder, _unpacked(plan), config, **options)
         except NotServedError as error:
+            with contextlib.suppress(NotServedError):
+                if planner.head:
+                    original = planner.original
+                    skeletons.layers(folder, stored_specs(original), original.config, **options)
+                    raise CheckpointError(f"{refused}: {error}{hint}") from None
             return str(error)
         names: dict[str, list[str]] = {}
         for layer in serving.layers:
@@ -494,12 +504,7 @@ def ask(planner: Planner, skeletons: Skeletons) -> str:
     try:
         serving = skeletons.layers(folder, specs, plan.config, **options)
     except NotServedError as error:
-        hint = (
-            f"; it may be that it takes {planner.head} in floats: leave --layer out" if planner.head else ""
-        )
-        raise CheckpointError(
-            f"vLLM, which is installed here, would not serve the converted checkpoint: {error}{hint}"
-        ) from None
+        raise CheckpointError(f"{refused}: {error}{hint}") from None
     asked = [*plan.patterns, *([planner.head] if planner.head else [])]
     lost = [name for name in asked if name not in serving.quantized and not naming.is_expert(name)]
     if lost:

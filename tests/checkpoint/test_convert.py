@@ -214,13 +214,19 @@ def test_lm_head_is_quantized_if_an_option_names_it(tmp_path: Path, tied: bool, 
     assert tensors_of(tmp_path / "without").get(HEAD, head).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("head", ["embed_out", "language_model.lm_head"])
-def test_lm_head_has_the_name_of_its_tensor(tmp_path: Path, head: str) -> None:
-    """Which is not that of the module in transformers."""
+def test_lm_head_has_the_name_of_its_tensor(tmp_path: Path, head: str, tied: bool) -> None:
+    """Which is not that of the module in transformers.  Options may call it by either, also where it has none yet."""
     name = "gpt_neox" if head == "embed_out" else "internvl"
-    source = tiny(name, tmp_path / "source", **ARCHITECTURES[name])
-    plan = convert(source, tmp_path / "out", layer=[f"^{head}=dense"]).plan
-    assert (plan.head, tensors_of(tmp_path / "out")[f"{head}.weight"].dtype) == (head, INT8)
+    settings = {**ARCHITECTURES[name], "tie_word_embeddings": tied}
+    if text := settings.get("text_config"):
+        settings["text_config"] = {**text, "tie_word_embeddings": tied}
+    source = tiny(name, tmp_path / "source", **settings)
+    assert (f"{head}.weight" in tensors_of(source)) != tied
+    for asked in (head, "lm_head"):
+        plan = convert(source, tmp_path / asked, layer=[f"^{asked}=dense"]).plan
+        assert (plan.head, tensors_of(tmp_path / asked)[f"{head}.weight"].dtype) == (head, INT8)
 
 
 def test_lm_head_that_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
@@ -232,11 +238,6 @@ def test_lm_head_that_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
         )
     convert(source, tmp_path / "quantized", "dense", layer=["lm_head=dense"])
     refused(tmp_path / "quantized", "lm_head cannot be quantized: it is quantized", layer=["lm_head=dense"])
-    refused(
-        tiny("gemma2", tmp_path / "gemma2", tie_word_embeddings=True),
-        "models of this kind tie it to the embedding",
-        layer=["lm_head=dense"],
-    )
     refused(bert(tmp_path / "bert"), "--layer 'lm_head' matches none of the", layer=["lm_head=dense"])
 
 

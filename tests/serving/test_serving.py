@@ -15,11 +15,13 @@ from statistics import mean, stdev
 
 import pytest
 import torch
+from architectures import DECODERS
 from checkpoints import convert, converted, edit_block, rewrite, tensors_of
 from edits import SPARSE_FLAGS, edited
 from engines import STOCK, Answer, Engines, Request
 from models import LLAMA, QWEN, Decoder, shrink_codes, write_float, write_w8a8
 from packed import packed
+from tiny import tiny
 from tool_sources import compressed
 from torch import Tensor
 
@@ -294,6 +296,12 @@ def test_lm_head_of_a_quantized_source_tokens_equal_stock(
     assert "8 layers sparse, " + served in answer.summary
 
 
+def write_gemma(model: Decoder, folder: Path) -> Path:
+    """Write a Gemma 3, whose kind is tied by default."""
+    settings = {**DECODERS["gemma3_text"], "head_dim": 32, "vocab_size": model.vocabulary}
+    return tiny("gemma3_text", folder, **{**settings, "tie_word_embeddings": True})
+
+
 @pytest.mark.parametrize(
     ("layout", "size", "make"),
     [
@@ -301,6 +309,7 @@ def test_lm_head_of_a_quantized_source_tokens_equal_stock(
         ("dense", 2, write_float),
         ("slided", 1, write_float),
         ("slided", 2, write_w8a8),
+        ("dense", 1, write_gemma),
     ],
 )
 def test_lm_head_that_convert_quantizes_tokens_equal_stock(
