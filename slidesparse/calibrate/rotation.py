@@ -56,6 +56,8 @@ def rotation_obstacle(model: Model, reader: Reader) -> str | None:
         return "it does not predict tokens, so its hidden states may be used"
     if is_embedding_model(model.checkpoint.folder):
         return f"{MODULES} marks this as an embedding model, whose embeddings rotation would change"
+    if model.skeleton.config.tie_word_embeddings:
+        return "models of its kind tie lm_head to the embedding; --layer lm_head=dense unties it"
     if model.skeleton.is_multimodal:
         return "other modules than the embedding feed its residual stream"
     # Such as blocks that predict further tokens, which vLLM alone runs

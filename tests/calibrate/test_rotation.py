@@ -20,6 +20,7 @@ from calibration import (
     write_ids,
 )
 from checkpoints import DOWN, bert, config_of, llama, tensors_of, write
+from tiny import tiny
 from torch import Tensor
 
 from slidesparse.calibrate import learning
@@ -210,7 +211,7 @@ def test_rotation_that_prunes_worse_is_used_on_request_only(
 
 
 def test_models_that_must_not_be_rotated(tmp_path: Path) -> None:
-    """`auto` says why, `on` is refused: a layer that is sparse already, and hidden states that are used."""
+    """`auto` says why, `on` is refused: a sparse layer, hidden states that are used, a head that must stay tied."""
     sparse = llama(tmp_path / "sparse")
     tensors = tensors_of(sparse)
     tensors[f"{DOWN}.weight"] = prune(tensors[f"{DOWN}.weight"], PATTERN)
@@ -219,10 +220,13 @@ def test_models_that_must_not_be_rotated(tmp_path: Path) -> None:
     for source, why in (
         (sparse, f"{DOWN}.weight already satisfies 6:8"),
         (bert(tmp_path / "bert"), "it does not predict tokens"),
+        (tiny("smollm3", tmp_path / "tied", tie_word_embeddings=True), "models of its kind tie lm_head"),
     ):
         with pytest.raises(CalibrationError, match=f"--rotate on: {why}"):
             calibrated(source, tmp_path / "out", "random", rotate="on", **options)
         report = calibrated(source, tmp_path / "out", "random", rotate="auto", **options)
         assert report.rotation.startswith(f"not rotated: {why}")
-    report = calibrated(sparse, tmp_path / "out", "random", rotate="auto", pattern="2:4", **options)
-    assert report.rotation.startswith("the residual stream")
+    untied = {"layer": ["lm_head=dense"]}
+    for source, others in ((sparse, {"pattern": "2:4"}), (tmp_path / "tied", untied)):
+        report = calibrated(source, tmp_path / "out", "random", rotate="auto", **options, **others)
+        assert report.rotation.startswith("the residual stream")
