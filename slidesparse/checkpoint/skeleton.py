@@ -323,6 +323,13 @@ class Skeleton:
 
     # What the model is used for
 
+    @cached_property
+    def head_names(self) -> list[str]:
+        """The lm_head's names in the checkpoint and in transformers; none where no tokens are predicted."""
+        module = self.model.get_output_embeddings() if self.generates else None
+        paths = [name for name, each in self.model.named_modules() if each is module]
+        return [*(self.name_of(path + WEIGHT).removesuffix(WEIGHT) for path in paths), *paths]
+
     @property
     def is_causal(self) -> bool:
         """Whether a token attends to earlier ones alone, as far as any attention module says."""

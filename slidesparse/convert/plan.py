@@ -177,25 +177,16 @@ class Planner:
         if not asked:
             return None
         text, pattern = asked[-1]
-        head = self._head_names[0]
+        head = self.skeleton.head_names[0]
         if pattern is None or pattern.density < 1:
             raise CheckpointError(
                 f"--layer {text!r}: {head}, which predicts tokens, can be quantized, but not pruned: {text}=dense"
             )
         return head
 
-    @cached_property
-    def _head_names(self) -> list[str]:
-        """The lm_head's names in the checkpoint and in transformers; none where no tokens are predicted."""
-        model = self.skeleton.model
-        module = model.get_output_embeddings() if self.skeleton.generates else None
-        paths = [name for name, each in model.named_modules() if each is module]
-        return [*(self.skeleton.name_of(path + WEIGHT).removesuffix(WEIGHT) for path in paths), *paths]
-
     def _names_head(self, text: str) -> bool:
-        return bool(naming.search(text, self._head_names, "--layer")) and not naming.search(
-            text, self.skeleton.layers, "--layer"
-        )
+        names, layers = self.skeleton.head_names, self.skeleton.layers
+        return bool(naming.search(text, names, "--layer")) and not naming.search(text, layers, "--layer")
 
     def _head_source(self) -> Source:
         """Return what quantizes the floats of the lm_head.  Raises CheckpointError if that cannot be."""

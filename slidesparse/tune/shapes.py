@@ -11,8 +11,10 @@ from typing import Any
 
 from slidesparse.calibrate.model import fused_layers
 from slidesparse.checkpoint.converted import open_checkpoint
-from slidesparse.checkpoint.names import HEAD, WEIGHT, layer_names
+from slidesparse.checkpoint.names import WEIGHT
+from slidesparse.checkpoint.skeleton import Skeleton
 from slidesparse.checkpoint.storage import FLOATS
+from slidesparse.checkpoint.w8a8 import parse_block
 from slidesparse.errors import SlideSparseError, shown
 from slidesparse.gemm.problem import ALL_2_4, ALL_DENSE, CODED, coded_columns, stored_pattern
 from slidesparse.pattern import SlidePattern, parse_pattern, round_up
@@ -83,11 +85,17 @@ def find_model(name: str) -> tuple[str, tuple[Layer, ...]]:
         raise ShapeError(f"{name!r} is neither one of the models {', '.join(MODELS)} nor a folder of one")
     checkpoint, metadata = open_checkpoint(name)
     layers: dict[tuple[int, int], Layer] = {}
-    heads = [(name,) for name in layer_names(checkpoint.tensors) if HEAD.search(name)]
+    heads = [
+        (name,)
+        for name in Skeleton(checkpoint).head_names[:1]
+        if name + WEIGHT in checkpoint.tensors
+        and checkpoint.require(name + WEIGHT).dtype not in FLOATS
+        and parse_block(checkpoint.quantization_config() or {}).loads_head(name)
+    ]
     for unit in [*fused_layers(checkpoint, metadata), *heads]:
         specs = [checkpoint.tensors[name + WEIGHT].spec for name in unit]
         entry = metadata.layers.get(unit[0]) if metadata else None
-        if specs[0].dtype in FLOATS and (metadata or unit in heads):
+        if specs[0].dtype in FLOATS and metadata:
             continue
         rows = sum(round_up(spec.rows, VOCABULARY) if unit in heads else spec.rows for spec in specs)
         shape = rows, entry.in_features if entry else specs[0].columns

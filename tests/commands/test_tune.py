@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import bert
+from checkpoints import bert, block_of, edit_block
 from fake_library import CPU, GPU, FakeClock, FakeLibrary, session
+from tiny import tiny
 from typer.testing import CliRunner
 
 from slidesparse import gemm
@@ -176,6 +177,18 @@ def test_layer_shapes_of_stored_weights(tmp_path: Path) -> None:
     assert found(tmp_path / "out") == [(48, 32), (96, 32)]
     with pytest.raises(ShapeError, match="Llama9"):
         shapes.find_model("Llama9")
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_shape_of_a_quantized_lm_head(tmp_path: Path, named: bool) -> None:
+    """By whatever name, if a target names it; vLLM does not load one of the class Linear."""
+    source, out = tiny("gpt_neox", tmp_path / "source"), tmp_path / "out"
+    convert(source, out, ConvertOptions(SlidePattern(8), layer_patterns=(("embed_out", SlidePattern(None)),)))
+    if not named:
+        edit_block(out, config_groups={"group_0": block_of(out)["config_groups"]["group_0"]})
+    found = [(layer.n, layer.k) for layer in shapes.find_model(str(out))[1] if layer.name == "embed_out"]
+    assert found == [(128, 64)] * named
+    assert not any(layer.name == "embed_out" for layer in shapes.find_model(str(source))[1])
 
 
 def test_parse_shapes_tokens_and_patterns() -> None:
