@@ -359,7 +359,7 @@ def _judge(
         pattern, reason = None, layer.reason
         if not reason:
             pattern, reason = _pattern(layer, serving, checkpoint, metadata, reader)
-        name = "+".join(weight.rpartition(".")[2] for weight in layer.weights)
+        name = "+".join(dict.fromkeys(weight.rpartition(".")[2] for weight in layer.weights))
         found[Layers(name, layer.rows, layer.columns, pattern, reason)] += 1
     report.layers = [Layers(**{**vars(layers), "count": count}) for layers, count in found.items()]
     named = {layer.name for layer in serving.layers}
@@ -378,7 +378,9 @@ def _pattern(
 
     Raises NotServedError if they break the pattern that the metadata list.
     """
+    from slidesparse.blocks import obeys
     from slidesparse.checkpoint.converted import DamagedError, restore
+    from slidesparse.checkpoint.names import is_expert
     from slidesparse.pattern import DENSE_WEIGHT, SlidePattern
     from slidesparse.resolve import BREAKS, NOT_PRUNED, left_to_vllm
     from slidesparse.serving import NotServedError
@@ -391,10 +393,15 @@ def _pattern(
     pattern = entry.pattern if entry else of_all
     if left := left_to_vllm(serving.resolution, pattern):
         return None, left
-    for name in layer.weights if serving.resolution.path == gemm.SPARSE else ():
+    ratios = []
+    # of routed experts, one of each kind
+    names = {name.rpartition(".")[2] if is_expert(name) else name: name for name in layer.weights}
+    for name in names.values() if serving.resolution.path == gemm.SPARSE else ():
         weight = f"{name}.weight"
         rows = reader.rows(weight, slice(0, min(ROWS, checkpoint.tensors[weight].spec.rows)))
-        if entry and metadata:
+        if is_expert(name) and metadata:
+            ratios.append(next((p.ratio for p in metadata.experts if obeys(rows, p)), DENSE_WEIGHT))
+        elif entry and metadata:
             try:
                 restore(rows, metadata, name)
             except DamagedError as error:
@@ -404,7 +411,8 @@ def _pattern(
                 ) from error
         elif isinstance(pattern, SlidePattern) and violations(rows, pattern):
             return None, BREAKS
-    return (pattern.ratio if serving.resolution.path == gemm.SPARSE else DENSE_WEIGHT), ""
+    whole = pattern.ratio if serving.resolution.path == gemm.SPARSE else DENSE_WEIGHT
+    return " and ".join(dict.fromkeys(ratios)) or whole, ""
 
 
 def lines(report: Report) -> Iterable[str]:

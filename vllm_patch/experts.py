@@ -73,7 +73,7 @@ def missing_kernel(name: str, problem: object) -> ResolveError:
     )
 
 
-class _Experts:
+class Experts:
     """Runs experts by our operators if their loaded weights allow it, else as the method that it is mixed into.
 
     The weights decide which of the possible patterns the first and the second layer have: the sparsest that all experts
@@ -222,13 +222,13 @@ class _Experts:
 # The weights' loader looks for "CompressedTensors" in the name of the method
 
 
-class CompressedTensorsExpertsInt8(_Experts, of_int8.CompressedTensorsW8A8Int8MoEMethod):
+class CompressedTensorsExpertsInt8(Experts, of_int8.CompressedTensorsW8A8Int8MoEMethod):
     """INT8 experts.  Their inputs are quantized, on GPUs too, where vLLM 0.25.1 leaves them in 16 bits."""
 
     quant = "int8"
 
 
-class CompressedTensorsExpertsFp8(_Experts, of_fp8.CompressedTensorsW8A8Fp8MoEMethod):
+class CompressedTensorsExpertsFp8(Experts, of_fp8.CompressedTensorsW8A8Fp8MoEMethod):
     """FP8 experts with scales per channel."""
 
     quant = "fp8"

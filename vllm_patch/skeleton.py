@@ -43,6 +43,7 @@ from slidesparse.checkpoint.storage import DTYPES
 from slidesparse.errors import SlideSparseError
 
 Tensors = Mapping[str, tuple[str, list[int]]]  # name -> dtype of safetensors, shape
+WEIGHTS = ("weight", "compressed", "w13_weight", "w2_weight")  # of linear layers, and of experts
 PARTS = ("weight", "weight_scale", "bias", "compressed", "bitmask", "shape", "row_offsets")
 
 
@@ -72,7 +73,7 @@ def build(folder: str, tensors: Tensors, options: Mapping[str, Any], plan: bool)
         "layers": [
             _layer(path, module, fed.get(path, {}))
             for path, module in model.named_modules()
-            if _is_linear(module) and hasattr(module, "weight")
+            if (_is_linear(module) and hasattr(module, "weight")) or _is_ours(module)
         ],
         "left": ours.summary.dense if ours else {},
         "resolution": asdict(ours.resolution) if ours else None,
@@ -107,6 +108,11 @@ def _is_linear(module: torch.nn.Module) -> bool:
     )
 
 
+def _is_ours(module: torch.nn.Module) -> bool:
+    """Return whether a module is routed experts that our method may serve."""
+    return isinstance(getattr(module, "quant_method", None), experts.Experts)
+
+
 def _layer(path: str, module: Any, tensors: Mapping[str, list[str]]) -> dict[str, Any]:
     scheme = getattr(module, "scheme", None)
     quantized = not isinstance(module.quant_method, UnquantizedLinearMethod)
@@ -114,15 +120,18 @@ def _layer(path: str, module: Any, tensors: Mapping[str, list[str]]) -> dict[str
     reason = f"vLLM's {method}" if quantized else "not quantized"
     if isinstance(scheme, SlideSparseScheme):
         reason = scheme.dense_because or ""
+    if _is_ours(module):
+        reason, (rows, columns) = "", module.w13_weight.shape[1:]
+    else:
+        rows = getattr(module, "output_size", 0) or module.num_embeddings
+        columns = getattr(module, "input_size", 0) or module.embedding_dim
     return {
         "name": getattr(module, "prefix", path),
-        "rows": getattr(module, "output_size", 0) or module.num_embeddings,
-        "columns": getattr(module, "input_size", 0) or module.embedding_dim,
+        "rows": rows,
+        "columns": columns,
         "quantized": quantized,
         "reason": reason,
-        "weights": [
-            name.rpartition(".")[0] for kind in ("weight", "compressed") for name in tensors.get(kind, [])
-        ],
+        "weights": [name.rpartition(".")[0] for kind in WEIGHTS for name in tensors.get(kind, [])],
     }
 
 

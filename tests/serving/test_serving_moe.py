@@ -13,6 +13,9 @@ from engines import STOCK, Answer, Engines, Request
 from models import shrink_codes
 from moe import MODELS, PRUNED, Moe
 
+from slidesparse import doctor
+from slidesparse.evaluate.engine import summaries
+
 pytestmark = pytest.mark.vllm
 
 
@@ -47,6 +50,7 @@ def stock(engines: Engines, model: Path, **settings: object) -> Answer:
     return answer
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     ("name", "quant", "options", "words"),
     [
@@ -61,7 +65,7 @@ def stock(engines: Engines, model: Path, **settings: object) -> Answer:
 def test_tokens_of_quantized_experts_equal_stock(
     engines: Engines, tmp_path: Path, name: str, quant: str, options: dict[str, Any], words: str
 ) -> None:
-    """Shared experts, if any, are vLLM's linear layers; the layout of experts is always dense."""
+    """Shared experts, if any, are vLLM's linear layers; the layout of experts is always dense.  Doctor counts alike."""
     model = converted(MODELS[name], tmp_path, quant, **{**options, "layout": "dense"})
     expected = stock(engines, model)
     assert len({tuple(tokens) for tokens in expected.tokens}) == len(expected.tokens)
@@ -71,6 +75,7 @@ def test_tokens_of_quantized_experts_equal_stock(
     answer = engines.serve(model)
     assert answer.tokens == expected.tokens
     assert words in answer.summary, answer.summary
+    assert doctor.examine("model", model).patterns == summaries(answer.log)[0]["layers"]
 
 
 @pytest.mark.parametrize("options", [{}, {"enable_expert_parallel": True}], ids=["tensor", "expert"])
