@@ -289,8 +289,13 @@ def automatic_tokenizer(folder: Path) -> Any:
         raise _unreadable(folder, error) from error
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a checkpoint has files of a tokenizer."""
+    return any(path.is_file() for kind in ("tokenizer*", "vocab*") for path in folder.glob(kind))
+
+
 def _require_files(folder: Path) -> None:
-    if not any(path.is_file() for kind in ("tokenizer*", "vocab*") for path in folder.glob(kind)):
+    if not has_tokenizer(folder):
         raise SlideSparseError(
             f"{folder} has no tokenizer ({TOKENIZER}), which texts need; fetch it, or give token ids instead of "
             "texts: ids.npy"

@@ -59,12 +59,19 @@ def perplexity(
 ) -> None:
     """Measure the perplexity of a language model; with --against, also how much it rises over another's."""
     from slidesparse.checkpoint.hub import local_folder
+    from slidesparse.checkpoint.tokens import has_tokenizer
     from slidesparse.evaluate.perplexity import config_of, measure, window_of, windows
 
     folders = [local_folder(name) for name in (model, against) if name]
     for folder in folders:
         config_of(folder)  # raises an error unless it is a checkpoint
-    ids = windows(data, folders[0], window_of(*folders) if seqlen is None else seqlen, samples)
+    length = window_of(*folders) if seqlen is None else seqlen
+    ids = windows(data, folders[0], length, samples)
+    if against and has_tokenizer(folders[1]) and windows(data, folders[1], length, samples) != ids:
+        raise SlideSparseError(
+            f"--against {against} has another tokenizer than {model}, which makes other token ids of {data}, so their "
+            "perplexities do not compare; evaluate each alone"
+        )
     result = measure(folders[0], ids, folders[1] if against else None, _arguments(option), log)
     print(json.dumps(result, default=asdict, indent=2)) if as_json else _show_perplexity(result)
 

@@ -163,6 +163,16 @@ def test_eval_perplexity(folder: Path, without_engine: list[Any]) -> None:
     assert "delta_pct" not in result
 
 
+def test_models_of_different_tokenizers_are_not_compared(folder: Path, without_engine: list[Any]) -> None:
+    """The ids of one model's tokenizer are other words to the other model."""
+    write_tokenizer(folder / "other", "zyxwvutsrqponmlkjihgfedcba")
+    (folder / "a.txt").write_text(" ".join("abcdefghijkl"))
+    command = ("eval", "perplexity", folder, "--data", folder / "a.txt", "--seqlen", 4)
+    process = Done(*command, "--against", folder / "other")
+    assert (process.code, without_engine) == (2, [])
+    assert f"--against {folder / 'other'} has another tokenizer than {folder}" in process.err
+
+
 # Through real vLLM, against transformers
 
 
