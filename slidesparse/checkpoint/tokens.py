@@ -92,7 +92,7 @@ def _name(data: str) -> str:
 def _document(value: Any, where: str, is_json: bool = False) -> list[Document]:
     """Return the document in a row, or none if it is empty."""
     try:
-        value = json.loads(value) if is_json else value
+        value = json.loads(value) if is_json else _filled(value)
         value = {TEXT: value} if isinstance(value, str) else value
         if isinstance(messages := value.get(MESSAGES), list) and value.get(TEXT) is None:
             tools = value.get(TOOLS)  # in Parquet often as text
@@ -112,11 +112,18 @@ def _document(value: Any, where: str, is_json: bool = False) -> list[Document]:
         ) from reason
 
 
+def _filled(value: Any) -> Any:
+    """Return a value without the keys of objects, however deep, that Parquet has because other rows have them."""
+    if isinstance(value, dict):
+        return {key: _filled(item) for key, item in value.items() if item is not None}
+    return [*map(_filled, value)] if isinstance(value, list) else value
+
+
 def _message(message: Any) -> dict[str, Any]:
     """Return a message as vLLM's server gives it to chat templates.
 
     Its content is a text: the parts of one are joined, and a call of tools may lack it.  The arguments of a call are no
-    JSON but objects.  Keys without a value, which Parquet has where other rows have one, are left out.
+    JSON but objects.  Keys without a value are left out.
     """
     role, content = message["role"], message.get("content")
     calls = [dict(call) for call in message.get("tool_calls") or ()]

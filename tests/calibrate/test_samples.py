@@ -21,7 +21,7 @@ from checkpoints import llama
 from slidesparse.calibrate import samples as module
 from slidesparse.calibrate.model import Model
 from slidesparse.calibrate.samples import Samples, _sample_each_text, join, load_sources
-from slidesparse.checkpoint.tokens import is_dataset, tokenize
+from slidesparse.checkpoint.tokens import is_dataset, read_documents, tokenize
 from slidesparse.errors import SlideSparseError
 from slidesparse.progress import no_progress
 
@@ -154,6 +154,21 @@ def test_conversations_call_tools_and_have_parts_as_in_openais_api(
         table = pyarrow.Table.from_pylist([{"messages": turns, "tools": json.dumps(tools)}])
         parquet.write_table(table, path := str(tmp_path / "chat.parquet"))
     assert rows(load(path, decoder, 1, 8)) == [[3, 5, 1, 2, END, 6, 2, END]]
+
+
+def test_parquet_has_no_keys_of_other_rows(tmp_path: Path) -> None:
+    """Each row of Parquet has the arguments of all tools, without values, which templates would print."""
+    import pyarrow
+    from pyarrow import parquet
+
+    arguments = [{"a": 1}, {"b": {"c": [2]}}]
+    calls = [[{"function": {"name": "f", "arguments": each}}] for each in arguments]
+    turns = [[{"role": "assistant", "content": "a", "tool_calls": call}] for call in calls]
+    table = pyarrow.Table.from_pylist(
+        [{"messages": turn, "tools": call} for turn, call in zip(turns, calls, strict=True)]
+    )
+    parquet.write_table(table, tmp_path / "calls.parquet")
+    assert [*read_documents(str(tmp_path / "calls.parquet"))] == [*zip(turns, calls, strict=True)]
 
 
 def test_plain_text_is_sampled_from_all_of_it(
