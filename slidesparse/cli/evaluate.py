@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from slidesparse.evaluate.perplexity import Interval
 
 
+OURS = ("model", "skip_tokenizer_init", "logprobs_mode")  # arguments of vllm.LLM that measuring depends on
+
 app = application("Measure the accuracy of a checkpoint as vLLM serves it.")
 
 
@@ -82,6 +84,10 @@ def _arguments(options: list[str] | None) -> dict[str, Any]:
         name, separator, value = text.partition("=")
         if not separator or not name.isidentifier():
             raise SlideSparseError(f"--option {text!r} is not of the form NAME=VALUE, such as dtype=float32")
+        if name in OURS:
+            raise SlideSparseError(
+                f"--option {name} is set by this command, as its figures depend on it; leave it out"
+            )
         try:
             arguments[name] = json.loads(value)
         except ValueError:

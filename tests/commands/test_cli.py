@@ -157,6 +157,7 @@ INVALID = [
     ("synth source out --quant bf16 --sparsity 6:8", "--quant bf16"),
     ("synth source out --quant bf16 --layout slided", "--quant bf16"),
     ("eval perplexity source --data ids.npy --seqlen 9 --option dtype", "--option 'dtype'"),
+    ("eval perplexity source --data ids.npy --seqlen 9 --option logprobs_mode=raw_logits", "logprobs_mode"),
     ("eval perplexity source --data ids.npy --seqlen 1", "--seqlen 1"),
     ("eval perplexity source --data ids.npy --samples 0", "--samples 0"),
     ("eval perplexity source --data ids.npy --against nowhere", "nowhere is no checkpoint folder"),
