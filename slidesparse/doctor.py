@@ -339,12 +339,25 @@ def examine(model: str, folder: Path) -> Report:
     return report
 
 
+def conversion(model: str, checkpoint: Checkpoint) -> str:
+    """Return the command that converts a checkpoint, or its original model if that is quantized as none may be."""
+    from slidesparse.checkpoint.storage import CheckpointError
+    from slidesparse.checkpoint.w8a8 import parse_block
+
+    if block := checkpoint.quantization_config():
+        try:
+            parse_block(block, checkpoint.tensors)
+        except CheckpointError:
+            return "convert the original model: slidesparse convert SRC OUT --sparsity 6:8"
+    return f"slidesparse convert {model} OUT --sparsity 6:8"
+
+
 def _judge(
     report: Report, serving: Serving, checkpoint: Checkpoint, metadata: Metadata | None, reader: Reader
 ) -> None:
     """Record what the server decided, and what it would find in the first rows of the weights."""
     resolution = serving.resolution
-    convert = f"slidesparse convert {report.model} OUT --sparsity 6:8"
+    convert = conversion(report.model, checkpoint)
     if resolution is None:
         flag = f"{REQUIRED} with {SPARSITY}, its pattern, serves it if it is W8A8 with dynamic activations"
         report.lacks("it has not been converted: vLLM's own kernels serve it", f"{convert}; {flag}", FAILED)

@@ -30,6 +30,7 @@ from commands import Done
 
 from slidesparse import doctor, gemm, versions
 from slidesparse.build import compile, find
+from slidesparse.checkpoint.converted import open_checkpoint
 from slidesparse.checkpoint.metadata import KEY
 
 ROOT = Path(__file__).parents[2]
@@ -351,6 +352,14 @@ def test_doctor_says_what_the_server_does(
     assert re.search(words, result.out[result.out.rindex("\nyes: " if code == 0 else "\nno: ") + 1 :]), (
         result.out
     )
+
+
+@pytest.mark.parametrize(("method", "source"), [("compressed-tensors", "out"), ("awq", "SRC")])
+def test_only_what_convert_reads_is_to_be_converted(tmp_path: Path, method: str, source: str) -> None:
+    w8a8(tmp_path)
+    edit_block(tmp_path, quant_method=method)
+    remedy = doctor.conversion("out", open_checkpoint(tmp_path)[0])
+    assert remedy.endswith(f"slidesparse convert {source} OUT --sparsity 6:8")
 
 
 @pytest.mark.usefixtures("machine")
