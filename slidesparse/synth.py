@@ -165,7 +165,7 @@ def _plan(
     source = RandomCheckpoint(folder, values, None, (), {})
     skeleton = Skeleton(source)
     shapes = skeleton.stored_shapes()
-    if skeleton.model.get_output_embeddings() and skeleton.config.tie_word_embeddings:
+    if skeleton.is_tied:
         shapes.pop("lm_head" + WEIGHT, None)
     tensors = {
         name: StoredTensor(TensorSpec(name, NAMES[torch.bfloat16], shape), MODEL, 0)

@@ -318,7 +318,7 @@ class Model:
         weights = self._load(reader, {name: target for name, target in tensors if is_text(target)})
         if head:
             tied, embedding = (paths[id(module)] + WEIGHT for module in (head, model.get_input_embeddings()))
-            if embedding in weights and (tied not in weights or self.skeleton.config.tie_word_embeddings):
+            if embedding in weights and (tied not in weights or self.skeleton.is_tied):
                 weights[tied] = weights[embedding]
         others, nan = (self._placeholders(model, value) for value in (0.0, math.nan))
         ids = torch.zeros(1, TRACED_TOKENS, dtype=torch.long)

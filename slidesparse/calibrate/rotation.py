@@ -56,7 +56,7 @@ def rotation_obstacle(model: Model, reader: Reader) -> str | None:
         return "it does not predict tokens, so its hidden states may be used"
     if is_embedding_model(model.checkpoint.folder):
         return f"{MODULES} marks this as an embedding model, whose embeddings rotation would change"
-    if model.skeleton.config.tie_word_embeddings:
+    if model.skeleton.is_tied:
         return "models of its kind tie lm_head to the embedding; --layer lm_head=dense unties it"
     if model.skeleton.is_multimodal:
         return "other modules than the embedding feed its residual stream"
@@ -84,7 +84,7 @@ def untie_head(checkpoint: Checkpoint, asked: bool = False) -> Checkpoint:
     embedding = skeleton.model.get_input_embeddings()
     paths = {id(module): name + WEIGHT for name, module in skeleton.model.named_modules()}
     tensors = dict(checkpoint.tensors)
-    if skeleton.config.tie_word_embeddings or paths[id(head)] not in skeleton.stored:
+    if skeleton.is_tied or paths[id(head)] not in skeleton.stored:
         stored = tensors[checkpoint.require(skeleton.name_of(paths[id(embedding)])).name]
         name = skeleton.name_of(paths[id(head)])
         tensors[name] = stored._replace(spec=stored.spec._replace(name=name))

@@ -323,6 +323,11 @@ class Skeleton:
 
     # What the model is used for
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether the output head is the embedding: config.json says so, and the class can tie them."""
+        return bool(self.config.tie_word_embeddings and self.model._tied_weights_keys)
+
     @cached_property
     def head_names(self) -> list[str]:
         """The lm_head's names in the checkpoint and in transformers; none where no tokens are predicted."""
