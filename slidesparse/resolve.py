@@ -179,8 +179,9 @@ def _is_w8a8(quantization_config: Mapping[str, Any]) -> bool:
             strategies = (
                 weights.get("strategy") in ("channel", "tensor") and inputs.get("strategy") == "token"
             )
-            # 8 bits and symmetric are compressed-tensors' defaults
+            # compressed-tensors' defaults
             exact = all(part.get("num_bits", 8) == 8 and part.get("symmetric", True) for part in parts)
+            exact &= weights.get("type", "int") == inputs.get("type", "int")
             if strategies and exact and inputs.get("dynamic") is True:
                 return True
     return False

@@ -64,7 +64,9 @@ def refusal(parts: Mapping[str, Any], scheme: object = None) -> str | None:
     weights, inputs = parts.get("weights"), parts.get("input_activations")
     # MXFP8 has scales for groups, and a scheme of vLLM's own, in which nothing would tell that a flag has no effect
     if not weights or not inputs or {weights.num_bits, inputs.num_bits} != {8} or weights.strategy == "group":
-        return type(scheme).__name__.removeprefix("CompressedTensors")
+        return type(scheme).__name__.removeprefix("CompressedTensors") if scheme else "not W8A8"
+    if weights.type != inputs.type:  # of which vLLM heeds the weights' alone
+        return f"8-bit {weights.type} weights with {inputs.type} activations"
     if weights.strategy == "block":
         return "block FP8"
     if not inputs.dynamic:
@@ -132,8 +134,10 @@ class SlideSparseConfig(CompressedTensorsConfig):
             raise ResolveError(
                 f"vLLM cannot read quantization_config of this checkpoint ({reason}); {AGAIN}"
             ) from error
-        if all(refusal(parts) for parts in quant_config.target_scheme_map.values()):
-            problem = "no group of layers of this checkpoint is W8A8 with dynamic activations"
+        reasons = [refusal(parts) for parts in quant_config.target_scheme_map.values()]
+        if all(reasons):
+            found = f" ({', '.join(dict.fromkeys(filter(None, reasons)))})" if reasons else ""
+            problem = f"no group of layers of this checkpoint is W8A8 with dynamic activations{found}"
             remedy = f". {stored}: {CONVERT_STORED}" if stored else f"; {WHAT_IT_TAKES}{or_unset()}"
             raise ResolveError(problem + remedy)
         quant_config.resolution = resolution

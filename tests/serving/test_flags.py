@@ -201,6 +201,8 @@ def test_unasked_are_unpruned_w8a8_models_where_they_are_faster(
     """No flag is set, or only one that does not ask for the plugin; another program's SPARSITY has no effect."""
     int8, static = quantization_config("int8"), quantization_config("int8")
     static["config_groups"]["group_0"]["input_activations"]["dynamic"] = False  # type: ignore[index]
+    mixed = quantization_config("fp8")
+    mixed["config_groups"]["group_0"]["input_activations"]["type"] = "int"  # type: ignore[index]
     marked = {**int8, "sparsity_config": {"format": "dense", "targets": ["Linear"]}}  # which vLLM refuses
     hopper, ampere, cpu = ("cuda", (9, 0)), ("cuda", (8, 0)), ("cpu", None)
 
@@ -217,7 +219,11 @@ def test_unasked_are_unpruned_w8a8_models_where_they_are_faster(
         assert backend(int8, ampere) is backend(int8, cpu) is backend(int8, ("rocm", None)) is None
         assert backend(marked, ampere) == "hopper"  # a simulated Ampere
         assert backend(marked, cpu) == "reference"
-        for config in (static, {"quant_method": "compressed-tensors", "config_groups": {"a": ["Linear"]}}):
+        for config in (
+            static,
+            mixed,
+            {"quant_method": "compressed-tensors", "config_groups": {"a": ["Linear"]}},
+        ):
             assert backend(config, hopper) is None
         assert backend(int8, hopper, "compressed-tensors") is backend({"quant_method": "awq"}, hopper) is None
     for name, machine, served in (

@@ -47,6 +47,11 @@ def static_alone(folder: Path) -> dict[str, Any]:
     return {"slidesparse": None, **group(folder, input_activations=activations)}
 
 
+def mixed_types(folder: Path) -> dict[str, Any]:
+    activations = block_of(folder)["config_groups"]["group_0"]["input_activations"]
+    return {"slidesparse": None, **group(folder, input_activations={**activations, "type": "int"})}
+
+
 # Changes of a tensor: None removes it
 
 
@@ -168,6 +173,7 @@ OF_CONFIGS: list[tuple[Any, ...]] = [
     ("w8a8", {}, "0 layers sparse, 9 dense (1 lm_head, 8 whose weights break the pattern)", SPARSE_FLAGS),
     ("w8a8", {}, "Convert it: slidesparse convert SRC OUT --sparsity 6:8; or set", SPARSE_FLAGS),
     ("dense", static_alone, "no group of layers of this checkpoint is W8A8", SPARSE_FLAGS),
+    ("fp8", mixed_types, "(8-bit float weights with int activations); the plugin takes", SPARSE_FLAGS),
     ("dense", AWQ, "quantized by 'awq'; the plugin takes compressed-tensors W8A8", SPARSE_FLAGS),
     ("dense", AWQ, "or unset USE_CUSPARSELT", SPARSE_FLAGS),
 ]

@@ -155,6 +155,7 @@ def test_dense_layout_is_left_to_vllm_with_one_warning(
         ("input_activations", {"dynamic": False, "strategy": "tensor"}, "static activations"),
         ("input_activations", {"symmetric": False}, "asymmetric activations"),
         ("input_activations", None, "object"),
+        ("input_activations", {"type": "float"}, "8-bit int weights with float activations"),
     ],
 )
 def test_refusal(part: str, change: dict[str, Any] | None, reason: str | None) -> None:
