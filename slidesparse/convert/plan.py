@@ -404,7 +404,7 @@ class Planner:
             largest = max(floats, key=lambda spec: spec.nbytes)  # the embedding
             return Output(spec, stored.file, (spec._replace(dtype=largest.dtype),))
         if layer == name or layer not in patterns:
-            return Output(spec, stored.file, tuple(spec._replace(name=n) for n in self.source.names(name)))
+            return Output(spec, stored.file, self.source.copies(spec))
         entry, rows = entries.get(layer), spec.shape[0]
         source = self._source(layer)
         columns = entry.columns(self.options.layout) if entry else source.in_features(layer)

@@ -17,8 +17,8 @@ from torch import Tensor
 from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.converted import restore
 from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, Metadata
-from slidesparse.checkpoint.names import BIAS, HEAD, WEIGHT, ZERO_POINT, layer_names
-from slidesparse.checkpoint.storage import FLOATS, Checkpoint, CheckpointError, Reader
+from slidesparse.checkpoint.names import BIAS, HEAD, SCALE, WEIGHT, ZERO_POINT, layer_names
+from slidesparse.checkpoint.storage import FLOATS, Checkpoint, CheckpointError, Reader, TensorSpec
 from slidesparse.checkpoint.w8a8 import (
     FP8_METHOD,
     Quantization,
@@ -81,9 +81,9 @@ class Source(ABC):
         """Return whether a quantized source keeps a layer in floats."""
         return False
 
-    def names(self, tensor: str) -> tuple[str, ...]:
-        """Return the names by which a tensor that is not converted is written."""
-        return kv_scale_names(tensor) or (tensor,)
+    def copies(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        """Return what a tensor that is not converted is written as."""
+        return tuple(spec._replace(name=name) for name in kv_scale_names(spec.name) or (spec.name,))
 
     def dropped(self, layers: Collection[str]) -> dict[str, str]:
         """Return the tensors of ``layers`` that the output's format lacks, each with what is said of it, or "".
@@ -195,6 +195,15 @@ class Quantized(Source):
 
     def copies_scale(self, layer: str) -> bool:
         return not self.requantizes or self._required(layer).strategy == "channel"
+
+    def copies(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        """See `Source.copies`; vLLM loads scales [N, 1] or [1] alone."""
+        layer = spec.name.removesuffix(SCALE)
+        scheme = self.scheme(layer) if layer + WEIGHT in self.checkpoint.tensors else None
+        if not scheme:
+            return super().copies(spec)
+        count = spec.rows * spec.columns
+        return (spec._replace(shape=(count,) if scheme.strategy == "tensor" else (count, 1)),)
 
     def codes(self, reader: Reader, layer: str, rows: slice, prune: Prune) -> tuple[Tensor, Tensor | None]:
         values, scheme = reader.rows(layer + WEIGHT, rows), self._required(layer)

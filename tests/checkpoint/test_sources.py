@@ -133,6 +133,25 @@ def test_codes_scales_and_ignore_list_are_kept(
     assert new == {**old, "quant_method": {"dense": "compressed-tensors", "slided": "slidesparse"}[layout]}
 
 
+@pytest.mark.parametrize(
+    ("strategy", "stored", "written"),
+    [
+        ("channel", (64,), (64, 1)),
+        ("channel", (1, 64), (64, 1)),
+        ("tensor", (1, 1), (1,)),
+        ("tensor", (), (1,)),
+    ],
+)
+def test_scales_have_the_shape_that_vllm_loads(
+    tmp_path: Path, strategy: str, stored: tuple[int, ...], written: tuple[int, ...]
+) -> None:
+    source, name = w8a8(tmp_path / "source", strategy=strategy), f"{Q}.weight_scale"
+    scale = tensors_of(source)[name]
+    rewrite(source, **{name: scale.reshape(stored)})
+    convert(source, tmp_path / "out")
+    assert_same_bits(tensors_of(tmp_path / "out")[name], scale.reshape(written))
+
+
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
 def test_zero_points_of_symmetric_weights_are_dropped_or_refused(tmp_path: Path, quant: str) -> None:
     """vLLM cannot load them; others than zeros are refused."""
