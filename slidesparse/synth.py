@@ -28,7 +28,7 @@ from torch import Tensor
 from slidesparse.blocks import STRIP
 from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.metadata import KEY
-from slidesparse.checkpoint.names import EXPERT, WEIGHT, experts, is_expert
+from slidesparse.checkpoint.names import EXPERT, WEIGHT, architecture_of, experts, is_expert
 from slidesparse.checkpoint.output import (
     full_disk_explained,
     remove_stale,
@@ -54,6 +54,7 @@ from slidesparse.convert.options import ConvertOptions, LayerPatterns
 from slidesparse.convert.plan import ConversionPlan, Planner
 from slidesparse.convert.source import Floats, Prune
 from slidesparse.convert.stream import write_output
+from slidesparse.errors import shown
 from slidesparse.pattern import Pattern, SlidePattern
 from slidesparse.progress import Progress, no_progress
 from slidesparse.quantize import INT8
@@ -139,6 +140,11 @@ def _config(config: str | Path, quant: str, layers: int | None) -> dict[str, Any
     else:
         raise CheckpointError(
             f"{str(config)!r} is neither one of {', '.join(PUBLIC)}, nor a {CONFIG}, nor a folder that holds one"
+        )
+    if not architecture_of(values):
+        raise CheckpointError(
+            f"{config}: architectures is {shown(values.get('architectures'))}; let it list the model's class in "
+            "transformers, such as LlamaForCausalLM"
         )
     values = unquantized_config(values)
     values.pop("auto_map", None)

@@ -129,10 +129,11 @@ def test_what_a_config_leaves_out_is_transformers_default(tmp_path: Path) -> Non
     del text["vocab_size"]
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     values = {"model_type": "gemma3", "text_config": text, "vision_config": vision}
+    values["architectures"] = ["Gemma3ForConditionalGeneration"]
     (tmp_path / "config.json").write_text(json.dumps(values))
     result = Done("synth", tmp_path / "config.json", tmp_path / "out", "--layers", 1, "--quant", "bf16")
     assert (result.code, result.err) == (0, "")
-    assert "Gemma3Model, 1 layers in bf16" in result.out
+    assert "Gemma3ForConditionalGeneration, 1 layers in bf16" in result.out
     vocabulary = json.loads((tmp_path / "out" / "tokenizer" / "tokenizer.json").read_text())["model"]["vocab"]
     assert len(vocabulary) == transformers.Gemma3TextConfig().vocab_size
 

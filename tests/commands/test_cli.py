@@ -150,6 +150,7 @@ INVALID = [
     ("convert source out -s 6:8 --layer down_proj", "--layer 'down_proj' is not REGEX=PATTERN"),
     ("synth BitNet-2B out --quant fp8", "INT8 activations"),
     ("synth Qwen9-7B out", "'Qwen9-7B'"),
+    ("synth unnamed.json out", "architectures is None; let it list the model"),
     ("synth source out --quant int4", "int8, fp8, bf16"),
     ("synth source out --layout slided", "--layout slided"),
     ("synth source out --layers 3", "--layers 3 must be from 1 to 2"),
@@ -177,6 +178,7 @@ def test_invalid_usage_exits_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, fact: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("unnamed.json").write_text('{"model_type": "llama"}')
     result = Done(*shlex.split(command))
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith("error: ")
