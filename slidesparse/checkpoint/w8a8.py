@@ -25,6 +25,7 @@ FP8_METHOD = "fp8"  # the quant_method of DeepSeek, Qwen and AutoFP8
 KINDS = {"int8": ("int", "I8"), "fp8": ("float", "F8_E4M3")}  # quant -> type, dtype of safetensors
 MIXED = "mixed-precision"  # the format of groups that have different formats
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized")
+_HEAD_CLASS = "ParallelLMHead"  # vLLM's, of an lm_head
 _SCALE_INV = ".weight_scale_inv"  # suffix with quant_method fp8; despite its name a factor, not a divisor
 
 
@@ -75,17 +76,14 @@ class Quantization:
         """The names (possibly one for each expert) and the regexes of the ignore list."""
         return frozenset(self.ignore), [entry for entry in self.ignore if entry.startswith("re:")]
 
-    def names(self, layer: str) -> bool:
-        """Return whether a target names a layer, by name or by a ``re:`` regex, not by its class."""
-        return any(_names(target, layer) for target in self.targets)
-
     def loads_head(self, layer: str) -> bool:
-        """Return whether vLLM (0.25.1 to 0.32) loads a quantized lm_head: only if a target names it.
+        """Return whether vLLM (0.25.1 to 0.32) loads a quantized lm_head: only if a target names it, or vLLM's class.
 
         It takes one of the class Linear for a float one, and ends with "There is no module or parameter named
         'lm_head.weight_scale'".
         """
-        return self.method != FP8_METHOD and self.names(layer)
+        named = any(_names(target, name) for target in self.targets for name in (layer, _HEAD_CLASS))
+        return self.method != FP8_METHOD and named
 
     def scheme(self, layer: str, dtype: str) -> Scheme | None:
         """Return the scheme of a layer whose weight has ``dtype``, or None if it is not quantized.
@@ -97,9 +95,10 @@ class Quantization:
         """
         if self.ignores(layer) or (self.method == FP8_METHOD and dtype in FLOATS):
             return None
-        if dtype in FLOATS and HEAD.search(layer) and not self.names(layer):
+        is_head = HEAD.search(layer) is not None
+        if dtype in FLOATS and is_head and not self.loads_head(layer):
             return None
-        for name in filter(None, (layer, fused_name(layer))):
+        for name in filter(None, (layer, fused_name(layer), _HEAD_CLASS * is_head)):
             for target, scheme in self.targets.items():
                 if _names(target, name):
                     return scheme

@@ -193,8 +193,13 @@ class Planner:
         if not self.head:
             return self.source
         if self.checkpoint.require(self.head + WEIGHT).dtype not in FLOATS:
+            remedy = "leave the option out"
+            if self.head in self.source.heads:  # which are written as floats
+                remedy = (
+                    "let a target in its quantization_config name it, or start from the original checkpoint"
+                )
             raise CheckpointError(
-                f"--layer: {self.head} cannot be quantized: it is quantized already; leave the option out"
+                f"--layer: {self.head} cannot be quantized: it is quantized already; {remedy}"
             )
         if isinstance(self.source, Floats):
             return self.source

@@ -174,7 +174,7 @@ def test_zero_points_of_symmetric_weights_are_dropped_or_refused(tmp_path: Path,
 @pytest.mark.vllm
 @pytest.mark.parametrize("preset", ["W8A8", "FP8_DYNAMIC", "FP8_BLOCK"])
 def test_quantized_lm_head_is_dequantized_unless_a_target_names_it(tmp_path: Path, preset: str) -> None:
-    """vLLM loads a quantized head only by its name; for one that the class Linear matches it has no scale."""
+    """vLLM loads a quantized head only by its name or class; for one that the class Linear matches it has no scale."""
     sizes = {"block_structure": [32, 16]} if "BLOCK" in preset else {}
     source = compressed(tmp_path / "source", {"group_0": scheme(preset, ["Linear"], **sizes)}, [])
     report = convert(source, tmp_path / "out")
@@ -190,12 +190,15 @@ def test_quantized_lm_head_is_dequantized_unless_a_target_names_it(tmp_path: Pat
     assert_same_bits(after["lm_head.weight"], floats.bfloat16())
     assert [name for name in after if "lm_head" in name] == ["lm_head.weight"]
     assert block_of(tmp_path / "out")["ignore"] == ["lm_head"]
-    if preset == "W8A8":
-        named = {"group_0": scheme(preset, ["Linear", "re:.*lm_head"])}
-        assert not convert(compressed(tmp_path / "named", named, []), tmp_path / "as named").plan.rewritten
-        check_codes(
-            tensors_of(tmp_path / "named"), tensors_of(tmp_path / "as named"), "lm_head", pruned=False
-        )
+    refused(source, "quantized already; let a target in its quant", out="asked", layer=["lm_head=dense"])
+    named = {"group_0": scheme("W8A8", ["Linear"]), "group_1": scheme("FP8_DYNAMIC", ["re:.*lm_head"])}
+    for target in ("re:.*lm_head", "ParallelLMHead") if preset == "W8A8" else ():
+        source, out = compressed(tmp_path / target[-4:], named, []), tmp_path / f"as {target[-4:]}"
+        groups = block_of(source)["config_groups"]
+        groups["group_1"]["targets"] = [target]
+        edit_block(source, config_groups=groups)
+        assert not convert(source, out).plan.rewritten
+        check_codes(tensors_of(source), tensors_of(out), "lm_head", pruned=False)
 
 
 @pytest.mark.vllm
