@@ -356,11 +356,14 @@ def _judge(
     report: Report, serving: Serving, checkpoint: Checkpoint, metadata: Metadata | None, reader: Reader
 ) -> None:
     """Record what the server decided, and what it would find in the first rows of the weights."""
+    from slidesparse.resolve import is_w8a8
+
     resolution = serving.resolution
     convert = conversion(report.model, checkpoint)
     if resolution is None:
-        flag = f"{REQUIRED} with {SPARSITY}, its pattern, serves it if it is W8A8 with dynamic activations"
-        report.lacks("it has not been converted: vLLM's own kernels serve it", f"{convert}; {flag}", FAILED)
+        flag = f"; {REQUIRED} with {SPARSITY}, its pattern, serves it as it is"
+        remedy = convert + flag * is_w8a8(checkpoint.quantization_config() or {})
+        report.lacks("it has not been converted: vLLM's own kernels serve it", remedy, FAILED)
         return
     report.backend, report.backend_reason, report.layout = (
         resolution.backend,

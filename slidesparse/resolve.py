@@ -145,7 +145,7 @@ def _unasked(
     The plugin serves W8A8 ones that vLLM refuses for how their zeros are stored, and unpruned ones where they are
     faster, or where SLIDESPARSE_BACKEND names a backend for them.  SPARSITY may be meant for another program.
     """
-    if platform not in ("cuda", "cpu") or not _is_w8a8(quantization_config):
+    if platform not in ("cuda", "cpu") or not is_w8a8(quantization_config):
         return None
     requested, on_cuda = Flags.from_environment({**os.environ, SPARSITY: ""}), platform == "cuda"
     if not unread_storage(quantization_config):
@@ -170,7 +170,7 @@ def warn_left(reason: str) -> None:
     _logger.warning("vLLM's own kernels serve this model: %s", " ".join(reason.split()))
 
 
-def _is_w8a8(quantization_config: Mapping[str, Any]) -> bool:
+def is_w8a8(quantization_config: Mapping[str, Any]) -> bool:
     """Return whether any group of layers has 8-bit weights per row or tensor, and dynamic symmetric activations."""
     groups = quantization_config.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():

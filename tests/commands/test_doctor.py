@@ -306,6 +306,7 @@ TEXT = "no: it has not been converted"
 AS_IT_IS = {"USE_CUSPARSELT": "1", "SPARSITY": "dense"}
 CASES = [  # what is examined, what is changed, flags -> exit code, last line
     ("source", None, {}, 1, TEXT),
+    ("source", None, {"SLIDESPARSE": "require"}, 1, TEXT),
     ("dense", None, {}, 0, YES),
     ("slided", None, {}, 0, YES),
     ("packed", None, {}, 0, YES),
@@ -349,6 +350,7 @@ def test_doctor_says_what_the_server_does(
     result = Done("doctor", folder)
     assert result.code == code, result.out
     assert ("vLLM since 0.19 refuses; convert it" in result.out) == (change is marked_static)
+    assert ("SLIDESPARSE=require with" in result.out) == (words == TEXT and kind != "source")
     assert re.search(words, result.out[result.out.rindex("\nyes: " if code == 0 else "\nno: ") + 1 :]), (
         result.out
     )
