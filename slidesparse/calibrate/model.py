@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.checkpoint.names import SCALE, WEIGHT, other_use
 from slidesparse.checkpoint.skeleton import Skeleton
-from slidesparse.checkpoint.storage import FLOATS, Checkpoint, Reader
+from slidesparse.checkpoint.storage import FLOATS, Reader
 from slidesparse.errors import CalibrationError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a block besides hidden states
@@ -473,11 +473,11 @@ def fast_products(device: torch.device) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def fused_layers(checkpoint: Checkpoint, metadata: Metadata | None) -> list[list[str]]:
-    """List the linear layers of a checkpoint, those that vLLM runs as one layer, such as q, k and v, together.
+def fused_layers(skeleton: Skeleton, metadata: Metadata | None) -> list[list[str]]:
+    """List the linear layers of a model, those that vLLM runs as one layer, such as q, k and v, together.
 
     With ``metadata``, only the layers that they list.
     """
-    fused = Model(Skeleton(checkpoint), torch.device("cpu")).fused()
+    fused = Model(skeleton, torch.device("cpu")).fused()
     listed = ([name for name in group if metadata is None or name in metadata.layers] for group in fused)
     return [group for group in listed if group]

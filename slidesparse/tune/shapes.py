@@ -84,15 +84,16 @@ def find_model(name: str) -> tuple[str, tuple[Layer, ...]]:
     if not Path(name).is_dir():
         raise ShapeError(f"{name!r} is neither one of the models {', '.join(MODELS)} nor a folder of one")
     checkpoint, metadata = open_checkpoint(name)
+    skeleton = Skeleton(checkpoint)
     layers: dict[tuple[int, int], Layer] = {}
     heads = [
         (name,)
-        for name in Skeleton(checkpoint).head_names[:1]
+        for name in skeleton.head_names[:1]
         if name + WEIGHT in checkpoint.tensors
         and checkpoint.require(name + WEIGHT).dtype not in FLOATS
         and parse_block(checkpoint.quantization_config() or {}).loads_head(name)
     ]
-    for unit in [*fused_layers(checkpoint, metadata), *heads]:
+    for unit in [*fused_layers(skeleton, metadata), *heads]:
         specs = [checkpoint.tensors[name + WEIGHT].spec for name in unit]
         entry = metadata.layers.get(unit[0]) if metadata else None
         if specs[0].dtype in FLOATS and metadata:
