@@ -425,11 +425,11 @@ def real_models() -> str:
     lines = []
     key = ["model", "quant", "pattern", "method", "minutes"]
     for (model, quant, pattern, method, minutes), part in real_model_rows().groupby(key, sort=False):
-        cells = [f"{minutes:g}", cell(part, WIKITEXT, "perplexity", ".2f")]
+        cells = [f"{part['zeros'].iloc[0]:.0f}%", f"{minutes:g}", cell(part, WIKITEXT, "perplexity", ".2f")]
         cells += [cell(part, text, "delta_pct", "+.1f") for text in (WIKITEXT, "own", "python")]
         cells.append(cell(part, "humaneval", "humaneval", ".1f"))
         lines.append((model, quant.upper(), NOT_PRUNED.get(pattern, pattern), method, *cells))
-    header = ("minutes", "WikiText-2", "increase", "own text", "Python reference", "HumanEval")
+    header = ("zeros", "minutes", "WikiText-2", "increase", "own text", "Python reference", "HumanEval")
     return table(("model", "", "pattern", "method", *header), lines, 4)
 
 
