@@ -38,6 +38,7 @@ from slidesparse.checkpoint.skeleton import TIED, Skeleton
 from slidesparse.checkpoint.storage import MODULES, TEXT_CONFIG, Checkpoint, Reader, is_embedding_model
 
 TOKENS = 16  # that both ends of the model are tried on
+ENDS = "ends"  # of a model, beside the structures of its blocks
 Q = "q"
 # Orthogonal matrices in float64: Q [hidden, hidden], and by the number of a block whose values are rotated, R
 # [kv_heads, width, width]
@@ -95,7 +96,14 @@ def untie_head(checkpoint: Checkpoint, asked: bool = False) -> Checkpoint:
 
 
 def _find_ends(model: Model, reader: Reader) -> Residual | None:
-    """Return how the ends of a model use the residual stream, or None if they do not commute with a rotation."""
+    """Return how the ends of a model use the residual stream, or None if they do not commute; found once."""
+    known: dict[str, Residual | None] = model.roles
+    if ENDS not in known:
+        known[ENDS] = _try_ends(model, reader)
+    return known[ENDS]
+
+
+def _try_ends(model: Model, reader: Reader) -> Residual | None:
     network = model.skeleton.model
     paths = {id(module): name for name, module in network.named_modules()}
     head, embedding = (
