@@ -142,15 +142,21 @@ def matched(
                 f"{option} {shown(text)} matches none of the {len(layers)} linear layers{example}"
             )
         selected |= matches
+    require_alike(groups, dict.fromkeys(selected), option)
+    return selected
+
+
+def require_alike(groups: Iterable[tuple[str, ...]], given: Mapping[str, object], option: str) -> None:
+    """Raise CheckpointError if ``option`` has ``given`` the layers of a group that vLLM fuses different values."""
     for group in groups:
-        covered = [name for name in group if name in selected]
+        values = {name: given[name] for name in group if name in given}
+        covered = [name for name in values if values[name] == next(iter(values.values()))]
         if covered and len(covered) < len(group):
-            uncovered = [name for name in group if name not in selected]
+            uncovered = [name for name in group if name not in covered]
             raise CheckpointError(
                 f"{option} covers {', '.join(covered)} but not {', '.join(uncovered)}, which read the same input "
-                "and may be fused into one matrix; cover all of them or none"
+                "and may be fused into one matrix; cover all of them alike, or none"
             )
-    return selected
 
 
 def serving_names(layer: str) -> list[str]:

@@ -294,12 +294,14 @@ class Planner:
             groups += (
                 tuple(n for n in names if shapes[n] == shape) for shape in dict.fromkeys(shapes.values())
             )
+        given: dict[str, Pattern | None] = {}  # by all options together
         for regex, pattern in self.options.layer_patterns:
-            if self.head and self._names_head(regex):
-                continue
-            for name in naming.matched([*patterns], groups, [regex], "--layer"):
-                asked = pattern or (by_budget or {}).get(name, self.options.pattern)
-                patterns[name] = asked if asked and asked.density < 1 else None
+            if not (self.head and self._names_head(regex)):
+                given |= dict.fromkeys(naming.matched([*patterns], (), [regex], "--layer"), pattern)
+        naming.require_alike(groups, given, "--layer")
+        for name, pattern in given.items():
+            asked = pattern or (by_budget or {}).get(name, self.options.pattern)
+            patterns[name] = asked if asked and asked.density < 1 else None
         if self.head:  # after the options, so that those for layers of blocks do not prune it
             patterns[self.head] = None
         skipped = {name: reasons.get(name, BY_LAYER) for name, pattern in patterns.items() if pattern is None}
@@ -453,9 +455,10 @@ def _require_layout_alone(metadata: Metadata, options: ConvertOptions) -> None:
         "--calib": options.calibration,
         "--quant": options.quant,
     }
+    degree = f"to {metadata.pattern}" if metadata.pattern.density < 1 else "in some layers"
     for option in filter(asked.get, asked):
         raise CheckpointError(
-            f"{option} cannot be used with a source that is already pruned to {metadata.pattern}, as only its layout "
+            f"{option} cannot be used with a source that is already pruned {degree}, as only its layout "
             f"changes, with --sparsity {metadata.pattern.ratio}; start from the original checkpoint"
         )
 
