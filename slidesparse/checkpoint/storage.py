@@ -38,11 +38,12 @@ QUANTIZATION = ("quantization_config", "compression_config")  # keys of the quan
 INDEX = "model.safetensors.index.json"
 MODULES = "modules.json"  # file of sentence-transformers, which embed texts
 SUFFIX = ".safetensors"
+ADAPTER_CONFIG = "adapter_config.json"  # beside it transformers loads the model that it names
 _ADAPTER = "adapter"  # beginning of the names of an adapter's weights, in peft and MLX
 MODEL = "model.safetensors"  # the whole model if there is no index, whatever other files exist
 # Files of a folder without a readable model -> what to do
 _INSTEAD = {
-    "adapter_config.json": "it is a LoRA adapter: convert its base model and serve the adapter with that, or merge it "
+    ADAPTER_CONFIG: "it is a LoRA adapter: convert its base model and serve the adapter with that, or merge it "
     "into the base model first",
     "snapshots": "it is a model's folder in the Hub's cache: give ORG/NAME, or the folder of a revision in it",
     "params.json": "it is in the format of Mistral or Meta: fetch the files for transformers too",

@@ -49,6 +49,7 @@ from slidesparse.checkpoint.output import (
     workers,
 )
 from slidesparse.checkpoint.storage import (
+    ADAPTER_CONFIG,
     CONFIG,
     DTYPES,
     FLOATS,
@@ -372,7 +373,7 @@ def _other_files(checkpoint: Checkpoint) -> tuple[list[Path], list[Path]]:
     """List the other files to copy, and those to leave out: code, other weights, links out of the folder.
 
     Files of known kinds are copied, and safetensors files in folders named by modules.json.  Hidden files are in
-    neither list.
+    neither list.  The configuration of an adapter would have transformers load another model in the output's place.
     """
     source = checkpoint.folder
     copied: list[Path] = []
@@ -385,6 +386,7 @@ def _other_files(checkpoint: Checkpoint) -> tuple[list[Path], list[Path]]:
         if str(name) in (CONFIG, INDEX, *checkpoint.files):
             continue
         copyable = path.name.endswith(SIDE_SUFFIXES) and not path.name.endswith(".index.json")
+        copyable &= path.name != ADAPTER_CONFIG
         copyable |= path.name.startswith(SIDE_NAMES) and not path.name.endswith(_CODE)
         copyable |= name.parts[0] in modules and path.suffix == SUFFIX
         (copied if copyable and is_inside(source, path) else left_out).append(name)

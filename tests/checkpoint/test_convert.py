@@ -104,6 +104,19 @@ def test_layer_option_sets_the_pattern_of_the_last_match(tmp_path: Path) -> None
     assert (stored == 0).float().mean() < 0.1
 
 
+def test_layer_options_may_cover_a_fused_layer_together(tmp_path: Path) -> None:
+    source = llama(tmp_path / "source")
+    several = convert(source, tmp_path / "several", layer=["gate_proj=dense", "up_proj=4:6", "gate_proj=4:6"])
+    assert several.plan.patterns == convert(source, tmp_path / "one", layer=["gate|up=4:6"]).plan.patterns
+    assert len({*several.plan.patterns.values()}) == 2
+
+
+def test_source_pruned_in_some_layers_is_not_said_to_be_pruned_to_dense(tmp_path: Path) -> None:
+    convert(llama(tmp_path / "source"), tmp_path / "mixed", "dense", layer=["down_proj=2:4"])
+    words = ["--sparsity 2:4 cannot be used", "already pruned in some layers", "with --sparsity dense"]
+    refused(tmp_path / "mixed", *words, pattern="2:4")
+
+
 def test_output_does_not_depend_on_processors_chunks_or_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +166,7 @@ def test_encoder_with_files_beside_the_weights_but_no_code_or_links_out(tmp_path
     beside += ("checkpoint-500/config.json",)
     left_out = ("modeling_bert.py", "LICENSE.py", "tokenizer.pkl", "pytorch_model.bin", "onnx/model.onnx")
     left_out += (f"checkpoint-500/{MODEL}", "checkpoint-500/optimizer.pt")
+    left_out += ("adapter_config.json",)  # of an adapter that was merged: transformers would load its base
     for name in (*beside, *left_out, ".gitattributes"):
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text("beside")
@@ -460,6 +474,7 @@ OPTIONS: list[tuple[dict[str, Any], list[str], type[Exception]]] = [
     ({"layer": ["down_proj=7:8"]}, ["--layer 'down_proj=7:8'", "'7:8'"], PatternError),
     ({"layer": ["porj=6:8"]}, ["--layer 'porj'"], CheckpointError),
     ({"layer": ["1.mlp.gate_proj=4:6"]}, ["--layer covers", GATE], CheckpointError),
+    ({"layer": ["gate_proj=4:6", "up_proj=2:4"]}, ["--layer covers", "of them alike"], CheckpointError),
     ({"layer": [f"{ENDLESS}=8:10"]}, [f"--layer {ENDLESS!r} takes more than"], CheckpointError),
     ({"budget": Budget(0.5, tokens=(16,))}, ["--max-loss 50%", "--calib"], CalibrationError),
 ]
