@@ -56,10 +56,10 @@ class LoadCheck:
         def check_and_load(parameter: Any, tensor: Tensor, *part: Any, **kwargs: Any) -> None:
             self._check(kind, parameter, tensor)
             key = next(iter((*part, *kwargs.values())), None)
-            if self._packed and kind == "weight" and key in self._loaded[kind]:
-                raise CheckpointError(
-                    f"{self._name}: the checkpoint holds a weight twice, packed and as it is; {AGAIN}"
-                )
+            if kind == "weight" and key in self._loaded[kind]:
+                packed = f"packed and as it is; {AGAIN}"
+                where = packed if self._packed else "in two files; remove that which is not of this model"
+                raise CheckpointError(f"{self._name}: the checkpoint holds a weight twice, {where}")
             try:
                 loader(parameter, tensor, *part, **kwargs)
             except (AssertionError, RuntimeError) as error:

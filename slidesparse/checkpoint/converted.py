@@ -10,7 +10,7 @@ from torch import Tensor
 from slidesparse.checkpoint.bitnet import as_int8
 from slidesparse.checkpoint.metadata import KEY, Metadata
 from slidesparse.checkpoint.names import BIAS, SCALE, WEIGHT
-from slidesparse.checkpoint.storage import Checkpoint, CheckpointError
+from slidesparse.checkpoint.storage import INDEX, SUFFIX, Checkpoint, CheckpointError
 from slidesparse.checkpoint.w8a8 import parse_block, require_quantized
 from slidesparse.errors import CheckFailed
 from slidesparse.pattern import MixedPattern, PatternError
@@ -44,6 +44,14 @@ def open_checkpoint(folder: str | Path) -> tuple[Checkpoint, Metadata | None]:
     if not metadata.layers and not metadata.experts:
         raise CheckpointError(
             f"quantization_config.{KEY} of {folder} lists no layer; start from the original checkpoint"
+        )
+    others = [
+        file.name for file in checkpoint.folder.glob(f"[!.]*{SUFFIX}") if file.name not in checkpoint.files
+    ]
+    if others and checkpoint.index is None:
+        raise CheckpointError(
+            f"{folder} holds {min(others)} beside {checkpoint.files[0]} and no {INDEX}, so that vLLM loads both; "
+            "remove the file that is not of this model"
         )
     source = parse_block(block, checkpoint.tensors)
     with checkpoint.reader() as reader:

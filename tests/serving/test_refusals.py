@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from models import QWEN, write_float, write_w8a8
 from safetensors.torch import load_file
 from torch import Tensor
 
+from slidesparse.checkpoint.converted import open_checkpoint
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.evaluate.engine import summaries
 
@@ -246,6 +248,19 @@ def test_missing_tensors_of_a_one_row_layer_are_named(missing: str) -> None:
 
 
 # What is served
+
+
+def test_second_file_with_the_same_weights_is_refused(
+    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Without an index vLLM loads all files of a folder, the last one counts, and the layers would be of both."""
+    folder = Path(shutil.copytree(checkpoints["dense"], tmp_path / "model"))
+    shutil.copy(folder / "model.safetensors", folder / "old.safetensors")
+    refused(engines, str(folder), {}, "holds a weight twice, in two files; remove")
+    with pytest.raises(
+        CheckpointError, match=r"holds old.safetensors beside model.safetensors and no model\."
+    ):
+        open_checkpoint(folder)
 
 
 def test_flags_without_effect_are_logged(engines: Engines, checkpoints: dict[str, Path]) -> None:
