@@ -184,9 +184,9 @@ class Planner:
             )
         return head
 
-    def _names_head(self, text: str) -> bool:
+    def _names_head(self, text: str, option: str = "--layer") -> bool:
         names, layers = self.skeleton.head_names, self.skeleton.layers
-        return bool(naming.search(text, names, "--layer")) and not naming.search(text, layers, "--layer")
+        return bool(naming.search(text, names, option)) and not naming.search(text, layers, option)
 
     def _head_source(self) -> Source:
         """Return what quantizes the floats of the lm_head.  Raises CheckpointError if that cannot be."""
@@ -320,7 +320,15 @@ class Planner:
         layers = [*candidates, *self.experts]
         groups = self._groups(candidates) if self.options.ignore else []
         groups += map(tuple, self.routed.values())
-        ignored = naming.matched(layers, groups, self.options.ignore, BY_IGNORE)
+        # Other tools are told to ignore lm_head, which is left as it is here unless --layer names it
+        of_head = {text for text in self.options.ignore if self._names_head(text, BY_IGNORE)}
+        if of_head and self.head:
+            raise CheckpointError(
+                f"--ignore {min(of_head)!r} and --layer both name {self.head}; leave one of them out"
+            )
+        ignored = naming.matched(
+            layers, groups, [text for text in self.options.ignore if text not in of_head], BY_IGNORE
+        )
         kept = {name: BY_IGNORE for name in layers if name in ignored}
         kept |= {name: UNSERVED for name in layers if name in self.unquantized}
         if self.source.requantizes and (

@@ -111,6 +111,19 @@ def test_layer_options_may_cover_a_fused_layer_together(tmp_path: Path) -> None:
     assert len({*several.plan.patterns.values()}) == 2
 
 
+def test_lm_head_may_be_ignored_as_other_tools_are_told_to(tmp_path: Path) -> None:
+    source = llama(tmp_path / "source")
+    convert(source, tmp_path / "plain")
+    convert(source, tmp_path / "ignored", ignore=["lm_head"])
+    assert snapshot(tmp_path / "ignored") == snapshot(tmp_path / "plain")
+    refused(
+        source,
+        "--ignore 'lm_head' and --layer both name lm_head",
+        ignore=["lm_head"],
+        layer=["lm_head=dense"],
+    )
+
+
 def test_source_pruned_in_some_layers_is_not_said_to_be_pruned_to_dense(tmp_path: Path) -> None:
     convert(llama(tmp_path / "source"), tmp_path / "mixed", "dense", layer=["down_proj=2:4"])
     words = ["--sparsity 2:4 cannot be used", "already pruned in some layers", "with --sparsity dense"]
