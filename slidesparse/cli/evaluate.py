@@ -95,17 +95,18 @@ def _arguments(options: list[str] | None) -> dict[str, Any]:
     return arguments
 
 
-def _show(name: str, interval: Interval, digits: int = 4, unit: str = "") -> None:
+def _show(name: str, interval: Interval, windows: int, digits: int = 4, unit: str = "") -> None:
     low, high = (f"{value:.{digits}f}{unit}" for value in (interval.ci_low, interval.ci_high))
-    out.print(escape(f"{name:22} {interval.value:.{digits}f}{unit}  (95%: {low} to {high})"))
+    known = f"95%: {low} to {high}" if windows > 1 else "of one window, which has no interval"
+    out.print(escape(f"{name:22} {interval.value:.{digits}f}{unit}  ({known})"))
 
 
 def _show_perplexity(result: dict[str, Any]) -> None:
     out.print(escape(f"{'model':22} {result['model']}: {result['served_by'] or 'stock vLLM'}"))
     out.print(f"{'data':22} {result['windows']} windows, {result['tokens']} tokens scored")
-    _show("perplexity", result["perplexity"])
+    _show("perplexity", result["perplexity"], result["windows"])
     if "against" not in result:
         return
     out.print(escape(f"{'against':22} {result['against']}: {result['against_served_by'] or 'stock vLLM'}"))
-    _show("against: perplexity", result["against_perplexity"])
-    _show("increase", result["delta_pct"], 3, "%")
+    _show("against: perplexity", result["against_perplexity"], result["windows"])
+    _show("increase", result["delta_pct"], result["windows"], 3, "%")

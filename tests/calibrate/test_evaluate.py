@@ -161,6 +161,9 @@ def test_eval_perplexity(folder: Path, without_engine: list[Any]) -> None:
     result = json.loads(Done(*command, "--json").out)
     assert result["perplexity"]["value"] == pytest.approx(math.exp(2), rel=1e-6)
     assert "delta_pct" not in result
+    assert "  (95%: 7.3891 to 7.3891)" in process.out
+    alone = Done(*command, "--samples", 1)  # resampled, one window is always itself
+    assert "7.3891  (of one window, which has no interval)" in alone.out
 
 
 def test_models_of_different_tokenizers_are_not_compared(folder: Path, without_engine: list[Any]) -> None:
