@@ -91,7 +91,7 @@ class Model:
                 module._buffers[name] = buffer.to(device)
         self._calls: dict[tuple[int, int], list[Call]] = {}
         self._groups: dict[str, Groups] = {}
-        self.roles: dict[str, Any] = {}  # found of blocks of a `structure`, and of the ENDS of the model
+        self.roles: dict[str, Any] = {}  # what was found of blocks of a `structure`, and of the model's ENDS
         self._require_equal_calls()
 
     def __reduce__(self) -> tuple[Any, ...]:  # for other processes, which make it anew
