@@ -209,12 +209,11 @@ def test_quantization_groups_of_several_kinds(tmp_path: Path) -> None:
         "group_1": scheme("FP8_BLOCK", [r"re:.*mlp\..*_proj"], block_structure=[32, 16]),
         "group_2": scheme("FP8", [O0]),
     }
-    source = compressed(tmp_path / "source", groups, ["lm_head"], kv_cache_scheme=CACHE)
+    source = compressed(tmp_path / "source", groups, ["lm_head"])
     attention = {"targets": ["LlamaAttention"], "weights": None, "input_activations": CACHE}
     norms = {"targets": ["re:.*norm"], "weights": None, "input_activations": None}
-    edit_block(
-        source, config_groups={**block_of(source)["config_groups"], "group_3": attention, "group_4": norms}
-    )
+    groups = {**block_of(source)["config_groups"], "group_3": attention, "group_4": norms}
+    edit_block(source, config_groups=groups, kv_cache_scheme=CACHE)
     report = convert(source, tmp_path / "out")
     block, before, after = block_of(tmp_path / "out"), tensors_of(source), tensors_of(tmp_path / "out")
     assert report.plan.quant == "fp8 and int8"
@@ -380,7 +379,6 @@ def check_head(source: Path, out: Path, others: dict[str, Tensor], layer: list[s
     written = parse_block(block_of(out), after)
     assert written.loads_head("lm_head")
     found = written.scheme("lm_head", "I8" if quant == "int8" else "F8_E4M3")
-    assert found
     assert (found.quant, found.strategy, found.activations) == (quant, "channel", "per token")
     assert "head" not in plan.rewritten
     vllm_config(block_of(out))

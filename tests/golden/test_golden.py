@@ -17,8 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from foreign import codes
-from models import quantization_config
+from models import codes, quantization_config
 from tiny import tiny
 
 from slidesparse.convert.options import ConvertOptions

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import models
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 ONLINE = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
@@ -78,11 +78,9 @@ def write_master(
 
 
 def write(folder: Path, tensors: dict[str, Tensor], block: dict[str, Any] | None, **shape: int) -> Path:
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {**SMALL, **shape, **({"quantization_config": block} if block else {})}
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    return folder
+    return models.write(
+        folder, {**SMALL, **shape, **({"quantization_config": block} if block else {})}, tensors
+    )
 
 
 def write_offline(master: Path, folder: Path, block: dict[str, Any], packed: bool) -> Path:
@@ -110,16 +108,12 @@ def best(model: nn.Module, prompts: list[list[int]]) -> list[list[float]]:
     return logprobs
 
 
-@torch.inference_mode()
-def greedy(model: nn.Module, prompts: list[list[int]], count: int) -> list[list[int]]:
+def greedy(model: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
     """Generate ``count`` tokens after each prompt."""
-    completions = []
-    for prompt in prompts:
-        ids = list(prompt)
-        for _ in range(count):
-            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
-        completions.append(ids[len(prompt) :])
-    return completions
+    options = {"do_sample": False, "min_new_tokens": count, "max_new_tokens": count}
+    return [
+        model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts
+    ]
 
 
 def load(model: nn.Module, folder: Path) -> nn.Module:

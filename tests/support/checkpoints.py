@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 import torch
-from models import Decoder, float_tensors, quantization_config
+from models import Decoder, float_tensors, write_w8a8
 from packed import packed_layout
 from safetensors.torch import load_file, save_file
 from strategies import assert_same_bits
@@ -26,11 +27,10 @@ from slidesparse.convert.options import ConvertOptions, parse_layer_pattern
 from slidesparse.convert.stream import Report
 from slidesparse.pattern import SlidePattern, parse_pattern
 from slidesparse.progress import Progress, no_progress
-from slidesparse.quantize import FP8, INT8, quantize_rows
 from slidesparse.serving import Skeletons
 
-MODEL = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+TOKENIZER = '{"version": "1.0"}'
+MODEL, INDEX = models.MODEL, "model.safetensors.index.json"
 LLAMA = Decoder("LlamaForCausalLM", hidden=64, intermediate=88, heads=2, kv_heads=1, layers=2, vocabulary=40)
 DOWN = "model.layers.0.mlp.down_proj"
 Q = "model.layers.1.self_attn.q_proj"
@@ -39,11 +39,10 @@ Q = "model.layers.1.self_attn.q_proj"
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], shards: int = 1) -> Path:
     """Write a checkpoint of one file, or of several shards with an index."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    (folder / "tokenizer.json").write_text(TOKENIZER)
     if shards == 1:
-        save_file(tensors, folder / MODEL, metadata={"format": "pt"})
-        return folder
+        return models.write(folder, config, tensors)
+    (folder / "config.json").write_text(json.dumps(config))
     names = sorted(tensors)
     weight_map = {}
     for i in range(shards):
@@ -65,18 +64,8 @@ def llama(folder: Path, shards: int = 1, dtype: torch.dtype = torch.bfloat16) ->
 
 def w8a8(folder: Path, quant: str = "int8", strategy: str = "channel") -> Path:
     """Write the same model as an unpruned W8A8 checkpoint, whose layer DOWN is ignored and stays float."""
-    tensors = float_tensors(LLAMA)
-    for name in LLAMA.linears():
-        if name == DOWN:
-            continue
-        weight = tensors[f"{name}.weight"]
-        rows = weight if strategy == "channel" else weight.reshape(1, -1)
-        q, scale = quantize_rows(rows, {"int8": INT8, "fp8": FP8}[quant])
-        tensors[f"{name}.weight"] = q.reshape(weight.shape)
-        tensors[f"{name}.weight_scale"] = scale.bfloat16() if strategy == "channel" else scale.reshape(1)
-    block = quantization_config(quant, strategy)
-    block["ignore"] = ["re:.*lm_head", DOWN]
-    return write(folder, {**LLAMA.config(), "quantization_config": block}, tensors)
+    (write_w8a8(LLAMA, folder, quant, strategy, (DOWN,)) / "tokenizer.json").write_text(TOKENIZER)
+    return folder
 
 
 def bert(folder: Path) -> Path:

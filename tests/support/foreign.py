@@ -6,33 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from models import LARGEST_EXACT_CODE
-from torch import Tensor, nn
+from models import codes
+from torch import Tensor
 
-from slidesparse.quantize import FP8, INT8, quantize_rows
+from slidesparse.quantize import FP8, INT8
 
 GROUP = 16  # columns that share a scale in the formats of few bits
 FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 KEPT = ["lm_head"]
-
-
-def codes(w: Tensor, dtype: torch.dtype, rows: int = 1, columns: int = 0) -> tuple[Tensor, Tensor]:
-    """Quantize w [N, K] by blocks; ``columns`` 0 is a whole row.  Returns codes and scales [blocks, blocks].
-
-    INT8 codes stay within LARGEST_EXACT_CODE.
-    """
-    n, k = w.shape
-    columns = columns or k
-    padded = nn.functional.pad(w.float(), (0, -k % columns, 0, -n % rows))
-    blocks = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).transpose(1, 2)
-    q, scale = quantize_rows(blocks.flatten(2).flatten(0, 1), dtype)
-    if dtype == INT8:
-        q, scale = (
-            (q.float() * (LARGEST_EXACT_CODE / 127)).round().to(INT8),
-            scale * (127 / LARGEST_EXACT_CODE),
-        )
-    q = q.unflatten(0, blocks.shape[:2]).unflatten(2, (rows, columns)).transpose(1, 2)
-    return q.flatten(2).flatten(0, 1)[:n, :k].contiguous(), scale.reshape(blocks.shape[:2])
 
 
 def scaled(dtype: torch.dtype, rows: int = 1, columns: int = 0, **more: Tensor) -> Callable[[Tensor], Any]:

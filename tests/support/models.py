@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
-from slidesparse.quantize import FP8, quantize_rows
+from slidesparse.quantize import FP8, INT8, quantize_rows
 
+MODEL = "model.safetensors"
 # oneDNN's INT8 kernels for x86 CPUs without VNNI add pairs of products in 16 bits and saturate.  Stock vLLM uses
 # them, so comparisons with it need codes small enough that 2 * 255 * code never leaves 16 bits.
 LARGEST_EXACT_CODE = 63
@@ -83,11 +86,11 @@ QWEN = Decoder("Qwen2ForCausalLM")
 LLAMA = Decoder("LlamaForCausalLM")
 
 
-def float_tensors(model: Decoder) -> dict[str, torch.Tensor]:
+def float_tensors(model: Decoder) -> dict[str, Tensor]:
     """All tensors of the model in BF16."""
     generator = torch.Generator().manual_seed(0)
 
-    def normal(*shape: int, std: float) -> torch.Tensor:
+    def normal(*shape: int, std: float) -> Tensor:
         return (torch.randn(*shape, generator=generator) * std).to(torch.bfloat16)
 
     tensors = {
@@ -124,41 +127,60 @@ def quantization_config(quant: str, strategy: str = "channel") -> dict[str, obje
     }
 
 
+def codes(w: Tensor, dtype: torch.dtype, rows: int = 1, columns: int = 0) -> tuple[Tensor, Tensor]:
+    """Quantize w [N, K] by blocks; ``columns`` 0 is a whole row.  Returns codes and scales [blocks, blocks].
+
+    INT8 codes stay within LARGEST_EXACT_CODE.
+    """
+    n, k = w.shape
+    columns = columns or k
+    padded = nn.functional.pad(w.float(), (0, -k % columns, 0, -n % rows))
+    blocks = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).transpose(1, 2)
+    q, scale = quantize_rows(blocks.flatten(2).flatten(0, 1), dtype)
+    if dtype == INT8:
+        q, scale = shrunk(q), scale * (127 / LARGEST_EXACT_CODE)
+    q = q.unflatten(0, blocks.shape[:2]).unflatten(2, (rows, columns)).transpose(1, 2)
+    return q.flatten(2).flatten(0, 1)[:n, :k].contiguous(), scale.reshape(blocks.shape[:2])
+
+
+def shrunk(q: Tensor) -> Tensor:
+    """Scale INT8 codes into LARGEST_EXACT_CODE; zeros stay zero."""
+    return (q.float() * (LARGEST_EXACT_CODE / 127)).round().to(INT8)
+
+
 def write_float(model: Decoder, folder: Path) -> Path:
     """Write a BF16 Hugging Face checkpoint of one file."""
-    return _write(folder, model.config(), float_tensors(model))
+    return write(folder, model.config(), float_tensors(model))
 
 
-def write_w8a8(model: Decoder, folder: Path, quant: str = "int8", strategy: str = "channel") -> Path:
-    """Write an unpruned compressed-tensors W8A8 checkpoint; INT8 codes stay within LARGEST_EXACT_CODE."""
-    tensors = float_tensors(model)
-    for name in model.linears():
+def write_w8a8(
+    model: Decoder, folder: Path, quant: str = "int8", strategy: str = "channel", floats: tuple[str, ...] = ()
+) -> Path:
+    """Write an unpruned compressed-tensors W8A8 checkpoint, whose layers ``floats`` are ignored and stay float."""
+    tensors, dtype = float_tensors(model), {"int8": INT8, "fp8": FP8}[quant]
+    for name in sorted(model.linears().keys() - floats):
         weight = tensors[f"{name}.weight"]
-        rows = weight if strategy == "channel" else weight.reshape(1, -1)
-        if quant == "int8":
-            q, scale = quantize_rows(rows * (127 / LARGEST_EXACT_CODE), torch.int8)
-            q = (q.float() * (LARGEST_EXACT_CODE / 127)).round().to(torch.int8)
-        else:
-            q, scale = quantize_rows(rows, FP8)
-        tensors[f"{name}.weight"] = q.reshape(weight.shape)
-        tensors[f"{name}.weight_scale"] = scale if strategy == "channel" else scale.reshape(1)
-    config = {**model.config(), "quantization_config": quantization_config(quant, strategy)}
-    return _write(folder, config, tensors)
+        q, scale = codes(weight, dtype, 1 if strategy == "channel" else len(weight))
+        tensors[f"{name}.weight"] = q
+        tensors[f"{name}.weight_scale"] = scale.bfloat16() if strategy == "channel" else scale.reshape(1)
+    block = {**quantization_config(quant, strategy), "ignore": ["re:.*lm_head", *floats]}
+    return write(folder, {**model.config(), "quantization_config": block}, tensors)
 
 
-def _write(folder: Path, config: dict[str, object], tensors: dict[str, torch.Tensor]) -> Path:
+def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+    """Write a checkpoint of one file."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    save_file(tensors, folder / MODEL, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 def shrink_codes(folder: Path) -> Path:
     """Scale the INT8 codes of a checkpoint of one file into LARGEST_EXACT_CODE, but those that are; zeros stay zero."""
-    path = folder / "model.safetensors"
+    path = folder / MODEL
     tensors = load_file(path)
     for name, tensor in tensors.items():
         if tensor.dtype == torch.int8 and tensor.int().abs().max() > LARGEST_EXACT_CODE:
-            tensors[name] = (tensor.float() * (LARGEST_EXACT_CODE / 127)).round().to(torch.int8)
+            tensors[name] = shrunk(tensor)
     save_file(tensors, path, metadata={"format": "pt"})
     return folder

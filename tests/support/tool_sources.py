@@ -2,59 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from checkpoints import LLAMA, write
-from foreign import codes
-from models import Decoder, float_tensors
+from models import Decoder, codes, float_tensors
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from slidesparse.quantize import FP8
 
 INPUT_SCALE = 0.02
 
 
-def _modules(tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Make modules from the names of tensors; modules of matrices are linear layers, except embeddings."""
-    root = nn.Module()
-    for name, tensor in tensors.items():
-        *path, last = name.split(".")
-        module = root
-        for depth, part in enumerate(path, 1):
-            if part not in module._modules:
-                module_name = ".".join(path[:depth])
-                weight = tensors.get(f"{module_name}.weight")
-                is_linear = weight is not None and weight.dim() == 2 and "embed" not in part
-                bias = f"{module_name}.bias" in tensors
-                child = (
-                    nn.Linear(*weight.shape[::-1], bias=bias, dtype=weight.dtype)
-                    if is_linear
-                    else nn.Module()
-                )
-                module.add_module(part, child)
-            module = module._modules[part]
-        module._parameters[last] = nn.Parameter(tensor, requires_grad=False)
-    return root
-
-
-def compressed(
-    folder: Path, groups: Mapping[str, Any], ignore: Sequence[str], decoder: Decoder = LLAMA, **more: Any
-) -> Path:
+def compressed(folder: Path, groups: dict[str, Any], ignore: list[str], decoder: Decoder = LLAMA) -> Path:
     """Write a small model that compressed-tensors quantizes by the schemes of ``groups`` and compresses.
 
-    Scales follow from the largest weights; static scales of activations are INPUT_SCALE.  ``more`` entries are added to
-    the quantization_config that the package writes.
+    Scales follow from the largest weights; static scales of activations are INPUT_SCALE.
     """
     from compressed_tensors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    model = _modules(float_tensors(decoder))
-    apply_quantization_config(model, QuantizationConfig(config_groups=dict(groups), ignore=list(ignore)))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**decoder.config()), dtype=torch.bfloat16)
+    model.load_state_dict(float_tensors(decoder))
+    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=ignore))
     for module in model.modules():
         scheme = getattr(module, "quantization_scheme", None)
         if scheme is None:
@@ -70,14 +44,9 @@ def compressed(
             module.input_scale.data.fill_(INPUT_SCALE)
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
-    write(
-        folder, decoder.config(), {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    )
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    write(folder, decoder.config(), tensors)
     compressor.update_config(folder)
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config["quantization_config"] |= more
-    path.write_text(json.dumps(config))
     return folder
 
 
@@ -97,14 +66,10 @@ def fp8(
     """
     stored = dict(tensors or float_tensors(LLAMA))
     for name in layers or LLAMA.linears():
-        weight = stored[f"{name}.weight"].float()
-        n, k = weight.shape
-        rows, columns = block or (n, k)
-        stored[f"{name}.weight"], scale = codes(weight, FP8, rows, columns)
-        scale = scale.to(scale_dtype)
-        stored[f"{name}.weight_scale_inv" if block else f"{name}.weight_scale"] = (
-            scale if block else scale[0, 0]
-        )
+        weight = stored[f"{name}.weight"]
+        stored[f"{name}.weight"], scale = codes(weight, FP8, *(block or weight.shape))
+        of_scale = ("weight_scale_inv", scale) if block else ("weight_scale", scale[0, 0])
+        stored[f"{name}.{of_scale[0]}"] = of_scale[1].to(scale_dtype)
         if static:
             stored[f"{name}.input_scale"] = torch.tensor(INPUT_SCALE)
     quantization = {
