@@ -256,7 +256,6 @@ def test_whole_loss_equals_that_of_the_written_model(model: Path, tmp_path: Path
 
 
 def outcome(report: Report) -> choose.Outcome:
-    assert report.budget
     return report.budget
 
 
@@ -267,7 +266,6 @@ def test_the_chosen_patterns_are_written(model: Path, tmp_path: Path, ids: str, 
     inspection = inspect(tmp_path / "out")
     assert inspection.violations == 0
     choice = outcome(report).choice
-    assert choice
     assert len({*choice.patterns.values()}) > 1
     by_layer = {name: p.ratio for group, p in choice.patterns.items() if p for name in group}
     assert {layer.name: layer.pattern for layer in inspection.layers if layer.pattern} == by_layer
@@ -285,9 +283,7 @@ def test_loss_budget_is_kept_and_used(model: Path, tmp_path: Path, ids: str) -> 
         budget = Budget(loss, tokens=(16,))
         result = outcome(calibrated(model, tmp_path / str(loss), ids, budget=budget, epochs=0))
         assert result.within_budget
-        assert result.measured_loss is not None
         assert math.expm1(result.measured_loss) <= loss
-        assert result.choice
         results.append(1 / result.choice.time)
     assert 1 < results[0] <= results[1]
 
@@ -329,7 +325,6 @@ def test_losses_are_measured_once_for_all_budgets(
     options: dict[str, Any] = {"budget": BUDGET, "dry_run": True}
     first = outcome(calibrated(model, tmp_path / "out", ids, **options))
     assert snapshot(tmp_path) == before
-    assert first.choice
     assert first.measured_loss is None
     (cache,) = (Path(os.environ["SLIDESPARSE_CACHE"]) / "losses").glob("*.json")
     with monkeypatch.context() as patch:
@@ -415,6 +410,5 @@ def test_encoder_loss_is_cosine_distance_of_embeddings(tmp_path: Path, ids: str)
     options: dict[str, Any] = {"budget": BUDGET, "epochs": 0, "seqlen": 16}
     result = outcome(calibrated(tmp_path / "source", tmp_path / "out", ids, **options))
     assert not result.in_nats
-    assert result.measured_loss is not None
     assert 0 < result.measured_loss < 1
     assert "1 - cosine" in result.summary

@@ -61,7 +61,6 @@ def test_distillation_reduces_divergence_and_keeps_zeros(
     report = calibrated(source, tmp_path / "pruned", ids, epochs=0, device=device, **case)
     options: dict[str, Any] = {"distill": text, "device": device, "minutes": 2, "epochs": 0}
     result = calibrated(source, tmp_path / "out", ids, **options, **case)
-    assert result.distilled
     assert result.distilled.steps == 120
     assert result.distillation.startswith("2 minutes on text.npy, 224 samples, 5376 tokens; about ")
     assert "6144 tokens are little text for --distill" in result.note
@@ -163,7 +162,6 @@ def test_processes_train_as_one(
         monkeypatch.setattr(distill, "_processes", lambda _: processes)
         options: dict[str, Any] = {"distill": text, "quant": "fp8", "resume": resume, **QUICK}
         report = calibrated(source, tmp_path / name, ids, **options)
-        assert report.distilled
         return report.distilled
 
     one, save_state = run("one", 1), distill._Training._save
@@ -229,7 +227,6 @@ def test_distillation_that_worsens_the_model_is_discarded(
     monkeypatch.setattr(distill, "MAX_RATE", 1e6)
     report = calibrated(source, tmp_path / "out", ids, distill=text, **{**QUICK, "epochs": 1})
     calibrated(source, tmp_path / "pruned", ids, epochs=1)
-    assert report.distilled
     assert report.distilled.after == report.distilled.before
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "pruned")
 

@@ -103,7 +103,6 @@ def test_costs_use_gradients_of_the_loss(tmp_path: Path, monkeypatch: pytest.Mon
         _layer_costs(task, rotated_reader(reader, task.model, roles), roles, no_progress)
     assert len(outputs) == 7
     for name, out in outputs.items():
-        assert out.grad is not None
         squares = found[name] / ids.numel()
         diagonal = squares if squares.dim() == 1 else squares.diagonal(dim1=-2, dim2=-1).flatten()
         assert_near(diagonal, out.grad.flatten(0, 1).square().mean(0), 1e-4)

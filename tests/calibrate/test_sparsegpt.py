@@ -52,7 +52,6 @@ def best_row(w0: Tensor, h: Tensor, fixed: Tensor) -> Tensor:
 
 def prune_by_brute_force(w0: Tensor, h: Tensor, pattern: SlidePattern) -> Tensor:
     """Prune block by block: try every choice of zeros with earlier blocks fixed, then fix the best."""
-    assert pattern.length
     fixed = torch.full_like(w0, torch.nan)
     row = w0.clone()
     for block in block_slices(len(w0), pattern.length):
@@ -76,7 +75,6 @@ def test_rows_equal_the_exact_optimal_brain_surgeon(
     pattern: SlidePattern, tail: int, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In batches of two rows, and of all columns, a block or some blocks; both are for speed alone."""
-    assert pattern.length
     monkeypatch.setattr(module, "BATCH_COLUMNS", batch)
     monkeypatch.setattr(module, "CHOICE_ELEMENTS", 2 * math.comb(pattern.length, 2))
     k = 3 * pattern.length + tail
@@ -101,7 +99,6 @@ def cost(w: Tensor, pruned: Tensor, h: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("pattern", PATTERNS[:4], ids=str)
 def test_refine_never_increases_cost_and_reaches_local_optimum(pattern: SlidePattern) -> None:
-    assert pattern.length
     k = 2 * pattern.length + 1
     w, hessian = weights(6, k), hessian_of(inputs(300, k))
     h, rounds = damped(hessian), [sparsegpt(w, factor(hessian, torch.float64), pattern)]
@@ -132,7 +129,6 @@ def test_pruned_codes_obey_pattern_with_minimal_zeros_in_tail(
     pattern: SlidePattern, dtype: torch.dtype
 ) -> None:
     """K modulo L takes every value."""
-    assert pattern.length
     for k in range(64, 64 + pattern.length):
         w, h = weights(16, k).float(), hessian_of(inputs(200, k), torch.float32)
         upper = factor(h)

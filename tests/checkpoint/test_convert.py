@@ -87,7 +87,6 @@ def test_chunks_equal_pruning_quantizing_and_sliding_whole_tensors(
         assert_same_bits(after.pop(f"{name}.weight_scale"), scale)
     assert_same_tensors(after, before)
     metadata = Metadata.of_config(config_of(tmp_path / "out")["quantization_config"])
-    assert metadata is not None
     assert (metadata.pattern, metadata.layout) == (pattern, layout)
     widths = {name: entry.in_features for name, entry in metadata.layers.items()}
     assert widths == {name: k for name, (_, k) in LLAMA.linears().items()}

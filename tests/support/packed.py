@@ -39,7 +39,6 @@ def packed_layout(dense: Path, out: Path) -> Path:
     config = json.loads((dense / "config.json").read_text())
     block = config["quantization_config"]
     metadata = Metadata.of_config(block)
-    assert metadata is not None
     for layer, entry in metadata.layers.items():
         assert isinstance(entry.pattern, SlidePattern)
         weight = tensors.pop(f"{layer}.weight")
