@@ -217,23 +217,6 @@ def test_memory_and_overflow_are_explained(
         calibrated(source, tmp_path / "other", ids)
 
 
-@pytest.mark.parametrize(
-    ("options", "fact"),
-    [
-        ({"device": "tpu"}, "--device 'tpu'"),
-        ({"rotate": "maybe"}, "--rotate 'maybe'"),
-        ({"minutes": 3.0}, "--minutes 3 is the duration of distillation"),
-        *[
-            ({"distill": ("x",), "minutes": m}, "must be finite and more than 0")
-            for m in (0.0, -1.0, np.nan, np.inf)
-        ],
-    ],
-)
-def test_invalid_calibration_options_are_refused(options: dict[str, Any], fact: str) -> None:
-    with pytest.raises(CalibrationError, match=fact):
-        Calibration(("random",), **options)
-
-
 def test_layers_and_devices_that_are_missing_are_refused(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -340,16 +340,6 @@ def test_unusable_data_are_refused_in_one_line(decoder: Model, tmp_path: Path, n
     assert "\n" not in str(error.value)
 
 
-def test_numbers_of_samples_and_tokens_are_checked(decoder: Model) -> None:
-    for options, words in (
-        ((0,), "--samples 0"),
-        ((10**30,), "--samples 10"),
-        ((4, 1000), "--seqlen 1000 must be from 2 to 512"),
-    ):
-        with pytest.raises(SlideSparseError, match=words):
-            load("random", decoder, *options)
-
-
 def test_texts_without_a_tokenizer_are_refused(decoder: Model, tmp_path: Path) -> None:
     path, folder = texts(tmp_path, "a b"), decoder.checkpoint.folder
     (folder / "tokenizer.json").write_text("{}")

@@ -136,6 +136,7 @@ def test_every_option_reaches_the_conversion(
     assert not (tmp_path / "out").exists()
 
 
+CALIBRATE = "convert source out -s 6:8 --calib random"
 INVALID = [
     ("convert source out -s nonsense", "'nonsense'"),
     ("convert source out -s ''", "''"),
@@ -143,10 +144,17 @@ INVALID = [
     ("convert source out -s 6:8 --max-loss 25%", "found --sparsity and --max-loss"),
     ("convert source out --max-loss 25", "--max-loss '25' is not a percentage"),
     ("convert source out --max-loss 1%", "--max-loss 1% needs calibration data"),
+    *((f"convert source out --max-loss {x}", f"--max-loss {x} is not between") for x in ("0%", "100%")),
     ("convert source out -s 6:8 --resume", "--resume would have no effect without calibration data"),
     ("convert source out -s 6:8 --samples 9 --rotate on", "--samples and --rotate"),
     ("convert source out -s 6:8 --calib missing.jsonl", "missing.jsonl"),
-    ("convert source out -s 6:8 --calib random --rotate yes", "--rotate 'yes' is not known"),
+    (f"{CALIBRATE} --rotate yes", "--rotate 'yes' is not known"),
+    (f"{CALIBRATE} --device tpu", "--device 'tpu'"),
+    (f"{CALIBRATE} --samples 0", "--samples 0"),
+    (f"{CALIBRATE} --samples 1{30 * '0'}", "--samples 10"),
+    (f"{CALIBRATE} --seqlen 1000", "--seqlen 1000 must be from 2 to 512"),
+    (f"{CALIBRATE} --minutes 3", "--minutes 3 is the duration of distillation"),
+    *((f"{CALIBRATE} --distill x --minutes={m}", "must be finite") for m in (0, -1, "nan", "inf")),
     ("convert source out -s 6:8 --layer down_proj", "--layer 'down_proj' is not REGEX=PATTERN"),
     ("synth BitNet-2B out --quant fp8", "INT8 activations"),
     ("synth Qwen9-7B out", "'Qwen9-7B'"),
