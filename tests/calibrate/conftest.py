@@ -1,11 +1,11 @@
-"""A source model and its calibration data; calibration caches into a temporary folder."""
+"""Source models and texts, of as many samples as a module asks for; caches are temporary folders."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from calibration import write_ids
+from calibration import TOKENS, save, write_ids
 from checkpoints import llama
 
 
@@ -19,6 +19,17 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return llama(tmp_path_factory.mktemp("llama") / "source")
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    save("llama", folder := tmp_path_factory.mktemp("model") / "source")
+    return folder
+
+
 @pytest.fixture
-def ids(tmp_path: Path) -> str:
-    return write_ids(tmp_path / "ids.npy")
+def ids(tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    return write_ids(tmp_path / "ids.npy", getattr(request.module, "ID_SAMPLES", TOKENS[0]))
+
+
+@pytest.fixture
+def text(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[str, ...]:
+    return (write_ids(tmp_path / "text.npy", request.module.TEXT_SAMPLES),)

@@ -43,6 +43,7 @@ from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseEr
 from slidesparse.pattern import SlidePattern
 from slidesparse.progress import no_progress
 
+ID_SAMPLES = 24
 LENGTHS = (8, 6, 4)
 # Times of layers as small as these models' are estimates, by which only decode gets faster
 BUDGET = Budget(0.5, tokens=(16,))
@@ -175,11 +176,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def ids(tmp_path: Path) -> str:
-    return write_ids(tmp_path / "ids.npy", 24)
-
-
 def whole_model(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
@@ -296,7 +292,7 @@ def test_loss_of_the_worst_kind_of_text_counts(
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
     write_tokenizer(folder, ["?", "the", "a", "of", "is", "and"])
-    other = write_ids(tmp_path / "other.npy", 24)
+    other = write_ids(tmp_path / "other.npy", ID_SAMPLES)
     options: dict[str, Any] = {"budget": BUDGET, "epochs": 0}
     one = calibrated(folder, tmp_path / "one", ids, **options)
     assert outcome(one).kinds == ("ids.npy", "the reference of the Python language")

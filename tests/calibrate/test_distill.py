@@ -20,7 +20,6 @@ from calibration import (
     paced_worker_of_a_large_model,
     save,
     set_pace,
-    write_ids,
 )
 from checkpoints import LLAMA, bert, edit_json, llama, snapshot, tensors_of
 from torch import Tensor
@@ -30,13 +29,9 @@ from slidesparse.calibrate.finetune import InputRounder, fake_quantize
 from slidesparse.convert.budget import Budget
 from slidesparse.errors import EnvironmentFault, SlideSparseError
 
+TEXT_SAMPLES = 256
 STEPS = 12  # of one second each by the fake clock
 QUICK: dict[str, Any] = {"minutes": STEPS / 60, "epochs": 0}
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> tuple[str, ...]:
-    return (write_ids(tmp_path / "text.npy", samples=256),)
 
 
 @pytest.fixture(autouse=True)

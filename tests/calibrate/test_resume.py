@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibration import DEVICES, Killed, calibrated, save, set_clock, write_ids
+from calibration import DEVICES, Killed, calibrated, set_clock, write_ids
 from checkpoints import killed, snapshot
 
 from slidesparse import files
@@ -23,6 +23,7 @@ from slidesparse.convert import stream
 from slidesparse.convert.budget import Budget
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 
+ID_SAMPLES, TEXT_SAMPLES = 12, 40
 BUDGET: dict[str, Any] = {"budget": Budget(0.3, tokens=(16,)), "epochs": 0}
 EVERYTHING: dict[str, Any] = {"rotate": "on", "minutes": 36 / 60, **BUDGET}
 
@@ -52,22 +53,6 @@ def run(source: Path, out: Path, ids: str, **options: Any) -> Any:
         patch.setattr(distill, "SAVE_PART", 0)
         patch.setattr(learning, "STEPS", 4)
         return calibrated(source, out, ids, **options)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    save("llama", folder := tmp_path_factory.mktemp("model") / "source")
-    return folder
-
-
-@pytest.fixture
-def ids(tmp_path: Path) -> str:
-    return write_ids(tmp_path / "ids.npy", 12)
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> tuple[str, ...]:
-    return (write_ids(tmp_path / "text.npy", 40),)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -272,7 +257,7 @@ WRONG: list[Callable[[Path], object]] = [
 def interrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a work folder that has every kind of file."""
     folder = tmp_path_factory.mktemp("interrupted")
-    ids, text = write_ids(folder / "ids.npy", 12), write_ids(folder / "text.npy", 40)
+    ids, text = write_ids(folder / "ids.npy", ID_SAMPLES), write_ids(folder / "text.npy", TEXT_SAMPLES)
 
     def die(*_: Any) -> None:
         raise Killed
