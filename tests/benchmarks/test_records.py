@@ -38,9 +38,7 @@ def test_a_foreign_table_is_refused_and_kept(tmp_path: Path, text: str, fact: st
     assert (tmp_path / "t.csv").read_text() == text
 
 
-def test_conditions_collect_commands_and_refuse_another_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_conditions_list_commands_of_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, conditions = tmp_path / "kernel.json", gpu_conditions(GPU, {"cusparselt": "1.2.3"})
     for command in ("kernel one", "kernel one", "again"):  # repeated to continue
         monkeypatch.setattr(sys, "argv", ["benchmarks", command])

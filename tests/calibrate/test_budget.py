@@ -115,9 +115,7 @@ MIXTRAL = ((28672, 4096), (4096, 14336)), (2 / 8,) * 8
         (MIXTRAL, "fp8", 1024, 686, 527),
     ],
 )
-def test_experts_gain_what_was_measured(
-    experts: Any, quant: str, tokens: int, unpruned: float, pruned: float
-) -> None:
+def test_gains_of_experts(experts: Any, quant: str, tokens: int, unpruned: float, pruned: float) -> None:
     """In us on an H100, at 2:4 (docs/kernels-notebook.md)."""
     shapes = {(str(n),): Shape(n, k, experts[1]) for n, k in experts[0]}
     losses = dict.fromkeys(shapes, GroupLoss(dict.fromkeys(("6:8", "4:6", "2:4"), 1.0)))
@@ -155,9 +153,7 @@ def test_next_limit(before: list[tuple[float, float]], is_sparsest: bool, expect
     ("name", "expected"),
     [("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3"), ("NVIDIA L40S", DEFAULT_GPU), (None, DEFAULT_GPU)],
 )
-def test_default_gpu_is_that_of_the_machine_if_it_has_times(
-    name: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_default_gpu_has_times(name: str | None, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: name is not None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     assert default_gpu() == expected
@@ -278,16 +274,12 @@ def test_loss_budget_is_kept_and_used(model: Path, tmp_path: Path, ids: str) -> 
     assert 1 < results[0] <= results[1]
 
 
-def test_exceeded_budget_is_reported(
-    model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_excess_is_reported(model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "whole_loss", lambda *_: 1.0)
     assert not outcome(calibrated(model, tmp_path / "out", ids, budget=BUDGET, epochs=0)).within_budget
 
 
-def test_loss_of_the_worst_kind_of_text_counts(
-    model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worst_text_counts(model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are of each source, or of one and the reference of Python, if the folder has a tokenizer."""
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
@@ -307,9 +299,7 @@ def test_loss_of_the_worst_kind_of_text_counts(
     assert "has no tokenizer" in alone.note
 
 
-def test_losses_are_measured_once_for_all_budgets(
-    model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_are_cached(model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are cached, and measured again where the cache is damaged, or about other layers."""
     before = snapshot(tmp_path)
     options: dict[str, Any] = {"budget": BUDGET, "dry_run": True}
@@ -351,9 +341,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSALS)
-def test_unreachable_budget_is_refused(
-    model: Path, tmp_path: Path, ids: str, options: dict[str, Any], message: str
-) -> None:
+def test_refusals(model: Path, tmp_path: Path, ids: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(SlideSparseError, match=message):
         calibrated(model, tmp_path / "out", ids, epochs=0, **options)
     assert not (tmp_path / "out").exists()

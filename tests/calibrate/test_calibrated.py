@@ -96,9 +96,7 @@ def test_decoder_without_a_head_is_calibrated_as_with_one(source: Path, tmp_path
 
 
 @pytest.mark.parametrize("epochs", [0, 2])
-def test_reported_error_is_that_of_the_written_layer(
-    source: Path, tmp_path: Path, ids: str, epochs: int
-) -> None:
+def test_reported_error_is_of_the_written_layer(source: Path, tmp_path: Path, ids: str, epochs: int) -> None:
     """The inputs of layer 0's q_proj are normed embeddings, which do not depend on pruning."""
     report = calibrated(source, tmp_path / "out", ids, epochs=epochs)
     rows = {row["name"]: row for row in report.layers}
@@ -122,9 +120,7 @@ def test_model_of_zeros_stays_one(source: Path, tmp_path: Path, ids: str) -> Non
 
 
 @pytest.mark.parametrize("sparser", ["2:4", "6:8"])
-def test_layer_that_obeys_the_pattern_is_unchanged(
-    source: Path, tmp_path: Path, ids: str, sparser: str
-) -> None:
+def test_layer_that_obeys_is_unchanged(source: Path, tmp_path: Path, ids: str, sparser: str) -> None:
     """Fine-tuning keeps its zeros."""
     tensors = tensors_of(source)
     for name in LINEARS:
@@ -142,9 +138,7 @@ def test_layer_that_obeys_the_pattern_is_unchanged(
 # Memory
 
 
-def test_at_most_one_block_is_in_memory(
-    source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_block_in_memory(source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[weakref.ref[Tensor]] = []
     peak, load = 0, Model.load
 
@@ -162,9 +156,7 @@ def test_at_most_one_block_is_in_memory(
 
 
 @pytest.mark.gpu
-def test_hidden_states_on_the_gpu_change_nothing(
-    source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_on_the_gpu(source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calibrated(source, tmp_path / "gpu", ids, device="cuda")
     monkeypatch.setattr(inputs, "DEVICE_PART", 2**60)
     calibrated(source, tmp_path / "host", ids, device="cuda")
@@ -172,9 +164,7 @@ def test_hidden_states_on_the_gpu_change_nothing(
     assert inspect(tmp_path / "gpu").violations == 0
 
 
-def test_hidden_states_beyond_the_containers_memory_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hidden_states_beyond_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container's limit counts, of control groups of both versions; "max" and an endless number are none."""
     limits = tmp_path / "memory.max", tmp_path / "memory.limit_in_bytes"
     monkeypatch.setattr(inputs, "CONTAINER_LIMITS", limits)
@@ -193,9 +183,7 @@ def test_hidden_states_beyond_the_containers_memory_are_refused(
 # Refusals; those of options come before anything is written
 
 
-def test_memory_and_overflow_are_explained(
-    source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_and_overflow(source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, name = tensors_of(source), "model.layers.0.mlp.up_proj.weight"
     for value, words in ((3e38, "pruning .*up_proj gave"), (1e30, "inputs of .*layers.0.mlp.down_proj are")):
         huge = write(
@@ -217,9 +205,7 @@ def test_memory_and_overflow_are_explained(
         calibrated(source, tmp_path / "other", ids)
 
 
-def test_layers_and_devices_that_are_missing_are_refused(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_layers_and_devices(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(EnvironmentFault, match="--device cuda"):
         calibrated(source, tmp_path / "out", "random", samples=1, device="cuda")

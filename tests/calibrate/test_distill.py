@@ -123,9 +123,7 @@ def test_gradient_equals_that_of_blocks_one_after_the_other(
         assert (gradients[weight] - reference).norm() < 0.01 * reference.norm()
 
 
-def test_blocks_of_one_structure_share_compiled_graphs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_of_one_structure_share_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: one graph for dense blocks, and one with and one without gradients for pruned blocks."""
     save("qwen3", tmp_path / "source")
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 128, (20, 24)))
@@ -256,9 +254,7 @@ def test_unusable_texts_and_models_are_refused(source: Path, tmp_path: Path, ids
     assert not list(tmp_path.glob("*out*"))
 
 
-def test_notes_on_both_texts_are_reported(
-    source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_notes_on_both_texts(source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "MAX_TOKENS", 1000)
     report = calibrated(source, tmp_path / "out", ids, samples=9, distill=("random",), dry_run=True)
     assert report.note.startswith("random tokens do not represent the text")

@@ -114,7 +114,7 @@ def test_no_more_documents_are_read_than_needed(folder: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("token", [26, -1])
-def test_token_ids_beyond_the_vocabulary_are_refused(
+def test_tokens_beyond_the_vocabulary_are_refused(
     folder: Path, without_engine: list[Any], token: int
 ) -> None:
     """The engine is not started, as ids outside the vocabulary of either model would crash it."""

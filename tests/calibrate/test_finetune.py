@@ -138,9 +138,7 @@ def test_layer_of_zeros_stays_zero(source: Path) -> None:
     assert tuned.error_after < tuned.error_before
 
 
-def test_blocks_are_trained_on_the_outputs_of_trained_blocks(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_train_on_trained_ones(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With their codes as written, and towards the dense model's outputs; the report has both errors."""
     ids, states = write_ids(tmp_path / "ids.npy", 200), list[Tensor]()
     original = pipeline.finetune

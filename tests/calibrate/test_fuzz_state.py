@@ -124,9 +124,7 @@ def damage(path: Path, rng: random.Random) -> str:
     return what
 
 
-def test_damaged_state_of_other_runs_is_refused_or_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_state_is_refused_or_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learning, "STEPS", 2)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     counts, defects, state = Counter[str](), list[str](), State(tmp_path)

@@ -85,9 +85,7 @@ def test_resumed_run_has_the_bytes_of_an_uninterrupted_one(
         assert not work_folder(out).exists()
 
 
-def test_resumed_budget_decides_as_before(
-    model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_budget_is_resumed(model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another run of the same model fills the cache meanwhile, with losses by which it would decide otherwise."""
     with dying(monkeypatch, 0) as saves:
         whole = run(model, tmp_path / "whole", ids, **BUDGET)
@@ -195,9 +193,7 @@ def test_concurrent_calibration_is_refused(source: Path, tmp_path: Path, ids: st
     assert len(messages) == 1
 
 
-def test_work_folder_of_others_is_refused(
-    source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_of_others(source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted link, another user's folder, one that others may change, and a file in its place."""
     out, victim = tmp_path / "out", tmp_path / "victim"
     folder = work_folder(out)
@@ -307,9 +303,7 @@ def test_missing_work_is_done_again_or_refused(model: Path, interrupted: Path, t
                 run(model, folder / "out", ids, resume=True, **options)
 
 
-def test_full_disk_is_left_by_resuming(
-    source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk(source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error of a full disk names --resume, which asks for no more room than is left."""
 
     def full(*_: Any) -> Any:

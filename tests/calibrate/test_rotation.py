@@ -108,9 +108,7 @@ def test_costs_use_gradients_of_the_loss(tmp_path: Path, monkeypatch: pytest.Mon
         assert_near(diagonal, out.grad.flatten(0, 1).square().mean(0), 1e-4)
 
 
-def test_learning_reduces_the_cost_and_is_deterministic(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_learning_reduces_cost_and_is_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learning, "STEPS", 20)
     save("llama tied", tmp_path)
     model, parts = open_model(tmp_path, untied=True), list[float]()
@@ -146,9 +144,7 @@ def test_learning_reduces_the_cost_and_is_deterministic(
         ("nemotron_h", "dense", [r"0\..*out_proj"]),  # which is never tied
     ],
 )
-def test_rotated_model_has_the_outputs_of_the_source(
-    name: str, pattern: str, ignored: list[str], tmp_path: Path
-) -> None:
+def test_rotated_model_has_equal_outputs(name: str, pattern: str, ignored: list[str], tmp_path: Path) -> None:
     """INT8 alone moves them, by 0.024 (with lm_head quantized) to 0.033 of what they are.
 
     Dense and ignored layers are rotated, too, and so is lm_head.
@@ -183,9 +179,7 @@ def test_rotation_reduces_errors(source: Path, tmp_path: Path, ids: str, device:
     assert errors[1] < 0.8 * errors[0]
 
 
-def test_rotation_that_prunes_worse_is_used_on_request_only(
-    tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worse_rotations_need_a_request(tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As that of a model with zeros, which it would undo.  A tied head stays tied if the model is not rotated."""
     monkeypatch.setattr(learning, "STEPS", 2)
     source = llama(tmp_path / "source")

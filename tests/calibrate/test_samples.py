@@ -61,9 +61,7 @@ def rows(samples: Samples) -> list[list[int]]:
     return [sample.tolist() for sample in samples.ids]
 
 
-def test_all_of_a_text_is_taken_up_to_a_limit(
-    decoder: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_are_cut_at_a_limit(decoder: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A larger source gives what a smaller one lacks of its half, wherever it is named."""
     monkeypatch.setattr(module, "MAX_TOKENS", 40)
     small, large = (str(tmp_path / name) for name in ("small.npy", "large.npy"))
@@ -93,9 +91,7 @@ def test_decoder_samples_are_cut_from_one_token_stream(decoder: Model, tmp_path:
     assert fewer.digest != samples.digest
 
 
-def test_encoder_samples_are_single_texts_with_end_token(
-    decoder: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_encoder_samples_are_texts(decoder: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "is_causal", False)
     path = texts(tmp_path, "a b c a b c a", "b", "c c")
     samples = load(path, decoder, 3, 5)
@@ -131,9 +127,7 @@ TOOL_TEMPLATE = """{% for tool in tools or [] %}{{ tool.function.name }} {% endf
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_conversations_call_tools_and_have_parts_as_in_openais_api(
-    decoder: Model, tmp_path: Path, form: str
-) -> None:
+def test_conversations_call_tools_and_have_parts(decoder: Model, tmp_path: Path, form: str) -> None:
     """Rows of Parquet have all keys of any row, without values, and tools as text."""
     import pyarrow
     from pyarrow import parquet
@@ -171,9 +165,7 @@ def test_parquet_has_no_keys_of_other_rows(tmp_path: Path) -> None:
     assert [*read_documents(str(tmp_path / "calls.parquet"))] == [*zip(turns, calls, strict=True)]
 
 
-def test_plain_text_is_sampled_from_all_of_it(
-    decoder: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_text_is_sampled(decoder: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces that end at the ends of lines, or at twice their length; a byte order mark is no text."""
     monkeypatch.setattr(module, "PIECE", 6)
     monkeypatch.setattr("slidesparse.checkpoint.tokens.BATCH", 24)

@@ -125,9 +125,7 @@ def test_refine_never_increases_cost_and_reaches_local_optimum(pattern: SlidePat
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.parametrize("dtype", [INT8, FP8], ids=["int8", "fp8"])
-def test_pruned_codes_obey_pattern_with_minimal_zeros_in_tail(
-    pattern: SlidePattern, dtype: torch.dtype
-) -> None:
+def test_codes_obey_pattern_with_minimal_zeros_in_tail(pattern: SlidePattern, dtype: torch.dtype) -> None:
     """K modulo L takes every value."""
     for k in range(64, 64 + pattern.length):
         w, h = weights(16, k).float(), hessian_of(inputs(200, k), torch.float32)

@@ -129,9 +129,7 @@ def test_conversion_and_distillation_by_own_text(folder: Path, tmp_path: Path) -
     assert snapshot(tmp_path / "first") == snapshot(tmp_path / "second")
 
 
-def test_models_that_cannot_write_are_refused(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_models_are_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bert(tmp_path / "bert")
     save("llama", tmp_path / "embedding")
     edit_json(tmp_path / "embedding" / "config.json", architectures=["LlamaModel"])

@@ -83,9 +83,7 @@ def test_linear_layers_of_blocks_are_pruned_and_all_else_is_unchanged(name: str,
         ("llama", {"ignore": ["k_proj"]}, "k_proj but not model.layers.0.self_attn.q_proj"),
     ],
 )
-def test_part_of_what_vllm_fuses_cannot_be_treated_apart(
-    tmp_path: Path, name: str, options: dict[str, Any], words: str
-) -> None:
+def test_fused_layers_are_alike(tmp_path: Path, name: str, options: dict[str, Any], words: str) -> None:
     refused(tiny(name, tmp_path / "source", **MODELS[name]), words, **options)
 
 
@@ -162,9 +160,7 @@ def test_layer_patterns_apply_to_all_experts_of_a_layer(tmp_path: Path) -> None:
         ("layers.1.input_layernorm", {}, "layers.1.input_layernorm.weight is missing (1 such)"),
     ],
 )
-def test_mixture_that_config_json_contradicts_is_refused(
-    tmp_path: Path, lacking: str, changed: dict[str, int], words: str
-) -> None:
+def test_wrong_mixture_is_refused(tmp_path: Path, lacking: str, changed: dict[str, int], words: str) -> None:
     """vLLM would cut experts to what it needs, and leave what is missing uninitialized."""
     config, tensors = MIXTURES["qwen3"].read()
     tensors.pop(f"model.{lacking}.weight", None)

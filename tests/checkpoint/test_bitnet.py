@@ -77,9 +77,7 @@ def test_ternary_sources_convert_like_their_master_weights(
             assert float((tensor != whole[name]).float().mean()) < 0.01
 
 
-def test_tied_lm_head_is_quantized_if_an_option_names_it(
-    master: Path, whole: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
+def test_tied_lm_head_is_quantized(master: Path, whole: dict[str, torch.Tensor], tmp_path: Path) -> None:
     convert(master, tmp_path / "out", "2_inf", layer=["lm_head=dense"])
     codes, scales = quantize_rows(whole["model.embed_tokens.weight"].float(), INT8)
     expected = {**whole, "lm_head.weight": codes, "lm_head.weight_scale": scales}
@@ -139,9 +137,7 @@ def test_calibrated_blocks_multiply_codes_and_scales(master: Path, ids: str) -> 
         torch.testing.assert_close(ends.logits(x), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_calibrated_codes_stay_ternary(
-    master: Path, whole: dict[str, torch.Tensor], tmp_path: Path, ids: str
-) -> None:
+def test_codes_stay_ternary(master: Path, whole: dict[str, torch.Tensor], tmp_path: Path, ids: str) -> None:
     calibration = Calibration((ids,), device="cpu", seqlen=64)
     report = convert(master, tmp_path / "out", calibration=calibration)
     assert report.rotation == "not rotated: its weights are ternary"

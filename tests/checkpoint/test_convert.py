@@ -129,9 +129,7 @@ def test_source_pruned_in_some_layers_is_not_said_to_be_pruned_to_dense(tmp_path
     refused(tmp_path / "mixed", *words, pattern="2:4")
 
 
-def test_output_does_not_depend_on_processors_chunks_or_shards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processors_chunks_and_shards_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for count, elements, shards in ((1, 640, 1), (7, 640, 3), (2, 2**20, 1)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, count=count: set(range(count)))
         monkeypatch.setattr("slidesparse.slide.CHUNK_ELEMENTS", elements)
@@ -300,9 +298,7 @@ def test_concurrent_conversion_is_refused(tmp_path: Path) -> None:
     assert (phases[-1], (out / "config.json").exists()) == ("writing", True)
 
 
-def test_file_systems_without_locks_of_folders_are_written_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_systems_without_locks_are_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As NFS; what may be another process's conversion is left there."""
 
     def refuse(*_: object) -> None:
@@ -332,9 +328,7 @@ def test_errors_remove_partial_output_and_restore_torch_threads(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_config_is_written_last_and_all_is_synced_before_the_rename(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_is_synced_and_config_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     fsync = os.fsync
     monkeypatch.setattr(

@@ -288,9 +288,7 @@ def test_damaged_tensors_are_refused(
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("quant", ["int8", "fp8", "bf16"])
-def test_sparse_formats_are_sources_with_the_weights_of_compressed_tensors(
-    tmp_path: Path, quant: str, form: str
-) -> None:
+def test_sparse_formats_have_the_weights_of_compressed_tensors(tmp_path: Path, quant: str, form: str) -> None:
     source = STORED / f"{quant}-{form}"
     expected = dense(source)
     assert json.loads((source / "weights.json").read_text()) == {
@@ -321,9 +319,7 @@ def test_sparse_formats_are_sources_with_the_weights_of_compressed_tensors(
         ("compressed", lambda t: t[:-1], "bits set for"),
     ],
 )
-def test_damaged_sparse_bitmask_tensors_are_refused(
-    tmp_path: Path, part: str, change: Any, words: str
-) -> None:
+def test_damaged_sparse_bitmasks_are_refused(tmp_path: Path, part: str, change: Any, words: str) -> None:
     source = tmp_path / "source"
     shutil.copytree(STORED / "int8-sparse-bitmask", source)
     name = f"model.layers.0.mlp.down_proj.{part}"  # K is 20: its bits end within a byte

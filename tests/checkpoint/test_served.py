@@ -67,7 +67,7 @@ def test_output_that_vllm_would_not_serve_is_refused(tmp_path: Path, skeletons: 
 @pytest.mark.parametrize(
     ("name", "problem"), [("smollm3", ""), ("gemma2", "assert config.tie_word_embeddings"), ("qwen2", "")]
 )
-def test_lm_head_is_untied_where_vllm_serves_that(
+def test_lm_head_is_untied_where_served(
     tmp_path: Path, skeletons: Skeletons, name: str, problem: str
 ) -> None:
     """All but Qwen2 tie it by default.  vLLM serves Gemma 2 tied alone; the window of this Qwen2 it does not serve."""
@@ -83,9 +83,7 @@ def test_lm_head_is_untied_where_vllm_serves_that(
 
 
 @pytest.mark.parametrize("name", ["mamba", "modernbert"])
-def test_model_that_vllm_quantizes_no_layer_of_is_refused(
-    tmp_path: Path, skeletons: Skeletons, name: str
-) -> None:
+def test_model_without_quantized_layers_is_refused(tmp_path: Path, skeletons: Skeletons, name: str) -> None:
     """ModernBERT's codes would be loaded into float weights without their scales, without an error."""
     source = tiny(name, tmp_path / "source")
     with pytest.raises(CheckpointError, match="quantizes no linear layer of this model"):

@@ -108,9 +108,7 @@ def scheme(preset: str, targets: list[str], **weights: Any) -> Any:
 
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
 @pytest.mark.parametrize(("strategy", "layout"), [("channel", "slided"), ("tensor", "dense")])
-def test_codes_scales_and_ignore_list_are_kept(
-    tmp_path: Path, quant: str, strategy: str, layout: str
-) -> None:
+def test_codes_scales_and_ignores_are_kept(tmp_path: Path, quant: str, strategy: str, layout: str) -> None:
     """Unpruned and ignored layers are checked, too.  AutoRound writes negative scales, the plugin a stamp in memory."""
     source = w8a8(tmp_path / "source", quant, strategy)
     rewrite(source, **{f"{Q}.weight_scale": -tensors_of(source)[f"{Q}.weight_scale"]})
@@ -385,9 +383,7 @@ def check_head(source: Path, out: Path, others: dict[str, Tensor], layer: list[s
 
 
 @pytest.mark.parametrize(("block", "listed"), [((32, 16), []), (None, [DOWN])])
-def test_fp8_layers_outside_blocks_are_rewritten_unpruned(
-    tmp_path: Path, block: tuple[int, int] | None, listed: list[str]
-) -> None:
+def test_fp8_layers_outside_blocks(tmp_path: Path, block: tuple[int, int] | None, listed: list[str]) -> None:
     """The head is written as float; float layers stay float, whether or not the source's list names them."""
     layers, tensors = [*(set(LINEARS) - {DOWN}), "lm_head", "mtp.in"], float_tensors(LLAMA)
     tensors["mtp.in.weight"] = tensors["lm_head.weight"].roll(1)
@@ -467,9 +463,7 @@ def test_kv_cache_scales_are_written_by_names_that_vllm_loads(
 
 
 @pytest.mark.parametrize("make", [w8a8, llama], ids=["w8a8", "float"])
-def test_tensors_that_w8a8_lacks_are_dropped_with_a_line(
-    tmp_path: Path, make: Callable[[Path], Path]
-) -> None:
+def test_tensors_that_w8a8_lacks_are_dropped(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     """Such as the order of columns of actorder, and what observers of activations saw: vLLM loads none of them."""
     source = make(tmp_path / "source")
     if make is w8a8:
@@ -487,9 +481,7 @@ def test_tensors_that_w8a8_lacks_are_dropped_with_a_line(
 
 @pytest.mark.parametrize("make", [w8a8, llama], ids=["w8a8", "float"])
 @pytest.mark.parametrize("name", ["lora_A.weight", "rms_norm.weight", "weight_g"])
-def test_learned_tensors_of_a_layer_are_not_dropped(
-    tmp_path: Path, make: Callable[[Path], Path], name: str
-) -> None:
+def test_learned_tensors_are_not_dropped(tmp_path: Path, make: Callable[[Path], Path], name: str) -> None:
     """Their part of the outputs would be lost; vLLM serves no such model."""
     source = make(tmp_path / "source")
     rewrite(source, **{f"{Q}.{name}": torch.ones(3)})

@@ -292,9 +292,7 @@ def test_consolidated_weights_of_mistral_are_skipped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [llama, bitnets.write_master])
 @pytest.mark.parametrize("file", [MODEL, "config.json"])
-def test_source_changed_while_it_is_read_is_refused(
-    tmp_path: Path, file: str, make: Callable[[Path], Path]
-) -> None:
+def test_source_that_changes_is_refused(tmp_path: Path, file: str, make: Callable[[Path], Path]) -> None:
     """Such as by a download that goes on: half of the output would be another model's."""
     source = make(tmp_path / "source")
 

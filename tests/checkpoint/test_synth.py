@@ -57,9 +57,7 @@ SETTINGS: dict[str, dict[str, Any]] = {"qwen3_moe": MOE, "bitnet": {"hidden_act"
         ("llama", "bf16", None, "dense"),
     ],
 )
-def test_output_has_the_form_of_a_conversion(
-    tmp_path: Path, kind: str, quant: str, pattern: str | None, layout: str
-) -> None:
+def test_form_of_the_output(tmp_path: Path, kind: str, quant: str, pattern: str | None, layout: str) -> None:
     """Names, dtypes, shapes and config are equal, and the weights obey the pattern."""
     expected = source = tiny(kind, tmp_path / "source", **SETTINGS.get(kind, {}))
     parsed = SlidePattern.parse(pattern) if pattern else None
@@ -93,9 +91,7 @@ def test_routed_experts_are_pruned_for_measuring(tmp_path: Path, pattern: str) -
 
 
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
-def test_share_of_blocks_is_pruned_for_measuring(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quant: str
-) -> None:
+def test_share_of_blocks_is_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quant: str) -> None:
     """`convert` has no such pattern.  Chunks are less than two strips."""
     half = parse_pattern("2:4@50%")
     monkeypatch.setattr("slidesparse.slide.CHUNK_ELEMENTS", 256 * 100)

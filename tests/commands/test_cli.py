@@ -109,9 +109,7 @@ def test_convert_does_not_warn_of_pruning_weights_that_are_sparse(tmp_path: Path
         write(source, config_of(source), tensors)
 
 
-def test_every_option_reaches_the_conversion(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_reach_the_conversion(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     received: list[ConvertOptions] = []
     original = stream.convert
 
@@ -182,9 +180,7 @@ INVALID = [
 
 @pytest.mark.usefixtures("source", "calib")
 @pytest.mark.parametrize(("command", "fact"), INVALID)
-def test_invalid_usage_exits_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, fact: str
-) -> None:
+def test_wrong_use_exits_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, fact: str) -> None:
     monkeypatch.chdir(tmp_path)
     Path("unnamed.json").write_text('{"model_type": "llama"}')
     result = Done(*shlex.split(command))
@@ -375,9 +371,7 @@ def test_closed_pipe_prints_no_error(converted: Path) -> None:
     assert (process.returncode, process.stderr) == (1, "")
 
 
-def test_names_that_the_terminal_cannot_show_are_printed_by_their_codes(
-    converted: Path, tmp_path: Path
-) -> None:
+def test_names_that_the_terminal_cannot_show_are_printed_by_codes(converted: Path, tmp_path: Path) -> None:
     """Such as of files in another encoding; the command has done its work when it prints them."""
     named = tmp_path / "model-\xfc"
     named.symlink_to(converted)

@@ -210,9 +210,7 @@ CPU = versions.VLLM_ON_CPUS[0]
         ({}, "not installed: pip install"),
     ],
 )
-def test_vllm_section_rates_the_release(
-    installed: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_is_rated(installed: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         if name not in installed:
             raise importlib.metadata.PackageNotFoundError(name)

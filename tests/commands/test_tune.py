@@ -137,9 +137,7 @@ def test_tune_keeps_results_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -
 # --- the command
 
 
-def test_tune_command_tunes_layers_of_a_converted_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_tunes_a_converted_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = bert(tmp_path / "bert"), tmp_path / "out"
     layer_patterns = (("intermediate", SlidePattern(6)),)
     convert(source, out, ConvertOptions(SlidePattern(8), "fp8", layer_patterns=layer_patterns))

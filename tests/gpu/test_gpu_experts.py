@@ -32,6 +32,7 @@ TILES = [f"stream:{s}x{t}/1/1" for t in (8, 16, 32, 64) for s in (1, 2, 3)]
 TILES += ["stream:1x128/1/1", "stream:2x128/1/1", "stream:2x256/1/1"]
 # Experts, top-k, hidden and intermediate sizes: small and odd ones, of Qwen3-30B-A3B, and of Mixtral-8x7B
 SMALL, ODD, QWEN, MIXTRAL = (5, 2, 256, 192), (7, 3, 200, 100), (128, 8, 2048, 768), (8, 2, 4096, 14336)
+Sizes = tuple[int, int, int, int]
 ROUTINGS = ("uniform", "skewed", "one", "elsewhere")
 
 
@@ -159,9 +160,7 @@ def assert_same(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
         torch.testing.assert_close(actual.float() / scale, expected.float() / scale, rtol=2**-7, atol=2**-7)
 
 
-def check(
-    sizes: tuple[int, int, int, int], tokens: int, routing: str, pattern: str | None, dtype: torch.dtype
-) -> None:
+def check(sizes: Sizes, tokens: int, routing: str, pattern: str | None, dtype: torch.dtype) -> None:
     """Run a whole mixture, and compare each step with one product an expert."""
     count, top_k, hidden, intermediate = sizes
     first = Experts.make(count, 2 * intermediate, hidden, pattern, dtype)
@@ -190,9 +189,7 @@ def check(
 @pytest.mark.parametrize("dtype", [INT8, FP8])
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("sizes", [SMALL, ODD])
-def test_a_mixture_equals_its_experts(
-    sizes: tuple[int, int, int, int], pattern: str | None, dtype: torch.dtype
-) -> None:
+def test_a_mixture_equals_its_experts(sizes: Sizes, pattern: str | None, dtype: torch.dtype) -> None:
     for tokens in (1, 3, 17, 130, 1000):
         for routing in ROUTINGS:
             check(sizes, tokens, routing, pattern, dtype)
@@ -202,7 +199,7 @@ def test_a_mixture_equals_its_experts(
 @pytest.mark.parametrize(
     ("sizes", "tokens"), [(QWEN, 1), (QWEN, 64), (QWEN, 1024), (MIXTRAL, 4), (MIXTRAL, 300)]
 )
-def test_models(sizes: tuple[int, int, int, int], tokens: int, pattern: str | None) -> None:
+def test_models(sizes: Sizes, tokens: int, pattern: str | None) -> None:
     check(sizes, tokens, "uniform", pattern, INT8)
 
 

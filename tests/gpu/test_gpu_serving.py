@@ -189,9 +189,7 @@ def int8_in_bfloat16(pattern: str) -> list[Engine]:
 
 @needs(int8_in_bfloat16)
 @PATTERNS
-def test_int8_bfloat16_outputs_equal_stock_but_for_cusparselt_rounding(
-    gpu_engines: GpuEngines, pattern: str
-) -> None:
+def test_int8_bfloat16_outputs_equal_stock_but_for_rounding(gpu_engines: GpuEngines, pattern: str) -> None:
     """Rounding of cuSPARSELt's sums before scaling causes every token that differs from stock's.
 
     Their number depends on the model, and one trained for 20 seconds is often undecided. The bound is the number for
@@ -284,9 +282,7 @@ def compiled_and_fused(quant: str) -> list[Engine]:
 
 @needs(compiled_and_fused)
 @QUANTS
-def test_norms_and_activations_of_all_layers_but_o_proj_are_fused(
-    gpu_engines: GpuEngines, quant: str
-) -> None:
+def test_norms_and_activations_of_layers_but_o_proj_are_fused(gpu_engines: GpuEngines, quant: str) -> None:
     """Fusion may change only the roundings that compilation changes.
 
     vLLM splits a model at its attention layers; in each piece, only the operator of o_proj is unfused.

@@ -142,9 +142,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_cache_key_depends_on_all_inputs_of_the_build(
-    change: str, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_key_depends_on_all_inputs(change: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = {name: compile.target_path(name) for name in ALL}
     edit_it, changed = CHANGES[change]
     edit_it(root, monkeypatch)

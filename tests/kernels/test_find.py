@@ -53,9 +53,7 @@ def program(path: Path, output: str = "") -> Path:
     return path
 
 
-def test_find_cusparselt_search_order(
-    root: Path, wheels: dict[str, Wheel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_search_of_cusparselt(root: Path, wheels: dict[str, Wheel], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each place that is added comes before those that are there already."""
     with pytest.raises(ToolchainError) as error:
         find.find_cusparselt()
@@ -85,9 +83,7 @@ def test_require_supported_checks_version_ranges() -> None:
             find.require_supported(version)
 
 
-def test_find_nvcc_search_order(
-    root: Path, wheels: dict[str, Wheel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_search_of_nvcc(root: Path, wheels: dict[str, Wheel], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each place that is added comes before those that are there already; one that is too old comes last."""
     with pytest.raises(ToolchainError, match=r"CUDA_HOME.*usual/bin/nvcc.*nvidia-cuda-nvcc-cu12"):
         find.find_nvcc()
@@ -122,7 +118,7 @@ def test_nvcc_version_is_parsed_and_checked(root: Path) -> None:
         version("broken")
 
 
-def test_compiler_search_order(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_of_a_compiler(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ToolchainError, match=r"no C\+\+ compiler was found"):
         find.compiler()
     for name in ("clang++", "g++", "c++"):  # each precedes the earlier ones

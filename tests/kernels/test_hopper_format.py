@@ -51,9 +51,7 @@ def test_elements_of_dense_blocks_are_where_ptx_isa_says(row: int, column: int) 
 
 @settings(max_examples=100, deadline=None)
 @given(row=st.integers(0, 127), group=st.integers(0, 31), dropped=st.sampled_from(PAIRS))
-def test_coded_elements_are_where_the_consumer_reads_them(
-    row: int, group: int, dropped: tuple[int, int]
-) -> None:
+def test_coded_elements_are_where_consumers_read(row: int, group: int, dropped: tuple[int, int]) -> None:
     """The PTX ISA defines the thread that has a row and columns of a wgmma; six values and the number of a pair."""
     weight = torch.zeros(128, 256, dtype=torch.int8)
     kept = [column for column in range(8) if column not in dropped]

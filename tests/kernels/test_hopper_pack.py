@@ -189,9 +189,7 @@ def test_pack_kernel_equals_reference(
 @DTYPES
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize(("n", "k"), [(64, 128), (1, 1), (70, 300), (200, 900)])
-def test_pack_kernel_keeps_dense_blocks(
-    device: torch.device, n: int, k: int, share: float, dtype: torch.dtype
-) -> None:
+def test_dense_blocks_stay(device: torch.device, n: int, k: int, share: float, dtype: torch.dtype) -> None:
     """Blocks that obey 2:4 are packed so, the others keep every weight; nothing else is written."""
     generator = torch.Generator().manual_seed(n + k)
     weight = torch.randint(-100, 100, (n, k), generator=generator, dtype=torch.int8)
@@ -218,9 +216,7 @@ def test_pack_kernel_equals_reference_on_random_weights(device: torch.device, ca
 @pytest.mark.gpu
 @DTYPES
 @pytest.mark.parametrize(("pattern", "n", "k", "phase"), LARGE)
-def test_pack_kernel_equals_reference_at_model_sizes(
-    pattern: str, n: int, k: int, phase: int, dtype: torch.dtype
-) -> None:
+def test_pack_kernel_at_model_sizes(pattern: str, n: int, k: int, phase: int, dtype: torch.dtype) -> None:
     require_hopper()
     parsed = SlidePattern.parse(pattern)
     check(obeying(parsed, n, k, phase, dtype, "mixed", n + k), parsed, phase, torch.device("cuda", 0))

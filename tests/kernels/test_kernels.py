@@ -161,9 +161,7 @@ def test_offsets_beyond_2_31_elements() -> None:
 
 
 @pytest.mark.parametrize("target", [80, 89, 90, 100, 120])
-def test_kernels_compile_for_every_gpu_generation(
-    target: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_kernels_compile_for_every_gpu(target: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Launches only compile, for GPUs that are not here."""
     triton = pytest.importorskip("triton")
     from triton import knobs

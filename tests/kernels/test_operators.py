@@ -242,9 +242,7 @@ VALID = {
 
 
 @pytest.mark.parametrize(("name", "changed", "message"), REFUSED, ids=range(len(REFUSED)))
-def test_operators_refuse_what_kernels_do_not_take(
-    operators: Operators, name: str, changed: dict[int, Any], message: str
-) -> None:
+def test_refused_arguments(operators: Operators, name: str, changed: dict[int, Any], message: str) -> None:
     arguments = [changed.get(place, argument) for place, argument in enumerate(VALID[name])]
     with pytest.raises(RuntimeError, match=message):
         getattr(operators, name)(*arguments)

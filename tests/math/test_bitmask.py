@@ -42,9 +42,7 @@ def restored(w: Tensor, width: int | None, device: str) -> Tensor:
     spare=st.integers(0, 9),
     seed=st.integers(0, 9),
 )
-def test_decompress_restores_each_bit(
-    device: str, dtype: torch.dtype, rows: int, k: int, spare: int, seed: int
-) -> None:
+def test_bits_are_restored(device: str, dtype: torch.dtype, rows: int, k: int, spare: int, seed: int) -> None:
     """Rows of a matrix store as many values as the fullest row has non-zeros, or more."""
     w = weight(rows, k, dtype, seed)
     width = min(int((raw(w) != 0).sum(-1).max()) + spare, k)

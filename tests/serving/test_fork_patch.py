@@ -21,9 +21,7 @@ PLUGINS = vllm_fork_patch.PLUGINS
 
 
 @pytest.mark.vllm
-def test_patched_vllm_loads_the_plugin_without_an_entry_point(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_patched_vllm_loads_without_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The installed vLLM's function, before and with the patch."""
     from vllm import ModelRegistry
 

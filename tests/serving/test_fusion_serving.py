@@ -34,9 +34,7 @@ VALID = {"mode": 3, "compiler": "inductor", "backend": "reference", "fuse": True
         ({"taken": True}, f"{NOT}post_grad_custom_post_pass is taken by int"),
     ],
 )
-def test_pass_is_registered_where_it_can_run(
-    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], status: str
-) -> None:
+def test_pass_is_registered(monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], status: str) -> None:
     """Either way the model's key is part of vLLM's config; another program's pass is not replaced."""
     from slidesparse.vllm_patch import compat, fusion
 

@@ -25,10 +25,11 @@ pytestmark = pytest.mark.vllm
 
 DOWN, K_PROJ = "model.layers.0.mlp.down_proj", "model.layers.1.self_attn.k_proj"
 QKV = "model.layers.1.self_attn.qkv_proj"
+Folders = dict[str, Path]
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """One model as BF16, as unpruned W8A8, and at 6:8 in all layouts; and an FP8 one."""
     folder = tmp_path_factory.mktemp("checkpoints")
     w8a8 = write_w8a8(QWEN, folder / "w8a8")
@@ -193,9 +194,7 @@ OF_OPTIONS: list[tuple[Any, ...]] = [
 
 
 @pytest.mark.parametrize("case", OF_TENSORS, ids=lambda case: f"{case[0]}-{case[1]}-{case[3]}")
-def test_refused_tensors(
-    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path, case: tuple[str, str, Change, str]
-) -> None:
+def test_refused_tensors(engines: Engines, checkpoints: Folders, tmp_path: Path, case: Any) -> None:
     base, name, change, words = case
     stored = load_file(checkpoints[base] / "model.safetensors").get(name)
     tensors = {name: None if change is None else change(stored)}
@@ -205,9 +204,7 @@ def test_refused_tensors(
 
 
 @pytest.mark.parametrize("case", OF_CONFIGS, ids=lambda case: f"{case[0]}-{case[2]}")
-def test_refused_configs_and_flags(
-    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path, case: tuple[Any, ...]
-) -> None:
+def test_refused_configs_and_flags(engines: Engines, checkpoints: Folders, tmp_path: Path, case: Any) -> None:
     base, config, words, env = (*case, {})[:4]
     folder = checkpoints[base]
     changes = config(folder) if callable(config) else config
@@ -215,13 +212,13 @@ def test_refused_configs_and_flags(
 
 
 @pytest.mark.parametrize("case", OF_OPTIONS, ids=lambda case: case[2])
-def test_refused_options(engines: Engines, checkpoints: dict[str, Path], case: tuple[Any, ...]) -> None:
+def test_refused_options(engines: Engines, checkpoints: Folders, case: Any) -> None:
     base, options, words, env = (*case, {})[:4]
     refused(engines, str(checkpoints[base]), env, words, **options)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="cuSPARSELt can run here")
-def test_unusable_backend_is_refused_before_loading(engines: Engines, checkpoints: dict[str, Path]) -> None:
+def test_unusable_backend_is_refused_before_loading(engines: Engines, checkpoints: Folders) -> None:
     """A missing backend of a GPU is an error before weights are read; there is no fallback."""
     answer = engines.ask(Request(str(checkpoints["dense"]), pretend_cuda=True))
     assert "no backend serves the sparse path on cuda" in answer.error + answer.log
@@ -250,9 +247,7 @@ def test_missing_tensors_of_a_one_row_layer_are_named(missing: str) -> None:
 # What is served
 
 
-def test_second_file_with_the_same_weights_is_refused(
-    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_second_file_of_weights_is_refused(engines: Engines, checkpoints: Folders, tmp_path: Path) -> None:
     """Without an index vLLM loads all files of a folder, the last one counts, and the layers would be of both."""
     folder = Path(shutil.copytree(checkpoints["dense"], tmp_path / "model"))
     shutil.copy(folder / "model.safetensors", folder / "old.safetensors")
@@ -263,7 +258,7 @@ def test_second_file_with_the_same_weights_is_refused(
         open_checkpoint(folder)
 
 
-def test_flags_without_effect_are_logged(engines: Engines, checkpoints: dict[str, Path]) -> None:
+def test_flags_without_effect_are_logged(engines: Engines, checkpoints: Folders) -> None:
     """Flags do not stop models that they are not for, and invalid ones nothing that is disabled."""
     environment = {"SPARSITY": "0.5", "SLIDESPARSE_FUSED": "1", "SLIDESPARSE_BACKEND": "cusparselt"}
     assert not engines.serve(checkpoints["float"], env=environment).summary
@@ -276,9 +271,7 @@ def test_flags_without_effect_are_logged(engines: Engines, checkpoints: dict[str
     assert not engines.serve(checkpoints["dense"], options={"quantization": "compressed-tensors"}).summary
 
 
-def test_model_that_nobody_asked_us_for_is_never_refused(
-    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_unasked_models_are_never_refused(engines: Engines, checkpoints: Folders, tmp_path: Path) -> None:
     """Whatever stock vLLM serves; tensors that only we refuse, in FP8 codes and in a scale, are left to it."""
     model = write_w8a8(QWEN, tmp_path / "fp8", "fp8")
     weight, scale = (tensors_of(model)[f"{DOWN}.{kind}"] for kind in ("weight", "weight_scale"))
@@ -294,7 +287,7 @@ def test_model_that_nobody_asked_us_for_is_never_refused(
     refused(engines, str(model), {"SLIDESPARSE": "require"}, "holds NaN")
 
 
-def test_draft_model_is_resolved_in_the_front_end(engines: Engines, checkpoints: dict[str, Path]) -> None:
+def test_draft_model_is_resolved_in_the_front_end(engines: Engines, checkpoints: Folders) -> None:
     draft = {"model": str(checkpoints["dense"]), "num_speculative_tokens": 2, "method": "draft_model"}
     answer = engines.serve(  # without generation: not every CPU build has the kernels that drafts need
         checkpoints["dense"],
@@ -306,9 +299,7 @@ def test_draft_model_is_resolved_in_the_front_end(engines: Engines, checkpoints:
     assert [served["path"] for served in summaries(answer.log)] == ["dense", "dense"]
 
 
-def test_unsupported_schemes_are_left_to_vllm_and_counted(
-    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_unsupported_schemes_are_left_to_vllm(engines: Engines, checkpoints: Folders, tmp_path: Path) -> None:
     """Beside sparse layers; static ones have a zero point, which is INT8 like a weight."""
     pruned = checkpoints["dense"]
     parts = block_of(pruned)["config_groups"]["group_0"]
@@ -346,9 +337,7 @@ def test_unsupported_schemes_are_left_to_vllm_and_counted(
     ), sparse.summary
 
 
-def test_stamp_in_the_checkpoint_is_ignored(
-    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_stamp_in_the_checkpoint_is_ignored(engines: Engines, checkpoints: Folders, tmp_path: Path) -> None:
     """The plugin itself writes the stamp into the config, in memory."""
     expected = engines.serve(checkpoints["dense"])
     stamp = {"path": "dense", "backend": "hopper", "pattern": "4:6", "profile": True}
@@ -357,9 +346,7 @@ def test_stamp_in_the_checkpoint_is_ignored(
     assert (answer.summary, answer.tokens) == (expected.summary, expected.tokens)
 
 
-def test_kv_scales_per_head_do_not_break_slided_checkpoints(
-    engines: Engines, checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_kv_scales_per_head_are_read(engines: Engines, checkpoints: Folders, tmp_path: Path) -> None:
     """vLLM adds the entries that KV scales per head need only if the method is named compressed-tensors."""
     scheme = {"num_bits": 8, "type": "float", "strategy": "attn_head", "dynamic": False, "symmetric": True}
     model = edited(checkpoints["slided"], tmp_path / "out", {}, {"kv_cache_scheme": scheme})

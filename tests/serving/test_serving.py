@@ -153,9 +153,7 @@ def test_cublaslt_path_tokens_equal_stock(engines: Engines, store: Path) -> None
     ],
     ids=["flags", "require", "auto", "converted"],
 )
-def test_unpruned_model_on_sparse_path_equals_stock(
-    engines: Engines, tmp_path: Path, env: dict[str, str]
-) -> None:
+def test_unpruned_model_equals_stock(engines: Engines, tmp_path: Path, env: dict[str, str]) -> None:
     """No layer of an unpruned model is refused, and its blocks are multiplied as they are."""
     model = write_w8a8(QWEN, tmp_path / "source", "int8")
     if not env:
@@ -370,9 +368,7 @@ def test_model_part_without_pruned_layers_is_served(engines: Engines, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dense", "slided"])
-def test_pipeline_stage_without_pruned_layers_loads(
-    engines: Engines, source: Path, tmp_path: Path, layout: str
-) -> None:
+def test_stage_without_pruned_layers(engines: Engines, source: Path, tmp_path: Path, layout: str) -> None:
     """It only loads, as vLLM's engine for CPUs computes nothing in pipelines."""
     convert(source, tmp_path / "out", layer=[r"layers\.1\.=dense"], layout=layout)
     answer = engines.serve(tmp_path / "out", options={"pipeline_parallel_size": 2}, work={"prompts": []})

@@ -45,9 +45,7 @@ def test_float_logprobs_equal_transformers(engines: Engines, checkpoints: dict[s
     assert ask(engines, checkpoints["master"]).tokens == greedy(model, PROMPTS, 16)
 
 
-def test_int8_logprobs_match_bitlinear_of_transformers(
-    engines: Engines, checkpoints: dict[str, Path]
-) -> None:
+def test_int8_logprobs_match_those_of_transformers(engines: Engines, checkpoints: dict[str, Path]) -> None:
     """Both sum in different orders, so a code near a rounding tie may differ, which changes later layers slightly.
 
     Most positions differ only like float32 sums (7e-7 measured), and the total difference is far below the effect of

@@ -79,9 +79,7 @@ def test_tokens_of_quantized_experts_equal_stock(
 
 
 @pytest.mark.parametrize("options", [{}, {"enable_expert_parallel": True}], ids=["tensor", "expert"])
-def test_experts_on_two_processes_equal_those_on_one(
-    engines: Engines, tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_experts_on_two_processes(engines: Engines, tmp_path: Path, options: dict[str, Any]) -> None:
     """Tensor parallelism cuts the second layer's columns; expert parallelism gives each process half of the experts."""
     model = converted(MODELS["qwen2"], tmp_path)
     answer = engines.serve(model, options={"tensor_parallel_size": 2, **options})
@@ -107,9 +105,7 @@ def test_experts_with_a_flag_alone_and_compiled(engines: Engines, tmp_path: Path
 
 
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
-def test_experts_without_a_kernel_are_refused_with_a_remedy(
-    engines: Engines, tmp_path: Path, quant: str
-) -> None:
+def test_experts_without_a_kernel_are_refused(engines: Engines, tmp_path: Path, quant: str) -> None:
     """With LoRA experts are left to vLLM."""
     if torch.cpu._is_amx_tile_supported() and quant == "int8":
         pytest.skip("this CPU multiplies tiles, so vLLM has a kernel")

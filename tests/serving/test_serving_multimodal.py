@@ -39,9 +39,7 @@ def test_language_model_is_served_sparse(engines: Engines, tmp_path: Path) -> No
     assert len({tuple(tokens) for tokens in answer.tokens}) == len(answer.tokens)
 
 
-def test_head_of_a_tied_language_model_is_untied(
-    engines: Engines, skeletons: Skeletons, tmp_path: Path
-) -> None:
+def test_head_of_a_tied_model_is_untied(engines: Engines, skeletons: Skeletons, tmp_path: Path) -> None:
     """In the language model's config, too, by which vLLM would take the embedding for the quantized head."""
     tied = {"tie_word_embeddings": True}
     model = multimodal({**VISION, "image_size": 56}, model_type="llama", **tied, **TEXT)

@@ -108,9 +108,7 @@ def test_another_scheme_of_vllm_is_refused(
         ("cusparselt", "6:8", False),
     ],
 )
-def test_slided_weights_are_unslid_for_a_backend_that_stores_no_windows(
-    backend: str, ratio: str, unslid: bool
-) -> None:
+def test_weights_are_unslid_for_backends_without_windows(backend: str, ratio: str, unslid: bool) -> None:
     from slidesparse.vllm_patch.scheme import SlideSparseScheme
 
     pattern = SlidePattern.parse(ratio)
@@ -129,9 +127,7 @@ def test_slided_weights_are_unslid_for_a_backend_that_stores_no_windows(
 
 
 @pytest.mark.usefixtures("ampere")
-def test_dense_layout_is_left_to_vllm_with_one_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_vllm_serves_dense_layouts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     from slidesparse.vllm_patch import compat
 
     monkeypatch.setattr(compat.logger, "propagate", True)
@@ -192,9 +188,7 @@ def test_unsupported_platforms_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("backend", "refused"), [("cusparselt", True), ("hopper", False), ("reference", False)]
 )
-def test_dual_batch_overlap_is_refused_where_unsupported(
-    monkeypatch: pytest.MonkeyPatch, backend: str, refused: bool
-) -> None:
+def test_dual_batch_overlap_is_refused(monkeypatch: pytest.MonkeyPatch, backend: str, refused: bool) -> None:
     from slidesparse.vllm_patch import compat
     from slidesparse.vllm_patch.scheme import SlideSparseScheme
 

@@ -104,9 +104,7 @@ SPARSE = [("falcon_h1", 12), ("granitemoehybrid", 8), ("lfm2", 8)]
 )
 @pytest.mark.usefixtures("warm")
 @needs_convolution
-def test_layers_of_other_names_are_served_sparse(
-    engines: Engines, tmp_path: Path, name: str, sparse: int
-) -> None:
+def test_layers_of_other_names_are_sparse(engines: Engines, tmp_path: Path, name: str, sparse: int) -> None:
     """Such as model.2.mixer.in_proj, or w1 fused with w3; doctor, the server and stock agree."""
     model = hybrid(name, tmp_path)
     options = {"dtype": HYBRIDS[name].get("dtype", "float32")}
@@ -169,9 +167,7 @@ def test_fused_groups_are_known(skeletons: Skeletons, tmp_path: Path) -> None:
         planned(skeletons, tmp_path / "part")
 
 
-def test_models_that_read_values_while_they_are_made_are_examined(
-    skeletons: Skeletons, tmp_path: Path
-) -> None:
+def test_models_that_read_values_while_made_are_examined(skeletons: Skeletons, tmp_path: Path) -> None:
     """Such as those of Apertus' activation functions."""
     model = planned(skeletons, tiny("apertus", tmp_path / "apertus"))
     assert sum(bool(layer.weights) for layer in model.layers) == 8
