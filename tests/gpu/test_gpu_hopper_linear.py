@@ -249,29 +249,6 @@ def test_linear_in_every_configuration(pattern: str, m: int, n: int, k: int) -> 
         assert int(mismatches) == 0, config
 
 
-def test_graph_of_consecutive_layers_equals_eager() -> None:
-    """Graphs are captured as in serving, where layers share scratch memory, and replayed on other tokens."""
-    packed_layer = layer("hopper", "6:8", INT8, 1024, 1024)
-    for m in (1, 64, 300):
-        x = normal(m, 1024, 1)
-        static = x.clone()
-
-        def model(tokens: Tensor) -> Tensor:
-            for _ in range(4):
-                tokens = packed_layer.linear(tokens) * 2.0**-6
-            return tokens
-
-        model(static)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = model(static)
-        for seed in range(5):
-            static.copy_(normal(m, 1024, seed))
-            graph.replay()
-            assert_same_bits(out, model(normal(m, 1024, seed)))
-
-
 def test_linear_waits_for_scales_and_biases() -> None:
     """The kernel before the layer writes scale_w and the bias, and CTAs of the product overtake it."""
     packed_layer, m = layer("hopper", "2:4", INT8, 512, 8192), 256
