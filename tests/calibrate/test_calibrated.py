@@ -135,9 +135,6 @@ def test_layer_that_obeys_is_unchanged(source: Path, tmp_path: Path, ids: str, s
         assert not tuned[f"{name}.weight"][tensors[f"{name}.weight"] == 0].any()
 
 
-# Memory
-
-
 def test_one_block_in_memory(source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[weakref.ref[Tensor]] = []
     peak, load = 0, Model.load
@@ -178,9 +175,6 @@ def test_hidden_states_beyond_memory_are_refused(tmp_path: Path, monkeypatch: py
     with pytest.raises(CalibrationError, match="fewer --samples or a smaller --seqlen"):
         HiddenStates([shape], CPU, streams=2)
     HiddenStates([shape], CPU)
-
-
-# Refusals; those of options come before anything is written
 
 
 def test_memory_and_overflow(source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,9 +36,6 @@ from slidesparse.quantize import dequantize_rows, quantize_rows
 OUTLIER = 7  # a channel between up and down
 
 
-# Orders
-
-
 @pytest.mark.parametrize(
     ("length", "heads", "kv_heads", "width"), [(8, 1, 1, 88), (6, 1, 1, 88), (4, 4, 2, 24)]
 )
@@ -90,9 +87,6 @@ def test_weights_are_written_in_order(name: str, tmp_path: Path, monkeypatch: py
     assert all(torch.equal(before[key].sort().values, after[key].sort().values) for key in moved)
     assert not any(key.endswith((ROWS, COLUMNS)) for key in after)
     assert errors["auto"] < 1.4 * errors["off"]
-
-
-# Factors
 
 
 def outlying() -> tuple[Tensor, Tensor]:

@@ -22,8 +22,6 @@ from slidesparse.evaluate import perplexity
 from slidesparse.evaluate.engine import Scored, run
 from slidesparse.evaluate.perplexity import bootstrap, window_of, windows
 
-# Metrics
-
 
 def mean(values: np.ndarray) -> np.ndarray:
     return np.asarray(values.mean(-1))
@@ -51,9 +49,6 @@ def test_perplexity_and_its_comparison() -> None:
         "delta_pct": 100 * (math.exp(reference.mean() - logprobs.mean()) - 1),
     }
     assert {name: result[name].value for name in expected} == pytest.approx(expected, rel=1e-6)
-
-
-# Data
 
 
 @pytest.fixture
@@ -130,9 +125,6 @@ def test_tokens_beyond_the_vocabulary_are_refused(
         ) in process.err
 
 
-# The command
-
-
 @pytest.fixture
 def without_engine(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Replace engines by fakes whose results depend on the name of the model."""
@@ -174,9 +166,6 @@ def test_models_of_different_tokenizers_are_not_compared(folder: Path, without_e
     process = Done(*command, "--against", folder / "other")
     assert (process.code, without_engine) == (2, [])
     assert f"--against {folder / 'other'} has another tokenizer than {folder}" in process.err
-
-
-# Through real vLLM, against transformers
 
 
 @torch.inference_mode()

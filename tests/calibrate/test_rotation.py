@@ -132,9 +132,6 @@ def test_learning_reduces_cost_and_is_deterministic(tmp_path: Path, monkeypatch:
         assert_near(x @ x.mT, torch.eye(x.shape[-1], dtype=torch.float64).expand_as(x), 1e-12)
 
 
-# Conversion
-
-
 @pytest.mark.parametrize(
     ("name", "pattern", "ignored"),
     [

@@ -29,9 +29,6 @@ from slidesparse.slide import violations
 PATTERNS = [SlidePattern.parse(name) for name in NAMED if name != "2_inf"]
 
 
-# SparseGPT and the optimal brain surgeon
-
-
 def block_slices(columns: int, length: int) -> list[slice]:
     """Return the columns of each block of ``length``; the last block may be shorter."""
     return [slice(start, min(columns, start + length)) for start in range(0, columns, length)]
@@ -120,9 +117,6 @@ def test_refine_never_increases_cost_and_reaches_local_optimum(pattern: SlidePat
                 assert float(cost(w[row], alternative, h)) > better
 
 
-# All patterns and numbers of columns
-
-
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.parametrize("dtype", [INT8, FP8], ids=["int8", "fp8"])
 def test_codes_obey_pattern_with_minimal_zeros_in_tail(pattern: SlidePattern, dtype: torch.dtype) -> None:
@@ -136,9 +130,6 @@ def test_codes_obey_pattern_with_minimal_zeros_in_tail(pattern: SlidePattern, dt
         tail = k % pattern.length
         lost = (pruned[:, k - tail :] == 0).sum(1) if tail else torch.zeros(16)
         assert bool((lost == max(0, tail - (pattern.length - 2))).all())
-
-
-# Errors on other tokens, and unusual inputs
 
 
 def test_inputs_that_are_zero_or_few_can_be_factored() -> None:
@@ -176,9 +167,6 @@ def test_output_error_is_the_error_of_the_output() -> None:
     assert output_error(nothing, nothing, hessian_of(x)) == 0.0
     assert output_error(nothing, w, hessian_of(x)) == float("inf")
     assert math.isnan(output_error(w, pruned, hessian_of(x * torch.nan)))  # must not pass as a small error
-
-
-# The ternary grid
 
 
 @pytest.mark.parametrize("ratio", ["6:8", "2:4"])

@@ -87,8 +87,6 @@ def test_fused_layers_are_alike(tmp_path: Path, name: str, options: dict[str, An
     refused(tiny(name, tmp_path / "source", **MODELS[name]), words, **options)
 
 
-# Mixtures of experts
-
 EXPERT_DOWN = "model.layers.0.mlp.experts.down_proj"
 
 

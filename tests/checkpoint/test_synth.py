@@ -41,8 +41,6 @@ def shapes(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {name: stored.spec[1:] for name, stored in Checkpoint.open(folder).tensors.items()}
 
 
-# Output
-
 SETTINGS: dict[str, dict[str, Any]] = {"qwen3_moe": MOE, "bitnet": {"hidden_act": "relu2"}}
 
 
@@ -167,8 +165,6 @@ def test_ternary_weights_have_the_zeros_of_trained_ones(tmp_path: Path) -> None:
         drawn = min(len(codes), module.SAMPLE) * codes.shape[1]
         assert abs(float((codes == 0).float().mean()) - 0.42) < 5 * math.sqrt(0.42 * 0.58 / drawn)
 
-
-# Public models, and transformers
 
 # Parameter counts of the model cards; like safetensors, they count tied embeddings once
 PARAMETERS = {

@@ -77,8 +77,6 @@ def test_links_between_pages_lead_somewhere() -> None:
     assert broken == []
 
 
-# Docker
-
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
 
 

@@ -134,9 +134,6 @@ def test_tune_keeps_results_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -
     assert (resumed["tuned"], resumed["known"], finished) == (5, 3, True)
 
 
-# --- the command
-
-
 def test_command_tunes_a_converted_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = bert(tmp_path / "bert"), tmp_path / "out"
     layer_patterns = (("intermediate", SlidePattern(6)),)
@@ -157,9 +154,6 @@ def test_command_tunes_a_converted_checkpoint(tmp_path: Path, monkeypatch: pytes
     ):
         result = CliRunner().invoke(app, ["tune", str(folder), *options], catch_exceptions=False)
         assert (result.exit_code, received.pop()) == (0, expected), result.stderr
-
-
-# --- shapes
 
 
 def test_layer_shapes_of_stored_weights(tmp_path: Path) -> None:

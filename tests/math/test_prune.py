@@ -81,8 +81,6 @@ def test_prune_compares_subnormals_by_value() -> None:
     assert prune(w, SlidePattern.parse("2:4")).tolist() == [[0.0, 0.0, -3 * tiny, 1.0]]
 
 
-# Dense and 2:4 blocks
-
 HALF = MixedPattern(Fraction(1, 2))
 
 
