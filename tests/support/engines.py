@@ -48,11 +48,8 @@ IMPORTED_LATE = (
     ),
 )
 OF_CPUS = ("vllm.v1.worker.cpu_worker",)
-OF_GPUS = (
-    "vllm.v1.attention.backends.flash_attn",
-    "vllm.v1.worker.gpu.model_runner",
-    "vllm.v1.worker.gpu_worker",
-)
+OF_GPUS = ("vllm.v1.attention.backends.flash_attn", "vllm.v1.worker.gpu_worker")
+OF_GPUS += ("vllm.v1.worker.gpu.model_runner",)
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -118,14 +115,11 @@ class Engines:
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # initializing CUDA here would make it unusable in forked children
         }
         command = [sys.executable, str(HERE)]
-        self.process = subprocess.Popen(
-            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True)
 
     def ask(self, request: Request) -> Answer:
         """Start the engine and wait for its answer."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(asdict(request)) + "\n")
         self.process.stdin.flush()
         line = self.process.stdout.readline()
@@ -192,12 +186,10 @@ def _run(request: Request) -> Answer:
         _resolve_as(on_cuda=request.pretend_cuda)
     if request.yardstick:
         _accumulate_in_float64(request.yardstick)
-    if request.pieces:
-        _compile_in_pieces()
     # share compiled kernels, but no graphs, as no pass runs on a cached one
     torch.compiler.config.cache_key_tag = str(os.getpid())
     if current_platform.is_cpu():
-        _fork_workers()
+        _act_as_on_gpus(request.pieces)
         # vLLM compiles parts of its sampler
         torch._dynamo.config.disable = llm_options(request)["enforce_eager"]
         torch._inductor.config.compile_threads = 1  # in this process, not in others that import torch
@@ -259,10 +251,11 @@ def _resolve_as(on_cuda: bool) -> None:
     config._machine = lambda: ("cuda" if on_cuda else "cpu", None)
 
 
-def _compile_in_pieces() -> None:
-    """Compile in pieces on vLLM's CPU build too, which otherwise leaves models to torch.compile.
+def _act_as_on_gpus(pieces: bool) -> None:
+    """Fork workers on vLLM's CPU build too, which otherwise spawns them: each would import vLLM again.
 
-    vLLM's last pass is skipped: it needs operators of the GPU build and changes nothing that the CPU build runs.
+    With ``pieces`` compile in pieces, too, instead of by torch.compile.  vLLM's last pass is skipped: it needs
+    operators of the GPU build and changes nothing that the CPU build runs.
     """
     from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
     from vllm.config import CompilationMode
@@ -271,28 +264,18 @@ def _compile_in_pieces() -> None:
     original = CpuPlatform.check_and_update_config.__func__
 
     def check_and_update_config(cls: type, config: Any) -> None:
-        original(cls, config)
-        compilation = config.compilation_config
-        compilation.mode, compilation.backend = CompilationMode.VLLM_COMPILE, "inductor"
-        compilation.ir_enable_torch_wrap, compilation.compile_sizes = True, []
-        compilation.splitting_ops = list(compilation._attention_ops)
-
-    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
-    FixFunctionalizationPass.__call__ = lambda self, graph: None
-
-
-def _fork_workers() -> None:
-    """Fork workers on vLLM's CPU build too, which otherwise spawns them: each would import vLLM again."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    original = CpuPlatform.check_and_update_config.__func__
-
-    def check_and_update_config(cls: type, config: Any) -> None:
         method = os.environ["VLLM_WORKER_MULTIPROC_METHOD"]
         original(cls, config)
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = method
+        compilation = config.compilation_config
+        if pieces:
+            compilation.mode, compilation.backend = CompilationMode.VLLM_COMPILE, "inductor"
+            compilation.ir_enable_torch_wrap, compilation.compile_sizes = True, []
+            compilation.splitting_ops = list(compilation._attention_ops)
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+    if pieces:
+        FixFunctionalizationPass.__call__ = lambda self, graph: None
 
 
 def _accumulate_in_float64(rounded_to: str) -> None:
@@ -397,9 +380,7 @@ def main() -> None:
             os.waitpid(pid, 0)
             _end(pid)
             timeout = f"the engine gave no answer in {request.seconds} s" if text is None else ""
-            answer = (
-                Answer(**json.loads(text)) if text else Answer(error=timeout or "the engine's process died")
-            )
+            answer = Answer(**json.loads(text)) if text else Answer(error=timeout or "the process died")
             answer.log = Path(log.name).read_text(errors="replace")
         os.write(answers, (json.dumps(asdict(answer)) + "\n").encode())
 
