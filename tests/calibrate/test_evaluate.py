@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkpoints import converted, write_tokenizer
 from commands import Done
-from engines import Engines, Request
+from engines import Engines
 from models import LLAMA, write_float
 from transformers import AutoModelForCausalLM
 
@@ -109,9 +109,7 @@ def test_no_more_documents_are_read_than_needed(folder: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("token", [26, -1])
-def test_tokens_beyond_the_vocabulary_are_refused(
-    folder: Path, without_engine: list[Any], token: int
-) -> None:
+def test_ids_beyond_the_vocabulary_are_refused(folder: Path, without_engine: list[Any], token: int) -> None:
     """The engine is not started, as ids outside the vocabulary of either model would crash it."""
     np.save(folder / "ids.npy", np.array([[0, 25, 1], [2, token, 3]]))
     (folder / "other" / "config.json").write_text("{}")
@@ -178,50 +176,26 @@ def exact_logprobs(folder: Path, ids: list[list[int]]) -> np.ndarray:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_perplexity_by_vllm_is_that_of_transformers(engines: Engines, tmp_path: Path) -> None:
-    """The plugin serves the pruned model."""
-    source = write_float(LLAMA, tmp_path / "source")
-    pruned = converted(source, tmp_path / "pruned", "6:8")
-    ids = np.random.default_rng(0).integers(0, LLAMA.vocabulary, (3, 20)).tolist()
-
-    def by_vllm(folder: Path, env: dict[str, str]) -> Scored:
-        response = engines.ask(Request(str(folder), env, task="perplexity", work={"ids": ids}))
-        assert not response.error, f"{response.error}\n{response.log[-4000:]}"
-        return Scored(np.asarray(response.logprobs), [], response.summary)
-
-    pruned_scores, source_scores = by_vllm(pruned, {}), by_vllm(source, {"DISABLE_SLIDESPARSE": "1"})
-    assert pruned_scores.served_by.startswith(
-        "6:8 (2 of every 8 pruned): 8 layers sparse, 1 dense (1 lm_head)"
-    )
-    assert source_scores.served_by == ""
-    result = perplexity.summarize("pruned", "source", ids, pruned_scores, source_scores)
-    expected = math.exp(-exact_logprobs(source, ids).mean())
-    # sums of float32 in another order
-    assert result["against_perplexity"].value == pytest.approx(expected, rel=1e-4)
-    assert result["delta_pct"].value != 0
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_engine_process_scores_and_says_what_served(
-    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The process that ``slidesparse eval`` starts, with the slided layout, and its log; it continues prompts, too."""
+def test_engine_process(engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that ``slidesparse eval`` starts scores as transformers does, continues prompts, and has a log."""
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # would hide the plugin's line
     source, log = write_float(LLAMA, tmp_path / "source"), tmp_path / "log"
     slided = converted(source, tmp_path / "slided", "6:8", "slided")
-    options = {"dtype": "float32", "gpu_memory_utilization": 0.2, "enforce_eager": True}
+    options = {"dtype": "float32", "gpu_memory_utilization": 0.2, "enforce_eager": True, "max_model_len": 8}
     sampling = [{"max_tokens": 3, "temperature": 0.0, "ignore_eos": True}] * 2
-    request = {"ids": [[1, 2, 3, 4], [5, 6]], "prompts": [[1, 2], [3]], "sampling": sampling}
+    request: dict[str, Any] = {"ids": [[1, 2, 3, 4, 9], [5, 6, 3, 7, 0]]}
+    scores = run(source, request, options, log)
+    assert scores.served_by == ""
+    # sums of float32 in another order
+    assert scores.logprobs == pytest.approx(exact_logprobs(source, request["ids"]), abs=1e-4)
     done: list[int] = []
-    scores = run(slided, request, {**options, "max_model_len": 8}, log, report=done.append)
-    assert scores.served_by.startswith(
-        "6:8 (2 of every 8 pruned): 8 layers sparse, 1 dense (1 lm_head); slided layout"
-    )
-    assert scores.logprobs.shape == (4,)
+    request |= {"prompts": [[1, 2], [3]], "sampling": sampling}
+    scores = run(slided, request, options, log, report=done.append)
+    assert "8 layers sparse, 1 dense (1 lm_head); slided layout" in scores.served_by
+    assert scores.logprobs.shape == (8,)
     assert scores.outputs == engines.serve(slided, work={"prompts": [[1, 2], [3]], "tokens": 3}).tokens
     assert done == [2]
     with pytest.raises(SlideSparseError, match=r"run .*source:\n.*ValidationError.*\n.*max_model_len"):
         run(source, {"ids": [[1, 2]]}, {**options, "max_model_len": 10**6}, log)
     headers = [line for line in log.read_text().splitlines() if line.startswith("# ")]
-    assert headers == [f"# {slided}", f"# {source}"]
+    assert headers == [f"# {source}", f"# {slided}", f"# {source}"]

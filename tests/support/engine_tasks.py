@@ -18,11 +18,9 @@ def _greedy(llm: Any, prompts: list[list[int]], tokens: int, lora: Any = None, *
     """Return vLLM's outputs, each of exactly ``tokens`` tokens."""
     from vllm import SamplingParams
 
-    parameters = SamplingParams(
-        max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, **sampling
-    )
+    params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, **sampling)
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    return llm.generate(inputs, parameters, use_tqdm=False, lora_request=lora)  # type: ignore[no-any-return]
+    return llm.generate(inputs, params, use_tqdm=False, lora_request=lora)  # type: ignore[no-any-return]
 
 
 def _tokens(outputs: list[Any]) -> list[list[int]]:
@@ -115,11 +113,8 @@ def adapters(llm: Any, work: Json) -> Json:
     plain = _tokens(_greedy(llm, prompts, work["tokens"]))
     adapted = _tokens(_greedy(llm, prompts, work["tokens"], lora))
     every_second = [lora if i % 2 else None for i in range(len(prompts))]
-    return {
-        "plain": plain,
-        "adapted": adapted,
-        "mixed": _tokens(_greedy(llm, prompts, work["tokens"], every_second)),
-    }
+    mixed = _tokens(_greedy(llm, prompts, work["tokens"], every_second))
+    return {"plain": plain, "adapted": adapted, "mixed": mixed}
 
 
 def profile(llm: Any, work: Json) -> Json:
@@ -157,15 +152,7 @@ def _weight_bytes(worker: Any) -> tuple[int, int]:
     return total, inside
 
 
-def perplexity(llm: Any, work: Json) -> Json:
-    """The log-probabilities of ``ids`` as ``slidesparse eval perplexity`` has them."""
-    from slidesparse.evaluate.worker import request_logprobs
-
-    return {"logprobs": request_logprobs(llm, work["ids"])}
-
-
 TASKS: dict[str, Callable[[Any, Json], Json]] = {
-    "perplexity": perplexity,
     "generate": generate,
     "strip_env": generate,
     "logprobs": logprobs,
