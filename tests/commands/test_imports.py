@@ -10,22 +10,15 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from commands import ROOT, run
 
-ROOT = Path(__file__).parents[2]
 CORE = ROOT / "slidesparse"
 PLUGIN = ROOT / "vllm_patch"
 
 # What runs before models are served; the modules that serve them, and the plugin, import none of it.
 OFFLINE = {"calibrate", "convert", "evaluate", "synth", "tune", "doctor", "cli", "demo", "packaged"}
 # vLLM swallows an ImportError of the plugin's entry-point module, so that needs nothing installed.
-STDLIB_ONLY = ["slidesparse", "slidesparse.vllm_patch", "slidesparse.errors", "slidesparse.versions"]
-STDLIB_ONLY += [
-    "slidesparse.pattern",
-    "slidesparse.theory",
-    "slidesparse.build.find",
-    "slidesparse.build.compile",
-]
-STDLIB_ONLY += ["slidesparse.gemm", "slidesparse.flags", "slidesparse.doctor", "slidesparse.kernels"]
+STDLIB_ONLY = "vllm_patch errors versions pattern theory build.find build.compile gemm flags doctor kernels"
 INSIDE_VLLM = CORE / "evaluate" / "worker.py"  # a program that runs inside vLLM; no module imports it
 
 
@@ -110,9 +103,8 @@ except ImportError as error:
 """
 
 
-def run(program: str, *arguments: str) -> str:
-    command = [sys.executable, "-c", program, *arguments]
-    process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+def output(program: str, *arguments: str) -> str:
+    process = run(program, *arguments)
     assert (process.returncode, process.stderr) == (0, "")
     return process.stdout
 
@@ -122,15 +114,14 @@ def test_imported_packages_are_declared() -> None:
     text = re.search(r"^dependencies = \[(.*)\]", (ROOT / "pyproject.toml").read_text(), re.M)
     declared = set(re.findall(r'"([a-z]+)', text[1]))
     brought = {"torch", "triton", "vllm", "transformers", "tokenizers", "huggingface_hub", "pydantic"}
-    names = {
-        name.split(".")[0] for folder in (CORE, PLUGIN) for p in folder.rglob("*.py") for name in imported(p)
-    }
+    names = {name.split(".")[0] for f in (CORE, PLUGIN) for p in f.rglob("*.py") for name in imported(p)}
     names -= {*sys.stdlib_module_names, "slidesparse", "datasets", "pyarrow", "accelerate", "gguf"}
     assert names - brought == declared
 
 
 def test_core_modules_import_without_dependencies() -> None:
-    assert run(BLOCKED, *STDLIB_ONLY) == "torch is not in the standard library\n"  # the blocker works
+    modules = ["slidesparse", *(f"slidesparse.{name}" for name in STDLIB_ONLY.split())]
+    assert output(BLOCKED, *modules) == "torch is not in the standard library\n"  # the blocker works
 
 
 def test_importing_the_core_needs_neither_gpu_nor_vllm() -> None:
@@ -141,4 +132,4 @@ def test_importing_the_core_needs_neither_gpu_nor_vllm() -> None:
         "import torch\n"
         "print('vllm' in sys.modules, torch.cuda.is_initialized())"
     )
-    assert run(program, *modules) == "False False\n"
+    assert output(program, *modules) == "False False\n"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
 from collections.abc import Iterator
 from logging.handlers import BufferingHandler
 from types import SimpleNamespace
 
 import pytest
 import torch
+from commands import run
 
 from slidesparse import versions
 from slidesparse.versions import VLLM_ON_CPUS, VLLM_ON_GPUS, judge
@@ -110,8 +109,7 @@ for case in json.loads(sys.argv[1]):
 
 def loaded(*cases: dict[str, object]) -> list[list[object]]:
     """Load the plugin once for each case; return whether it did, and what it says of checkpoints."""
-    command = [sys.executable, "-c", LOAD, json.dumps(cases)]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    process = run(LOAD, json.dumps(cases))
     answers = [line.partition(" ")[2] for line in process.stdout.splitlines() if line.startswith("answers ")]
     assert len(answers) == len(cases), process.stderr[-2000:]
     return [json.loads(answer) for answer in answers]

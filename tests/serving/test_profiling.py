@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from commands import run
 
 from slidesparse import gemm, ops, profiling
 from slidesparse.gemm.problem import Layer
@@ -56,7 +55,5 @@ def test_calls_that_are_only_traced_have_no_name() -> None:
 
 
 def test_worker_processes_print_their_profile_at_exit() -> None:
-    command = [sys.executable, "-c", PROGRAM]
-    folder = Path(__file__).parent
-    process = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder, check=False)
+    process = run(PROGRAM, cwd=Path(__file__).parent)
     assert process.stderr.count("SlideSparse profile") == 2, process.stderr

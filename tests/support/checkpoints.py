@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import struct
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from commands import run
 from models import Decoder, float_tensors, write_w8a8
 from packed import packed_layout
 from safetensors.torch import load_file, save_file
@@ -128,9 +127,7 @@ def edit_block(folder: Path, **changed: Any) -> None:
 
 def rewrite(folder: Path, **changed: Tensor | None) -> None:
     """Replace tensors of a checkpoint of one file, or remove them with None."""
-    tensors = {
-        name: tensor for name, tensor in {**tensors_of(folder), **changed}.items() if tensor is not None
-    }
+    tensors = {name: x for name, x in {**tensors_of(folder), **changed}.items() if x is not None}
     write(folder, config_of(folder), tensors)
 
 
@@ -205,8 +202,7 @@ convert(source, out, ConvertOptions(SlidePattern(8), calibration=Calibration(**o
 
 def killed(source: Path, out: Path, writes: int, **calibration: Any) -> None:
     """Convert to 6:8 in a process that is killed at this number of writes."""
-    command = [sys.executable, "-c", KILLED, str(source), str(out), str(writes), json.dumps(calibration)]
-    process = subprocess.run(command, timeout=120, check=False)
+    process = run(KILLED, source, out, writes, json.dumps(calibration))
     assert process.returncode == -signal.SIGKILL
     assert not out.exists()
 
