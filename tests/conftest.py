@@ -30,11 +30,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 # Examples are the same in every run, so that a change causes any new failure; HYPOTHESIS_PROFILE=explore draws new
 # examples.
-_SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
-settings.register_profile(
-    "fixed", deadline=None, derandomize=True, max_examples=150, suppress_health_check=_SLOW
-)
-settings.register_profile("explore", deadline=None, max_examples=1000, suppress_health_check=_SLOW)
+_SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+settings.register_profile("fixed", derandomize=True, max_examples=150, **_SLOW)
+settings.register_profile("explore", max_examples=1000, **_SLOW)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 

@@ -60,13 +60,8 @@ def test_figures_of_another_run_are_refused(tmp_path: Path) -> None:
     steps = [(128, 0.9), (128, 0.25), (128, 0.5), (128, 0.125), (64, 0.0625), (128, 0.75)]
     figures = {"step_ms": 250.0, "tokens_per_s": rate, "tokens_per_joule": rate / 64}
     assert read_figures(run, valid, {"watts": 64.0, "steps": steps}) == figures
-    changes = (
-        {"num_requests": 2047},
-        {"elapsed_time": 0.0},
-        {"elapsed_time": "soon"},
-        {"total_num_tokens": 2048},
-    )
-    for change in changes:  # the last one: its prompts were too short
+    wrong = ({"num_requests": 2047}, {"elapsed_time": 0.0}, {"elapsed_time": "x"}, {"total_num_tokens": 2048})
+    for change in wrong:  # the last one: its prompts were too short
         with pytest.raises(RunError):
             read_figures(run, valid | change, nothing)
     decode = one_run(tmp_path / "decode", "decode", m=64)  # only output tokens: 256 per sequence
@@ -95,9 +90,7 @@ def test_e2e_with_real_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "config.json").write_text(json.dumps(QWEN.config()))
-    made = CliRunner().invoke(
-        product, ["synth", str(tmp_path), str(tmp_path / "tiny-2_8"), "--sparsity", "6:8"]
-    )
+    made = CliRunner().invoke(product, ["synth", f"{tmp_path}", f"{tmp_path}/tiny-2_8", "--sparsity", "6:8"])
     assert made.exit_code == 0, made.output
     options = ["--model", str(tmp_path / "tiny-2_8"), "--out", str(tmp_path), "--m", "32", "--decode-m", "4"]
     options += ["--prompt", "16", "--prefill-steps", "4", "--decode-steps", "8", "--systems", "sparse"]

@@ -11,9 +11,9 @@ from benchmarks.accuracy.packages import LENGTHS, WORDS, Packages, build, split
 PACKAGES: Packages = [("code", 1.0, "pip", "one two", r"\.py$")]
 
 
-def _words(name: str, count: int = 500) -> str:
-    """Return as many words, each of them once."""
-    return " ".join(f"{name}{i}x{'abc'[i % 3]}" for i in range(count))
+def _words(name: str) -> str:
+    """Return 500 words, each of them once."""
+    return " ".join(f"{name}{i}x{'abc'[i % 3]}" for i in range(500))
 
 
 def test_documents_are_whole_once_and_not_scored_on(tmp_path: Path) -> None:

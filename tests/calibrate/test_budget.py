@@ -188,9 +188,7 @@ def test_layer_losses_equal_those_of_transformers(model: Path, tmp_path: Path) -
     inputs: dict[str, torch.Tensor] = {}
     modules = dict(reference.named_modules())
     for name in task.layers:
-        modules[name].register_forward_pre_hook(
-            lambda _, x, name=name: inputs.__setitem__(name, x[0].flatten(0, 1))
-        )
+        modules[name].register_forward_pre_hook(lambda _, x, n=name: inputs.update({n: x[0].flatten(0, 1)}))
     dense = reference(samples).logits.log_softmax(-1)
     reads = dict(inputs)
     for group, (by_pattern, _) in found.items():
@@ -353,9 +351,7 @@ def test_budget_without_savings_is_refused_before_losses_are_measured(
     """Prefill of layers this small gets no faster by any pattern; a cache that cannot be written comes as early."""
     monkeypatch.setattr(stream, "open_work", lambda *_: pytest.fail("work began"))
     budget = Budget(0.1, tokens=(4096,))
-    with pytest.raises(
-        CalibrationError, match="no pattern makes any layer of this model faster at 4096 tokens"
-    ):
+    with pytest.raises(CalibrationError, match="no pattern makes any layer of this model faster at 4096"):
         calibrated(model, tmp_path / "out", ids, budget=budget)
     (tmp_path / "file").touch()
     monkeypatch.setenv("SLIDESPARSE_CACHE", str(tmp_path / "file"))
@@ -370,9 +366,7 @@ def test_budget_refuses_models_whose_loss_is_not_known(
     folder, options = tmp_path / "model", {"budget": BUDGET, "epochs": 0}
     shutil.copytree(model, folder)
     (folder / "modules.json").write_text("[]")
-    with pytest.raises(
-        CalibrationError, match="modules.json marks this as an embedding model: give a pattern"
-    ):
+    with pytest.raises(CalibrationError, match="modules.json marks this as an embedding model: give a"):
         calibrated(folder, tmp_path / "out", ids, **options)
     (folder / "modules.json").unlink()
     edit_json(folder / "config.json", architectures=["LlamaModel"])

@@ -55,13 +55,11 @@ def test_codes_equal_those_of_a_loop_over_the_whole_model(name: str, quant: str,
     calibrated(tmp_path / "source", tmp_path / "out", str(tmp_path / "ids.npy"), quant=quant, epochs=0)
     written, pattern, model = tensors_of(tmp_path / "out"), SlidePattern(8), open_model(tmp_path / "source")
     different = count = 0
-    for prefix, group in [
-        (model.skeleton.prefix(n), g) for n in range(model.blocks) for g in model.groups(n)
-    ]:
-        x = layer_input(whole, prefix + group[0], ids)
+    for start, group in [(model.skeleton.prefix(n), g) for n in range(model.blocks) for g in model.groups(n)]:
+        x = layer_input(whole, start + group[0], ids)
         h = x.mT @ x
         upper = factor(h)
-        for layer in (prefix + layer for layer in group):
+        for layer in (start + layer for layer in group):
             weight = whole.get_submodule(layer).weight
             best = refine(weight, sparsegpt(weight, upper, pattern), h, pattern, 4)
             codes, scale = quantize_rows(best, NAMES[quant], "cuda")
@@ -180,9 +178,7 @@ def test_hidden_states_beyond_memory_are_refused(tmp_path: Path, monkeypatch: py
 def test_memory_and_overflow(source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, name = tensors_of(source), "model.layers.0.mlp.up_proj.weight"
     for value, words in ((3e38, "pruning .*up_proj gave"), (1e30, "inputs of .*layers.0.mlp.down_proj are")):
-        huge = write(
-            tmp_path / f"{value}", config_of(source), {**tensors, name: torch.full_like(tensors[name], value)}
-        )
+        huge = write(tmp_path / f"{value}", config_of(source), {**tensors, name: tensors[name].fill_(value)})
         with pytest.raises(CalibrationError, match=f"{words}.* not finite"):
             calibrated(huge, tmp_path / "out", ids)
 

@@ -114,10 +114,8 @@ def test_gradient_equals_that_of_blocks_one_after_the_other(
                 block.weights[parameter] = fake_quantize(served, weight.dtype) if weight.dtype else served
             block.read = InputRounder(training._dtype, [n for group in block.groups for n in group])
             x = block.output(x)
-        dense_logprobs, pruned_logprobs = (
-            ends.logits(y.flatten(0, 1)).log_softmax(-1) for y in (dense_states, x)
-        )
-    loss = F.kl_div(pruned_logprobs, dense_logprobs, reduction="batchmean", log_target=True)
+        dense, pruned = (ends.logits(y.flatten(0, 1)).log_softmax(-1) for y in (dense_states, x))
+    loss = F.kl_div(pruned, dense, reduction="batchmean", log_target=True)
     for weight, reference in zip(leaves, torch.autograd.grad(loss, [*leaves.values()]), strict=True):
         # another order of summation changes the last bits of float32, and so occasionally the rounding of an input
         assert (gradients[weight] - reference).norm() < 0.01 * reference.norm()
@@ -134,10 +132,9 @@ def test_blocks_of_one_structure_share_graphs(tmp_path: Path, monkeypatch: pytes
         return graph.forward
 
     def compile_blocks(_: distill._Training, function: Callable[..., Any]) -> Callable[..., Any]:
-        is_block = hasattr(function, "__self__")
-        return (
-            torch.compile(function, backend=backend, fullgraph=True, dynamic=False) if is_block else function
-        )
+        if not hasattr(function, "__self__"):  # not of a block
+            return function
+        return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
 
     monkeypatch.setattr(distill._Training, "_compiled", compile_blocks)
     ids = str(tmp_path / "ids.npy")
@@ -230,11 +227,7 @@ def test_unusable_texts_and_models_are_refused(source: Path, tmp_path: Path, ids
     np.save(tmp_path / "one.npy", np.zeros((1, 24), int))
     np.save(tmp_path / "strange.npy", np.full((9, 24), LLAMA.vocabulary))
     np.save(tmp_path / "narrow.npy", np.zeros((9, 10), int))
-    encoder, headless, embedding = (
-        bert(tmp_path / "bert"),
-        llama(tmp_path / "headless"),
-        llama(tmp_path / "m"),
-    )
+    encoder, headless, embedding = (bert(tmp_path / "bert"), llama(tmp_path / "bare"), llama(tmp_path / "m"))
     edit_json(headless / "config.json", architectures=["LlamaModel"])
     (embedding / "modules.json").write_text("[]")
     for folder, data, words in (
@@ -265,7 +258,5 @@ def test_too_little_memory_is_refused(
     source: Path, tmp_path: Path, ids: str, text: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distill, "LOGITS_PER_CHUNK", 2**50)
-    with pytest.raises(
-        EnvironmentFault, match="trains all layers at once.*GB of memory, but the device cpu has"
-    ):
+    with pytest.raises(EnvironmentFault, match="trains all layers at once.*GB of memory, but the device cpu"):
         calibrated(source, tmp_path / "out", ids, distill=text)

@@ -59,13 +59,11 @@ def test_each_expert_is_pruned_by_the_tokens_routed_to_it(
     rows = {row["name"]: row for row in report.layers}
     assert set(model.experts()) < set(rows)
     layer = LAYERS - 1 if model.dense else 0
-    reference = AutoModelForCausalLM.from_pretrained(
-        source, dtype=torch.float32, experts_implementation="eager"
-    )
+    whole = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, experts_implementation="eager")
     for other in model.linears():
         weight = dequantize_rows(written[f"{other}.weight"], written[f"{other}.weight_scale"])
-        reference.get_submodule(other).weight.data = weight
-    tokens = inputs_of_experts(reference, layer, torch.from_numpy(np.load(ids)))
+        whole.get_submodule(other).weight.data = weight
+    tokens = inputs_of_experts(whole, layer, torch.from_numpy(np.load(ids)))
     gate, up, down = model.parts
     for expert, x in enumerate(tokens):
         prefix = f"model.layers.{layer}.{model.module}.experts.{expert}."
@@ -111,17 +109,15 @@ def test_losses_of_experts_equal_those_of_transformers(tmp_path: Path) -> None:
     with task.model.checkpoint.reader() as reader:
         found = layer_losses(task, PATTERNS, reader, {}, lambda _: None, no_progress)
     assert [len(group) for group in found] == [3, 1, 2 * EXPERTS, EXPERTS] * LAYERS
-    reference = AutoModelForCausalLM.from_pretrained(
-        source, dtype=torch.float32, experts_implementation="eager"
-    )
+    whole = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, experts_implementation="eager")
     samples = torch.stack(task.samples.ids)
-    dense = reference(samples).logits.log_softmax(-1)
-    joined = reference.model.layers[0].mlp.experts.gate_up_proj
+    dense = whole(samples).logits.log_softmax(-1)
+    joined = whole.model.layers[0].mlp.experts.gate_up_proj
     by_pattern, shares = [*found.values()][2]
-    for expert, x in enumerate(inputs_of_experts(reference, 0, samples)):
+    for expert, x in enumerate(inputs_of_experts(whole, 0, samples)):
         assert shares[expert] == len(x) / samples.numel()
         joined.data[expert] = pruner(x.mT @ x, 0)(joined[expert], SlidePattern(4))
-    pruned = reference(samples).logits.log_softmax(-1)
+    pruned = whole(samples).logits.log_softmax(-1)
     expected = functional.kl_div(pruned, dense, reduction="sum", log_target=True) / samples.numel()
     assert by_pattern["2:4"] == pytest.approx(float(expected), rel=1e-3)
 
@@ -135,10 +131,8 @@ def test_a_budget_counts_experts_that_it_may_prune(tmp_path: Path, asked: bool) 
         source, tmp_path / "out", ids, budget=Budget(0.5, tokens=(16,)), layer=layer, epochs=0
     )
     patterns, shapes = report.plan.patterns, model.linears() | (model.experts() if asked else {})
-    zeros = {
-        name: n * (k // patterns[name].length) * 2 for name, (n, k) in shapes.items() if name in patterns
-    }
-    assert report.budget.choice.zeros == sum(zeros.values()) / sum(n * k for n, k in shapes.values())
+    zeros = sum(n * (k // patterns[name].length) * 2 for name, (n, k) in shapes.items() if name in patterns)
+    assert report.budget.choice.zeros == zeros / sum(n * k for n, k in shapes.values())
     assert asked == bool({*patterns} & {*model.experts()})
     written = tensors_of(tmp_path / "out")
     assert all(violations(written[f"{name}.weight"], pattern) is None for name, pattern in patterns.items())

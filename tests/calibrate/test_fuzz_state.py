@@ -11,7 +11,6 @@ import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,7 @@ from slidesparse.gemm import tuned
 from slidesparse.gemm.problem import Problem
 from slidesparse.gemm.tuned import Subject, Tuned
 
-OPTIONS: dict[str, Any] = {
-    "rotate": "on",
-    "budget": Budget(0.1, tokens=(16,)),
-    "epochs": 0,
-    "minutes": 0.1,
-}
+OPTIONS: dict[str, Any] = {"rotate": "on", "budget": Budget(0.1, tokens=(16,)), "epochs": 0, "minutes": 0.1}
 SUBJECT = Subject("hopper", "1", "NVIDIA H100", (9, 0))
 PROBLEM = Problem("int8", "bf16", 4608, 3584, 64, "both")
 
@@ -97,11 +91,7 @@ class State:
         return sorted((case / "cache" / kind).rglob("*.json"))
 
 
-COMMANDS: dict[str, Callable[[State], str]] = {
-    "work": State.resume,
-    "losses": State.decide,
-    "tuned": State.look_up,
-}
+COMMANDS = {"work": State.resume, "losses": State.decide, "tuned": State.look_up}
 
 
 def damage(path: Path, rng: random.Random) -> str:

@@ -61,10 +61,8 @@ def test_costs_of_a_rotation_are_those_of_the_rotated_model(name: str, tmp_path:
         readers = [rotated_reader(reader, task.model, roles, change) for change in (None, rotation)]
         costs, rotated_costs = (_layer_costs(task, r, roles, no_progress) for r in readers)
     rotation = {name: x.float() for name, x in rotation.items()}
-    same, changes = (
-        {name: torch.eye(x.shape[-1]).expand_as(x) for name, x in rotation.items()},
-        list[Tensor](),
-    )
+    same = {name: torch.eye(x.shape[-1]).expand_as(x) for name, x in rotation.items()}
+    changes = list[Tensor]()
     assert any(len(layers.blocks) > 1 for layers in costs)
     for layers, rotated in zip(costs, rotated_costs, strict=True):
         expected = rotated.costs(same)
@@ -198,9 +196,7 @@ def test_worse_rotations_need_a_request(tmp_path: Path, ids: str, monkeypatch: p
 
     monkeypatch.setattr(stream, "estimate", estimate)
     for rotate in ("auto", "on"):
-        calibrated(
-            source, tmp_path / "dry", ids, budget=Budget(0.5, tokens=(16,)), rotate=rotate, dry_run=True
-        )
+        calibrated(source, tmp_path / "x", ids, budget=Budget(0.5, tokens=(16,)), rotate=rotate, dry_run=True)
     assert keys == [False, True]
 
 

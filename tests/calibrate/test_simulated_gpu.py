@@ -85,9 +85,7 @@ def on_gpu(tensor: Tensor) -> bool:
 
 
 class _Placement(TorchFunctionMode):
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if function is torch.device:
             return function(*args, **kwargs)

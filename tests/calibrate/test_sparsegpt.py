@@ -14,13 +14,7 @@ from torch import Tensor
 from slidesparse.calibrate import sparsegpt as module
 from slidesparse.calibrate.graphs import recordings
 from slidesparse.calibrate.inputs import Hessian, output_error
-from slidesparse.calibrate.sparsegpt import (
-    damped,
-    factor,
-    pruner,
-    refine,
-    sparsegpt,
-)
+from slidesparse.calibrate.sparsegpt import damped, factor, pruner, refine, sparsegpt
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8, quantize_rows

@@ -107,9 +107,7 @@ def test_text_begins_as_the_present_tokenizer_says(folder: Path, tmp_path: Path)
     more = [{**known[0], "id": id, "content": f"<{id}>"} for id in range(len(WORDS), 129)]
     edit_json(tmp_path / "model" / "tokenizer.json", added_tokens=known + more)
     edit_json(tmp_path / "model" / "tokenizer_config.json", chat_template="<128> {{ messages[0].content }}")
-    with pytest.raises(
-        SlideSparseError, match="the chat template holds token ids from 0 to 128, but the vocabulary"
-    ):
+    with pytest.raises(SlideSparseError, match="the chat template holds token ids from 0 to 128, but"):
         write(open_model(tmp_path / "model"), 2)
 
 

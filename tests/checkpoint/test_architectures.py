@@ -180,9 +180,7 @@ def test_head_may_be_tied_by_the_language_models_config_alone(tmp_path: Path) ->
 
 def test_experts_alone_may_be_pruned(tmp_path: Path) -> None:
     """The metadata then list no layer."""
-    convert(
-        MIXTURES["qwen3"].write(tmp_path / "source"), tmp_path / "out", layer=["self_attn=dense", *PRUNED]
-    )
+    convert(MIXTURES["qwen3"].write(tmp_path / "source"), tmp_path / "out", layer=["attn=dense", *PRUNED])
     assert block_of(tmp_path / "out")["slidesparse"]["layers"] == {}
     result = Done("inspect", tmp_path / "out")
     assert result.code == 0, result.err

@@ -161,10 +161,8 @@ def test_slided_rows_with_split_weights_are_found(tmp_path: Path) -> None:
     out = make(tmp_path / "out", "slided")
     weight = tensors_of(out)[f"{Q}.weight"]
     row = weight[7].view(-1, 3, 4)
-    block, pair = next(
-        (b, p) for b in range(len(row)) for p in (0, 1) if row[b, 1, p] != 0 and row[b, 0, p + 2] == 0
-    )
-    row[block, 0, pair + 2] = row[block, 1, pair]
+    b, p = next((b, p) for b in range(len(row)) for p in (0, 1) if row[b, 1, p] and not row[b, 0, p + 2])
+    row[b, 0, p + 2] = row[b, 1, p]
     damage(out, weight=weight)
     assert "row 7 is not the slided form of any weight" in str(layers_of(out)[Q].first_violation)
     refused(out, f"{Q}: row 7 ", error=DamagedError, out="x")

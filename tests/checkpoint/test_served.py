@@ -32,11 +32,8 @@ def test_layers_that_vllm_does_not_quantize_are_kept(
     tmp_path: Path, skeletons: Skeletons, monkeypatch: pytest.MonkeyPatch, experts: int, pruned: int
 ) -> None:
     """Also where vLLM has no kernel for experts, as for INT8 ones on CPUs, and whatever the flags of a server here."""
-    for flag, value in {
-        "DISABLE_SLIDESPARSE": "1",
-        "SLIDESPARSE_BACKEND": "hopper",
-        "SPARSITY": "0.5",
-    }.items():
+    flags = {"DISABLE_SLIDESPARSE": "1", "SLIDESPARSE_BACKEND": "hopper", "SPARSITY": "0.5"}
+    for flag, value in flags.items():
         monkeypatch.setenv(flag, value)
     source = jamba(tmp_path / "source", experts)
     report = convert(source, tmp_path / "out", skeletons=skeletons)
@@ -54,9 +51,7 @@ def test_layers_that_vllm_does_not_quantize_are_kept(
 def test_output_that_vllm_would_not_serve_is_refused(tmp_path: Path, skeletons: Skeletons) -> None:
     """The mixer was quantized where vLLM is not installed; and vLLM's class takes the head in floats."""
     source = jamba(tmp_path / "source")
-    with pytest.raises(
-        CheckpointError, match=r"(?s)would not serve .* takes lm_head in floats: leave --layer out"
-    ):
+    with pytest.raises(CheckpointError, match=r"(?s)not serve .* takes lm_head in floats: leave --layer out"):
         convert(source, tmp_path / "out", layer=["lm_head=dense"], skeletons=skeletons)
     convert(source, tmp_path / "quantized")
     with pytest.raises(CheckpointError, match="vLLM, which is installed here, would not serve the converted"):
@@ -67,9 +62,7 @@ def test_output_that_vllm_would_not_serve_is_refused(tmp_path: Path, skeletons: 
 @pytest.mark.parametrize(
     ("name", "problem"), [("smollm3", ""), ("gemma2", "assert config.tie_word_embeddings"), ("qwen2", "")]
 )
-def test_lm_head_is_untied_where_served(
-    tmp_path: Path, skeletons: Skeletons, name: str, problem: str
-) -> None:
+def test_lm_head_is_untied_if_served(tmp_path: Path, skeletons: Skeletons, name: str, problem: str) -> None:
     """All but Qwen2 tie it by default.  vLLM serves Gemma 2 tied alone; the window of this Qwen2 it does not serve."""
     source = tiny(name, tmp_path / "source", **{**ARCHITECTURES[name], "tie_word_embeddings": True})
     options: dict[str, Any] = {"layer": ["lm_head=dense"], "skeletons": skeletons}

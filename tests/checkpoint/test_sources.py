@@ -64,9 +64,8 @@ def check_codes(before: dict[str, Tensor], after: dict[str, Tensor], layer: str,
 def by_block(codes: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
     """Return codes times the scales of their blocks, in float32."""
     n, k = codes.shape
-    return (
-        codes.float() * scale.float().repeat_interleave(block[0], 0)[:n].repeat_interleave(block[1], 1)[:, :k]
-    )
+    scales = scale.float().repeat_interleave(block[0], 0)[:n].repeat_interleave(block[1], 1)[:, :k]
+    return codes.float() * scales
 
 
 def check_blocks(
@@ -176,16 +175,11 @@ def test_quantized_lm_head_is_dequantized_unless_a_target_names_it(tmp_path: Pat
     sizes = {"block_structure": [32, 16]} if "BLOCK" in preset else {}
     source = compressed(tmp_path / "source", {"group_0": scheme(preset, ["Linear"], **sizes)}, [])
     report = convert(source, tmp_path / "out")
-    assert (
-        "lm_head dequantized, as vLLM loads a quantized one only if a target names it"
-        in report.plan.rewritten
-    )
+    assert "lm_head dequantized, as vLLM loads a quantized one only if a target" in report.plan.rewritten
     assert "lm_head" not in {**report.plan.kept, **report.plan.skipped}
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
-    floats = by_block(
-        before["lm_head.weight"], before["lm_head.weight_scale"], (32, 16) if sizes else (1, 64)
-    )
-    assert_same_bits(after["lm_head.weight"], floats.bfloat16())
+    head = by_block(before["lm_head.weight"], before["lm_head.weight_scale"], (32, 16) if sizes else (1, 64))
+    assert_same_bits(after["lm_head.weight"], head.bfloat16())
     assert [name for name in after if "lm_head" in name] == ["lm_head.weight"]
     assert block_of(tmp_path / "out")["ignore"] == ["lm_head"]
     refused(source, "quantized already; let a target in its quant", out="asked", layer=["lm_head=dense"])
@@ -230,9 +224,7 @@ def test_quantization_groups_of_several_kinds(tmp_path: Path) -> None:
         kind, dtype = ("float", FP8) if ".mlp." in layer or layer == O0 else ("int", INT8)
         assert (chosen["weights"].type, chosen["format"]) == (kind, f"{kind}-quantized")
         assert after[f"{layer}.weight"].dtype == dtype
-    refused(
-        source, "--quant int8 contradicts the source, which has fp8 weights already", out="x", quant="int8"
-    )
+    refused(source, "--quant int8 contradicts the source, which has fp8 weights", out="x", quant="int8")
 
 
 # Sources whose layers are treated alike
@@ -267,9 +259,8 @@ def renamed(folder: Path) -> Path:
     names = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
     tensors = tensors_of(fp8(folder, static=True))
     parts = ((name.rpartition("."), tensor) for name, tensor in tensors.items())
-    return write(
-        folder, config_of(folder), {f"{layer}.{names.get(last, last)}": t for (layer, _, last), t in parts}
-    )
+    tensors = {f"{layer}.{names.get(last, last)}": t for (layer, _, last), t in parts}
+    return write(folder, config_of(folder), tensors)
 
 
 def experts(folder: Path, name: str, block: tuple[int, int] | None, static: bool) -> Path:

@@ -93,12 +93,8 @@ def test_share_of_blocks_is_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """`convert` has no such pattern.  Chunks are less than two strips."""
     half = parse_pattern("2:4@50%")
     monkeypatch.setattr("slidesparse.slide.CHUNK_ELEMENTS", 256 * 100)
-    synth(
-        config_file(tmp_path, hidden_size=256, intermediate_size=512),
-        tmp_path / "out",
-        pattern=half,
-        quant=quant,
-    )
+    config = config_file(tmp_path, hidden_size=256, intermediate_size=512)
+    synth(config, tmp_path / "out", pattern=half, quant=quant)
     weights, report = tensors_of(tmp_path / "out"), inspect(tmp_path / "out")
     assert (report.pattern, report.violations) == ("2:4@50%", 0)
     for name in LINEARS:

@@ -349,9 +349,7 @@ def test_doctor_says_what_the_server_does(
     assert result.code == code, result.out
     assert ("vLLM since 0.19 refuses; convert it" in result.out) == (change is marked_static)
     assert ("SLIDESPARSE=require with" in result.out) == (words == TEXT and kind != "source")
-    assert re.search(words, result.out[result.out.rindex("\nyes: " if code == 0 else "\nno: ") + 1 :]), (
-        result.out
-    )
+    assert re.search(words, result.out[result.out.rindex("\nyes: " if code == 0 else "\nno: ") + 1 :])
 
 
 @pytest.mark.parametrize(("method", "source"), [("compressed-tensors", "out"), ("awq", "SRC")])

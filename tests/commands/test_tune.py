@@ -142,9 +142,7 @@ def test_command_tunes_a_converted_checkpoint(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(machine, "require_gpu", lambda: GPU)
     monkeypatch.setattr(machine, "require_libraries", lambda gpu, names: [])
     monkeypatch.setattr(gemm, "choose", lambda path, device: ("hopper", ""))
-    monkeypatch.setattr(
-        "slidesparse.tune.session.gemm_jobs", lambda *arguments: received.append(arguments[2:4]) or []
-    )
+    monkeypatch.setattr("slidesparse.tune.session.gemm_jobs", lambda *a: received.append(a[2:4]) or [])
     monkeypatch.setattr(measure, "own_stream", lambda device: nullcontext(FakeClock(FakeLibrary())))
     defaults = (("int8", "fp8"), (*shapes.PATTERNS, *shapes.MIXED_PATTERNS))
     for folder, options, expected in (

@@ -137,13 +137,7 @@ def one_by_one(
 
 
 def grouped(
-    experts: Experts,
-    x: Tensor,
-    order: Tensor,
-    top_k: int,
-    offsets: Tensor,
-    slots: Tensor | None,
-    silu: bool,
+    experts: Experts, x: Tensor, order: Tensor, top_k: int, offsets: Tensor, slots: Tensor | None, silu: bool
 ) -> Tensor:
     y: Tensor = OURS.grouped_linear(
         *(x, order, top_k, experts.packed, experts.scale, offsets, slots, silu, [*experts.layer], x.dtype)

@@ -4,18 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_layers import (
-    BACKENDS,
-    LIBRARIES,
-    PackedLayer,
-    codes,
-    dense_sums,
-    exact,
-    gpu,
-    layer,
-    normal,
-    require_hopper,
-)
+from gpu_layers import BACKENDS, LIBRARIES, PackedLayer, codes, dense_sums, exact, gpu, layer, normal
 from strategies import assert_same_bits
 from torch import Tensor
 
@@ -83,10 +72,10 @@ def test_int8_sums_above_2_24_are_rounded_at_most_once(backend: str) -> None:
     assert bool(((rounded - expected).abs() <= (UNIT + 2.0**-24) * expected).all())
 
 
+@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
 def test_packing_takes_little_memory(dtype: torch.dtype) -> None:
     """Beside weight and result less than half a weight."""
-    require_hopper()
     numbers = codes(37888, 3584, 1) if dtype == INT8 else normal(37888, 3584, 1)
     weight, backend = prune(numbers, SlidePattern(8)).to(dtype), gemm.get("hopper")
     backend.pack(weight, SlidePattern(8))  # libraries allocate persistent memory at first use

@@ -40,11 +40,9 @@ def scales(count: int, seed: int) -> Tensor:
     return torch.rand(count, 1, generator=generator, device=gpu()) * 0.01 + 0.001
 
 
-def scaled(
-    sums: Tensor, packed_layer: Layer, scale_x: Tensor, bias: Tensor | None, out: torch.dtype
-) -> Tensor:
+def scaled(sums: Tensor, made: Layer, scale_x: Tensor, bias: Tensor | None, out: torch.dtype) -> Tensor:
     """Return the epilogue's result for exact sums."""
-    return reference.dequant_bias(sums.to(torch.int32), scale_x, packed_layer.scale, bias, out, "cuda")
+    return reference.dequant_bias(sums.to(torch.int32), scale_x, made.scale, bias, out, "cuda")
 
 
 @pytest.fixture(scope="module", params=PATTERNS)
@@ -67,15 +65,13 @@ def test_int8_products_are_exact(int8_layer: Layer, m: int) -> None:
 def test_int8_sums_above_2_24_are_rounded_once() -> None:
     """Sums between 2^24 and 2^25 are rounded once, to float32, as by the other backends."""
     m, n, k = 17, 64, 4096
-    packed_layer = layer("hopper", "2:4", INT8, n, k)
-    weight = torch.where(
-        packed_layer.weight == 0, 0, packed_layer.weight.clamp(100, 127) | codes(n, k, 3) & 3
-    ).to(INT8)
+    made = layer("hopper", "2:4", INT8, n, k)
+    weight = torch.where(made.weight == 0, 0, made.weight.clamp(100, 127) | codes(n, k, 3) & 3).to(INT8)
     q, ones = codes(m, k, seed=m).clamp(100, 127) | codes(m, k, 4) & 3, torch.ones(64, 1, device=gpu())
     sums = exact(q, weight)
     assert int(sums.min()) > 2**24
     small = ones * 2.0**-12  # keeps the result in the range of FP16
-    other = replace(packed_layer, packed=BACKEND.pack(weight, TWO_FOUR), scale=small)
+    other = replace(made, packed=BACKEND.pack(weight, TWO_FOUR), scale=small)
     output = other.product(q, ones[:m], None, torch.float16)
     expected = reference.dequant_bias(sums.to(torch.int32), ones[:m], small, None, torch.float16, "cuda")
     assert_same_bits(output, expected)

@@ -103,7 +103,7 @@ def run_config(
 
 
 def expected_of(
-    packed_layer: PackedLayer, x: Tensor, bias: Tensor | None, out: torch.dtype, dtype: torch.dtype
+    made: PackedLayer, x: Tensor, bias: Tensor | None, out: torch.dtype, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """Return the layer's expected output, and the bound of an FP8 layer's error or None for an exact one.
 
@@ -113,13 +113,11 @@ def expected_of(
     """
     q, scale_x = reference.quant_slide(x.cpu(), SlidePattern(4).layout(x.shape[1]), dtype, "cuda")
     quantized, scale_x = q[:, : x.shape[1]].to(gpu()).float().double(), scale_x.to(gpu())
-    weight = packed_layer.weight.float().double()
+    weight = made.weight.float().double()
     sums = quantized @ weight.t()
     if dtype == INT8:
-        return reference.dequant_bias(
-            sums.to(torch.int32), scale_x, packed_layer.scale, bias, out, "cuda"
-        ), None
-    scales = packed_layer.scale.double().t() * scale_x.double()
+        return reference.dequant_bias(sums.to(torch.int32), scale_x, made.scale, bias, out, "cuda"), None
+    scales = made.scale.double().t() * scale_x.double()
     y = sums * scales + (0 if bias is None else bias.double())
     slack = (quantized.abs() @ weight.abs().t()) * scales * 2.0**-9
     return y, slack + UNITS[out] * (y.abs() + slack) + 2.0**-24
@@ -162,13 +160,7 @@ def random_layer(rng: random.Random, index: int, dtype: torch.dtype) -> PackedLa
         weight = prune(numbers, pattern, phase=phase).to(dtype)
     packed = pack_without_plan(weight, pattern, phase)
     scale = torch.rand(n, 1, device=gpu()) * 0.01 + 0.001
-    return PackedLayer(
-        "hopper",
-        BACKEND.layer(n, k, pattern, phase, dtype),
-        weight,
-        packed,
-        scale,
-    )
+    return PackedLayer("hopper", BACKEND.layer(n, k, pattern, phase, dtype), weight, packed, scale)
 
 
 def random_case(rng: random.Random, index: int) -> tuple[str, Tensor]:
@@ -299,9 +291,7 @@ def test_linear_with_more_than_2_31_codes() -> None:
     del y
     x = normal(m, k, 1)
     q, scale = hopper_quantize(x, Layer.of(0, k, TWO_FOUR, 0, INT8, 128))
-    assert_same_codes(
-        (q[-16:], scale[-16:]), reference.quant_slide(x[-16:].cpu(), SlidePattern(4).layout(k), INT8)
-    )
+    assert_same_codes((q[-16:], scale[-16:]), reference.quant_slide(x[-16:].cpu(), TWO_FOUR.layout(k), INT8))
 
 
 def test_packed_layers_run_without_python(monkeypatch: pytest.MonkeyPatch) -> None:

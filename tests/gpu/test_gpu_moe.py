@@ -80,10 +80,8 @@ def test_int8_results_are_vllms(count: int, top_k: int, hidden: int, intermediat
     pattern, backend = SlidePattern(4), Hopper()
     codes, scales, layers = [], [], []
     for seed, (n, k) in enumerate(((2 * intermediate, hidden), (hidden, intermediate))):
-        made = [
-            quantize_rows(prune(normal(n, k, 9 * seed + i, torch.float32), pattern), INT8)
-            for i in range(count)
-        ]
+        floats = [normal(n, k, 9 * seed + i, torch.float32) for i in range(count)]
+        made = [quantize_rows(prune(weight, pattern), INT8) for weight in floats]
         codes.append(torch.stack([weight for weight, _ in made]))
         scales.append(torch.stack([scale for _, scale in made]))
         layers.append(backend.layer(n, k, pattern, 0, INT8))

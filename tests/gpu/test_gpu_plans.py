@@ -49,10 +49,7 @@ def at_once(jobs: Sequence[Callable[[], Tensor]]) -> list[int]:
             return int(job())
 
     with ThreadPoolExecutor(len(jobs)) as pool:
-        return [
-            future.result()
-            for future in [pool.submit(work, *pair) for pair in zip(streams, jobs, strict=True)]
-        ]
+        return list(pool.map(work, streams, jobs))
 
 
 def test_threads_on_separate_streams_are_independent(square_layer: PackedLayer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from slidesparse.blocks import BLOCK, STRIP, blocks_of, strips_of
 from slidesparse.gemm.hopper.format import BLOCK_BYTES, DENSE_BYTES, OFFSET_UNIT, allocate_mixed
@@ -34,16 +35,12 @@ def pack(weight: Tensor) -> Tensor:
     """Pack 2:4 weights [N, K'] of one-byte elements: uint8 [strips * blocks * 5120]; -0.0 may become +0.0."""
     n, slided = weight.shape
     strips, blocks = strips_of(n), blocks_of(slided)
-    codes = torch.nn.functional.pad(
-        weight.view(torch.uint8), (0, blocks * BLOCK - slided, 0, strips * STRIP - n)
-    )
+    codes = functional.pad(weight.view(torch.uint8), (0, blocks * BLOCK - slided, 0, strips * STRIP - n))
     groups = codes.view(strips * STRIP, blocks * BLOCK // 4, 4)
     magnitudes = groups & 0x7F if weight.dtype.is_floating_point else groups
     powers = torch.tensor([1, 2, 4, 8], dtype=torch.uint8, device=weight.device)
     columns = _kept_columns(weight.device)[((magnitudes != 0) * powers).sum(-1)]  # [rows, groups, 2]
-    assert not bool((columns < 0).any()), (
-        "a group of four has more than two non-zeros: slide the weight first"
-    )
+    assert not bool((columns < 0).any()), "a group of four has more than two non-zeros"
     values = groups.gather(-1, columns)
     nibbles = (columns[..., 0] | columns[..., 1] << 2).to(torch.uint8)
     packed = torch.empty(strips, blocks, BLOCK_BYTES, dtype=torch.uint8, device=weight.device)
@@ -61,7 +58,7 @@ def pack_mixed(weight: Tensor, dense: Tensor) -> Tensor:
     """Pack a weight [N, K] of one-byte elements on any device into uint8, its blocks dense or 2:4 as ``dense`` says."""
     packed, (n, k) = allocate_mixed(dense), weight.shape
     strips, blocks = dense.shape
-    codes = torch.nn.functional.pad(weight.view(torch.uint8), (0, blocks * BLOCK - k, 0, strips * STRIP - n))
+    codes = functional.pad(weight.view(torch.uint8), (0, blocks * BLOCK - k, 0, strips * STRIP - n))
     entries = packed[: 4 * dense.numel()].view(torch.int32).view(strips, blocks).tolist()
     for strip, row in enumerate(entries):
         for block, entry in enumerate(row):
@@ -83,7 +80,7 @@ def pack_coded(weight: Tensor, phase: int = 0) -> Tensor:
     if not blocks * strips:
         return weight.new_empty(0, dtype=torch.uint8)
     right = blocks * BLOCK - phase - k
-    codes = torch.nn.functional.pad(weight.view(torch.uint8), (phase, right, 0, strips * STRIP - n))
+    codes = functional.pad(weight.view(torch.uint8), (phase, right, 0, strips * STRIP - n))
     groups = codes.view(strips * STRIP, blocks * BLOCK // 8, 8)
     zeros = ~nonzero(groups.view(weight.dtype))
     dropped = zeros & (zeros.cumsum(-1) <= 2)

@@ -178,10 +178,8 @@ def test_killed_build_leaves_no_module(root: Path) -> None:
     os.killpg(process.pid, signal.SIGKILL)  # and its compiler
     process.communicate(timeout=30)
     assert len(runs(root)) == 1
-    modules = [
-        path for path in (root / "cache").rglob("*.so") if not path.parent.name.startswith("building-")
-    ]
-    assert modules == []
+    found = [path for path in (root / "cache").rglob("*.so") if not path.parent.name.startswith("building-")]
+    assert found == []
     program(root, "c++")
     out, error = start(root).communicate(timeout=30)
     assert out.endswith("first second\n\n"), error
@@ -231,9 +229,7 @@ def test_cache_folder_follows_environment(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("SLIDESPARSE_CACHE", "~/mine")
     assert compile.cache_folder() == tmp_path / "mine"
     monkeypatch.setenv("SLIDESPARSE_CACHE", "~nobody-of-this-name/mine")
-    with pytest.raises(
-        ToolchainError, match="SLIDESPARSE_CACHE=~nobody.*set SLIDESPARSE_CACHE to a whole path"
-    ):
+    with pytest.raises(ToolchainError, match="SLIDESPARSE_CACHE=~nobody.*set SLIDESPARSE_CACHE to a whole"):
         compile.cache_folder()
 
 
@@ -265,9 +261,7 @@ def test_modules_writable_by_others_are_not_loaded(root: Path, planted: str) -> 
         assert error.value.remedy.startswith(f"chown -R 0 {compile.cache_folder()} ")
     else:
         place.chmod(place.stat().st_mode | (0o002 if planted == "file" else 0o020))
-    with pytest.raises(
-        ToolchainError, match="is a symbolic link" if planted == "link" else "another user may"
-    ):
+    with pytest.raises(ToolchainError, match="a symbolic link" if planted == "link" else "another user may"):
         build("hopper_operators")
 
 

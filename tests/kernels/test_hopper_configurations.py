@@ -75,10 +75,8 @@ def candidates(
     def fits(text: bytes, resident: int, result: Any) -> None:
         result[0], result[1] = fit(text.decode(), resident)
 
-    texts, us = (
-        ctypes.create_string_buffer(MAX_CONFIGURATIONS * BYTES),
-        (ctypes.c_double * MAX_CONFIGURATIONS)(),
-    )
+    texts = ctypes.create_string_buffer(MAX_CONFIGURATIONS * BYTES)
+    us = (ctypes.c_double * MAX_CONFIGURATIONS)()
     count = native.candidates(n, k, m, limit, SMS, FITS(fits), texts, us)
     return [(texts.raw[BYTES * i :].partition(b"\0")[0].decode(), us[i]) for i in range(count)]
 

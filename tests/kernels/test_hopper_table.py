@@ -61,9 +61,8 @@ def test_each_row_is_for_the_tokens_that_a_tuned_configuration_serves(
         tuned, "select_algorithm", lambda *arguments: looked_up.append(arguments[1].m) or select(*arguments)
     )
     save((1, "few"), (16, "some"), (64, "split:9x9/1x1/1"), *((m, "many") for m in (300, 512, 4096, 16384)))
-    assert table(DENSE) == {
-        m: (name,) * 3 for m, name in {1: "few", 16: "some", 64: BEST, 1 << 15: "many"}.items()
-    }
+    expected = {1: "few", 16: "some", 64: BEST, 1 << 15: "many"}
+    assert table(DENSE) == {m: (name,) * 3 for m, name in expected.items()}
     assert looked_up == sorted({*hopper.TABLE_TOKENS, 300})  # once for each row
     assert "refuses the algorithm split:9x9/1x1/1" in caplog.text
     assert "no tuned algorithm" not in caplog.text

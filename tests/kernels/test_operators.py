@@ -91,9 +91,7 @@ class Operators:
         hopper, torch_folder = sources_folder() / "hopper", Path(torch.__file__).parent
         begin = [*compiler(), *FLAGS, "-Wall", "-Wextra", "-Werror", f"-I{hopper}"]
         (folder / "kernels.cpp").write_text(KERNELS)
-        compile_with(
-            [*begin, "-Wno-unused-parameter", str(folder / "kernels.cpp"), "-o", str(folder / "kernels.so")]
-        )
+        compile_with([*begin, "-Wno-unused-parameter", f"{folder}/kernels.cpp", "-o", f"{folder}/kernels.so"])
         command = [*begin, f"-DSLIDESPARSE_NAMESPACE={SPACE}", "-DSLIDESPARSE_KEY=CPU"]
         command += ["-isystem", str(torch_folder / "include"), str(hopper / "operators.cpp"), "-o"]
         self.path = folder / "operators.so"
@@ -202,14 +200,7 @@ def test_python_plans_a_new_layer_once(operators: Operators, monkeypatch: pytest
 
 
 X, NORM, ORDER = tokens(), tokens(1)[0], torch.arange(4, dtype=torch.int32)
-OF_EXPERTS = (
-    tokens(2),
-    ORDER,
-    2,
-    torch.ones(4, 64, dtype=torch.uint8),
-    torch.ones(4, 16),
-    torch.arange(5).int(),
-)
+OF_EXPERTS = (tokens(2), ORDER, 2, torch.ones(4, 64).byte(), torch.ones(4, 16), torch.arange(5).int())
 # operator -> the changed arguments by their places, and the error
 REFUSED: list[tuple[str, dict[int, Any], str]] = [
     ("linear", {0: X.double()}, r"x is float64 \[5, 150\] .* must be \[M, 150\] of bfloat16"),

@@ -40,14 +40,13 @@ def test_linear_equals_dense_product(pattern: str, k: int, dtype: torch.dtype, m
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(torch.bfloat16)
     bias = torch.linspace(-1, 1, n).to(torch.bfloat16)
     q, scale_x = quantize_rows(x, dtype, "cpu")
-    exact = dequantize_rows(q, scale_x).double() @ dequantize_rows(weight, scale).double().t() + bias.double()
+    a, b = dequantize_rows(q, scale_x).double(), dequantize_rows(weight, scale).double().t()
+    exact = a @ b + bias.double()
     output = ops.linear(x, slided, scale, bias, layer, "reference")
     assert output.dtype == x.dtype
     assert output.shape == (m, n)
     # one rounding to bfloat16, and rounding of float32 sums of terms that add up to at most `largest`
-    largest = (
-        dequantize_rows(q, scale_x).double().abs() @ dequantize_rows(weight, scale).double().abs().t() + 1
-    )
+    largest = a.abs() @ b.abs() + 1
     bound = exact.abs() * 2.0**-8 + largest * 2.0**-24 * (k + 3)
     assert bool(((output.double() - exact).abs() <= bound).all())
 
@@ -158,10 +157,9 @@ def test_fused_operators_equal_separate_ones(dtype: torch.dtype, x_dtype: torch.
         expected = fused.linear(exact.to(x_dtype), *of_layer)
         # A tie rounded the other way moves a code by one step: at most 2^-3 of an E4M3 code, or 1/127 of the row's
         # largest. This affects a few in a thousand codes, so few rows differ.
-        bound = exact.abs() @ dequantize_rows(weight, scale).double().abs().t() * 2.0**-3
-        bound += (
-            exact.abs().amax(1, keepdim=True) * dequantize_rows(weight, scale).double().abs().sum(1) / 127
-        )
+        sizes = dequantize_rows(weight, scale).double().abs()
+        bound = exact.abs() @ sizes.t() * 2.0**-3
+        bound += exact.abs().amax(1, keepdim=True) * sizes.sum(1) / 127
         assert bool(((actual - expected).abs() <= bound).all())
         assert ((actual - expected).abs().amax(1) > 1e-5 * expected.abs().amax()).float().mean() < 0.1
 
@@ -222,11 +220,8 @@ def test_gpu_quantization_equals_stock_vllm(k: int, dtype: torch.dtype, x_dtype:
     spread = torch.logspace(-30, 4, 500)[:, None] * torch.randn(500, k, generator=generator)
     ties = torch.randint(-254, 255, (500, k), generator=generator) * 0.5
     ties[:, 0] = 127
-    x = (
-        torch.cat([spread, ties, torch.zeros(1, k), torch.randn(3000, k, generator=generator)])
-        .to(x_dtype)
-        .cuda()
-    )
+    x = torch.cat([spread, ties, torch.zeros(1, k), torch.randn(3000, k, generator=generator)])
+    x = x.to(x_dtype).cuda()
     if dtype == INT8:
         expected, scale, _ = stock.scaled_int8_quant(x)
     else:

@@ -16,15 +16,7 @@ from slidesparse.build.compile import compile_with
 from slidesparse.gemm import cublaslt, cuda, cusparselt
 from slidesparse.gemm.cublaslt import CublasLt
 from slidesparse.gemm.cusparselt import CuSparseLt
-from slidesparse.gemm.problem import (
-    MIN_ROWS,
-    NAMES,
-    TWO_FOUR,
-    LibraryError,
-    Problem,
-    bucket,
-    require_operand,
-)
+from slidesparse.gemm.problem import MIN_ROWS, NAMES, LibraryError, Problem, bucket, require_operand
 from slidesparse.quantize import FP8
 
 CPU = torch.device("cpu")
@@ -103,7 +95,7 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
         )
     ),
     (
-        partial(CuSparseLt().pack, torch.zeros(64, 64, dtype=torch.int8), TWO_FOUR),
+        partial(CuSparseLt().pack, torch.zeros(64, 64, dtype=torch.int8), None),
         "packs weights on a GPU, but this one is on cpu",
     ),
     # a library gets only pointers, and would read beyond the end of the weight

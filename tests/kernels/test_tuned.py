@@ -77,9 +77,7 @@ def test_far_more_tokens_use_a_neighbouring_shape() -> None:
     ],
     ids=str,
 )
-def test_lookup_needs_equal_problems_but_for_m_and_one_machine(
-    change: dict[str, object], cache: Path
-) -> None:
+def test_lookup_needs_equal_problems_and_machines(change: dict[str, object], cache: Path) -> None:
     assert save_results((64, "a")) == cache / FILE
     assert choose(PROBLEM) == "a"
     if hasattr(SUBJECT, next(iter(change))):

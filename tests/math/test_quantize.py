@@ -19,9 +19,7 @@ SOURCES = (torch.float32, torch.float16, torch.bfloat16)
 MIN_FP8_SCALE = np.float32(1 / (448 * 512))
 
 # Every non-negative E4M3 number, by its code 0..126: subnormals of 2^-9, then 1.mmm * 2^(e - 7).
-E4M3 = np.array([m * 2.0**-9 if e == 0 else (8 + m) * 2.0 ** (e - 10) for e in range(16) for m in range(8)])[
-    :127
-]
+E4M3 = np.array([(8 + m) * 2.0 ** (e - 10) if e else m * 2.0**-9 for e in range(16) for m in range(8)])[:127]
 
 
 def to_e4m3(values: np.ndarray) -> np.ndarray:
@@ -125,9 +123,8 @@ def test_quantize_rows_refuses_other_dtypes_and_arithmetics(dtype: torch.dtype, 
 def ordinary_rows(source: torch.dtype, columns: int) -> Tensor:
     """Return random rows of many magnitudes, none of them zero, subnormal or infinite."""
     generator = torch.Generator().manual_seed(columns)
-    return torch.cat(
-        [torch.randn(60, columns, generator=generator) * 2.0**e for e in (-30, -8, 0, 7, 20)]
-    ).to(source)
+    parts = [torch.randn(60, columns, generator=generator) * 2.0**e for e in (-30, -8, 0, 7, 20)]
+    return torch.cat(parts).to(source)
 
 
 @pytest.mark.vllm

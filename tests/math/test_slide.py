@@ -92,11 +92,8 @@ def test_lift_equals_the_index_formula(
     length = pattern.length or max(columns + columns % 2, 2) + 2
     n = length // 2
     groups = -(-(phase + columns) // length) if columns else 0
-    source = [
-        2 * n * (j // (n - 1)) + 2 * (j % (n - 1)) + d - phase
-        for j in range(groups * (n - 1))
-        for d in range(4)
-    ]
+    windows = range(groups * (n - 1))
+    source = [2 * n * (j // (n - 1)) + 2 * (j % (n - 1)) + d - phase for j in windows for d in range(4)]
     expected = [[row[k] if 0 <= k < columns else 0 for k in source] for row in raw(x).tolist()]
     lifted = lift(x, pattern.layout(x.shape[1], phase))
     assert lifted.dtype == dtype
@@ -149,9 +146,8 @@ def test_violations_locates_the_first_violation(case: Case, data: st.DataObject)
         assert violations(w, pattern, phase) is None
         return
     length, columns = pattern.length, w.shape[1]
-    inside = [
-        g for g in range(-(-(phase + columns) // length)) if _width(g, length, phase, columns) > length - 2
-    ]
+    blocks = range(-(-(phase + columns) // length))
+    inside = [g for g in blocks if _width(g, length, phase, columns) > length - 2]
     places = [(row, block) for row in range(w.shape[0]) for block in inside]
     if not places:  # too short to hold L-1 non-zeros
         assert violations(w, pattern, phase) is None
@@ -168,13 +164,8 @@ def test_violations_locates_the_first_violation(case: Case, data: st.DataObject)
     assert obeys(w, pattern, phase)
     assert not obeys(broken, pattern, phase)
     with pytest.raises(PatternError) as error:
-        slide(broken, pattern, phase, layer="model.layers.3.mlp.down_proj")
-    facts = (
-        "model.layers.3.mlp.down_proj",
-        f"row {row}, block {block}",
-        f"{nonzeros} non-zeros",
-        f"{len(set(chosen))} ",
-    )
+        slide(broken, pattern, phase, layer="3.down_proj")
+    facts = ("3.down_proj", f"row {row}, block {block}", f"{nonzeros} non-zeros", f"{len(set(chosen))} ")
     assert [fact for fact in facts if fact not in str(error.value)] == []
 
 

@@ -114,9 +114,8 @@ def test_documented_variables_are_known() -> None:
     folders = [path for name in ("docs", "docker", "vllm_patch", ".ci") for path in (ROOT / name).rglob("*")]
     for path in [ROOT / "Makefile", ROOT / "README.md", *folders]:
         if path.suffix in ("", ".md", ".yml", ".sh") and path.is_file():
-            assert set(re.findall(r"\bSLIDESPARSE_[A-Z_]*[A-Z]\b", path.read_text())) <= set(flags.KNOWN), (
-                path
-            )
+            found = re.findall(r"\bSLIDESPARSE_[A-Z_]*[A-Z]\b", path.read_text())
+            assert {*found} <= {*flags.KNOWN}, path
 
 
 def _config(layout: str = "dense") -> dict[str, object]:
@@ -153,9 +152,7 @@ def test_sparsity_dense_needs_a_backend_for_dense_blocks(monkeypatch: pytest.Mon
     for on_cuda, backend in ((True, "hopper"), (False, "reference")):
         resolution = resolve(config, flags, on_cuda)
         assert (resolution.pattern, resolution.backend, resolution.path) == ("dense", backend, "sparse")
-    with pytest.raises(
-        ResolveError, match="SPARSITY=dense needs the backend .* here cusparselt was selected"
-    ):
+    with pytest.raises(ResolveError, match="SPARSITY=dense needs the backend .* here cusparselt was"):
         resolve(config, replace(flags, backend="cusparselt"), True)
     half = Flags.from_environment({"USE_CUSPARSELT": "1", "SPARSITY": "2:4@50%"})
     with pytest.raises(ResolveError, match=r"2:4@50% cannot be requested: .* set SPARSITY=dense"):
@@ -177,9 +174,7 @@ def test_resolve_sparse_formats_of_compressed_tensors() -> None:
     for request, pattern in ((Flags("sparse"), "2:4"), (Flags("sparse", SlidePattern(8)), "6:8")):
         resolution = resolve(config("sparse-24-bitmask", "2:4"), request, on_cuda=False)
         assert (resolution.pattern, resolution.layout) == (pattern, "packed")
-    assert (
-        resolve(config("sparse-bitmask", "unstructured"), Flags("sparse"), on_cuda=False).pattern == "dense"
-    )
+    assert resolve(config("sparse-bitmask", "unstructured"), Flags("sparse"), False).pattern == "dense"
     assert resolve(config("dense", "2:4"), Flags("dense"), on_cuda=False).layout == "dense"
     assert resolve(_config("packed"), Flags("dense"), on_cuda=False).layout == "packed"
 
@@ -203,6 +198,7 @@ def test_unasked_are_unpruned_w8a8_models_where_they_are_faster(
     static["config_groups"]["group_0"]["input_activations"]["dynamic"] = False  # type: ignore[index]
     mixed = quantization_config("fp8")
     mixed["config_groups"]["group_0"]["input_activations"]["type"] = "int"  # type: ignore[index]
+    strange = {"quant_method": "compressed-tensors", "config_groups": {"a": ["Linear"]}}
     marked = {**int8, "sparsity_config": {"format": "dense", "targets": ["Linear"]}}  # which vLLM refuses
     hopper, ampere, cpu = ("cuda", (9, 0)), ("cuda", (8, 0)), ("cpu", None)
 
@@ -219,27 +215,18 @@ def test_unasked_are_unpruned_w8a8_models_where_they_are_faster(
         assert backend(int8, ampere) is backend(int8, cpu) is backend(int8, ("rocm", None)) is None
         assert backend(marked, ampere) == "hopper"  # a simulated Ampere
         assert backend(marked, cpu) == "reference"
-        for config in (
-            static,
-            mixed,
-            {"quant_method": "compressed-tensors", "config_groups": {"a": ["Linear"]}},
-        ):
+        for config in (static, mixed, strange):
             assert backend(config, hopper) is None
         assert backend(int8, hopper, "compressed-tensors") is backend({"quant_method": "awq"}, hopper) is None
-    for name, machine, served in (
-        ("reference", cpu, "reference"),
-        ("hopper", cpu, None),
-        ("cusparselt", hopper, None),
-    ):
+    cases = ("reference", cpu, "reference"), ("hopper", cpu, None), ("cusparselt", hopper, None)
+    for name, machine, served in cases:
         monkeypatch.setenv("SLIDESPARSE_BACKEND", name)
         assert backend(int8, machine) == served
     monkeypatch.delenv("SLIDESPARSE_BACKEND")
-    with_gpu(monkeypatch, hopper="nvcc failed:\nno memory")
+    with_gpu(monkeypatch, hopper="nvcc:\nno memory")
     caplog.clear()
     assert backend(int8, hopper) is backend(int8, hopper) is None  # one line, once
-    assert caplog.messages == [
-        "vLLM's own kernels serve this model: hopper cannot run: nvcc failed: no memory"
-    ]
+    assert caplog.messages == ["vLLM's own kernels serve this model: hopper cannot run: nvcc: no memory"]
     monkeypatch.setattr(type(gemm.get("hopper")), "unusable", lambda *_: 1 // 0)
     assert backend(int8, hopper) is None
 

@@ -30,10 +30,8 @@ class Layer(torch.nn.Module):
         super().__init__()
         from slidesparse.vllm_patch.loading import LoadCheck
 
-        for attribute in ("rank", "world_size"):
-            monkeypatch.setattr(
-                f"vllm.model_executor.parameter.get_tensor_model_parallel_{attribute}", lambda: 0
-            )
+        for name in ("rank", "world_size"):
+            monkeypatch.setattr(f"vllm.model_executor.parameter.get_tensor_model_parallel_{name}", lambda: 0)
         self.weight = torch.nn.Parameter(torch.empty(0, dtype=torch.int8), requires_grad=False)
         self.loaded: dict[str | None, Tensor] = {}
 
@@ -76,9 +74,6 @@ def test_packed_parts_load_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_packed_float_weights_are_refused_with_a_hint(engines: Engines) -> None:
     model = str(STORED / "bf16-sparse-24-bitmask")
-    hint = (
-        "Its weights are stored as sparse-24-bitmask",
-        "convert it: slidesparse convert SRC OUT --sparsity 2:4",
-    )
+    hint = ("weights are stored as sparse-24-bitmask", "convert it: slidesparse convert SRC OUT --sparsity")
     refused(engines, model, {"USE_CUSPARSELT": "1"}, "is W8A8 with dynamic activations", *hint)
     refused(engines, model, {}, *hint)  # vLLM's own error follows

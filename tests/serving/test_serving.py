@@ -123,10 +123,8 @@ def stored_sparse(dense: Path, out: Path, form: str) -> str:
             layer, counts = name.removesuffix(".weight"), (w.float() != 0).sum(-1)
             values, bitmask = packed(w, w.shape[1] // 2 if form == "sparse-24-bitmask" else None)
             tensors |= {name: None, f"{layer}.compressed": values, f"{layer}.bitmask": bitmask}
-            tensors |= {
-                f"{layer}.shape": torch.tensor(w.shape),
-                f"{layer}.row_offsets": counts.cumsum(0) - counts,
-            }
+            offsets = counts.cumsum(0) - counts
+            tensors |= {f"{layer}.shape": torch.tensor(w.shape), f"{layer}.row_offsets": offsets}
     targets = {"targets": ["Linear"], "ignore": ["lm_head"]}  # vLLM ignores the format without targets
     structure = "2:4" if form == "sparse-24-bitmask" else "unstructured"
     sparsity = {"format": form, "sparsity_structure": structure, "global_sparsity": 0.5, **targets}
@@ -193,9 +191,7 @@ def test_fp8_error_is_at_most_twice_that_of_stock(engines: Engines, store: Path)
     rounding = max(map(abs, exact)) * 2**-23
 
     def errors(answer: Answer) -> list[float]:
-        return [
-            abs(actual - expected) for actual, expected in zip(_flat(answer.logprobs), exact, strict=True)
-        ]
+        return [abs(a - b) for a, b in zip(_flat(answer.logprobs), exact, strict=True)]
 
     stock_errors = errors(stock(engines, dense, task="logprobs"))
     assert mean(stock_errors) < 0.02 * stdev(exact)  # otherwise the bound would be meaningless
@@ -203,9 +199,7 @@ def test_fp8_error_is_at_most_twice_that_of_stock(engines: Engines, store: Path)
         sparse_errors = errors(sparse(engines, model, task="logprobs"))
         for name, statistic in (("worst", max), ("average", mean)):
             bound = 2 * statistic(stock_errors) + rounding
-            assert statistic(sparse_errors) <= bound, (
-                f"{model}: {name} error {statistic(sparse_errors)}, bound {bound}"
-            )
+            assert statistic(sparse_errors) <= bound, f"{model}: {name} error"
 
 
 def _flat(rows: list[list[float]]) -> list[float]:
@@ -218,9 +212,8 @@ def test_tp2_tokens_equal_stock(engines: Engines, store: Path, pattern: str, lay
     """Shards have 64 and 160 columns: whole blocks of 8, cut blocks of 6.  The dense layout is tested below."""
     options = {"tensor_parallel_size": 2}
     expected = stock(engines, checkpoint(store, QWEN, pattern), options=options)
-    assert (
-        sparse(engines, checkpoint(store, QWEN, pattern, layout), options=options).tokens == expected.tokens
-    )
+    model = checkpoint(store, QWEN, pattern, layout)
+    assert sparse(engines, model, options=options).tokens == expected.tokens
 
 
 def test_unsplittable_slided_layout_error_names_valid_tp_sizes(engines: Engines, store: Path) -> None:
@@ -277,10 +270,7 @@ HEAD_BY_VLLM, HEAD_BY_US = "1 dense (1 lm_head)", "1 not pruned (by the same bac
 
 @pytest.mark.parametrize(
     ("targets", "fragment", "served"),
-    [
-        (["Linear"], "lm_head dequantized", HEAD_BY_VLLM),
-        (["Linear", "lm_head"], "", HEAD_BY_US),
-    ],
+    [(["Linear"], "lm_head dequantized", HEAD_BY_VLLM), (["Linear", "lm_head"], "", HEAD_BY_US)],
 )
 def test_lm_head_of_a_quantized_source_tokens_equal_stock(
     engines: Engines, tmp_path: Path, targets: list[str], fragment: str, served: str

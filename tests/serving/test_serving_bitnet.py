@@ -23,14 +23,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"master": master, "dense": dense, "6:8": converted(master, root / "6_8", "6:8")}
 
 
-def ask(
-    engines: Engines,
-    model: Path,
-    task: str = "generate",
-    env: dict[str, str] | None = None,
-    **options: object,
-) -> Answer:
-    return engines.serve(model, env=env or {}, task=task, options=options)
+def ask(engines: Engines, model: Path, task: str = "generate", **options: object) -> Answer:
+    return engines.serve(model, task=task, options=options)
 
 
 def test_float_logprobs_equal_transformers(engines: Engines, checkpoints: dict[str, Path]) -> None:
@@ -51,12 +45,8 @@ def test_int8_logprobs_match_those_of_transformers(engines: Engines, checkpoints
     Most positions differ only like float32 sums (7e-7 measured), and the total difference is far below the effect of
     quantization: 0.3% of it were measured.
     """
-    exact, expected = (
-        torch.tensor(
-            [x for row in best(load(transformers_model(config), checkpoints["master"]), PROMPTS) for x in row]
-        )
-        for config in (None, ONLINE)
-    )
+    models = (load(transformers_model(config), checkpoints["master"]) for config in (None, ONLINE))
+    exact, expected = (torch.tensor([x for row in best(model, PROMPTS) for x in row]) for model in models)
     actual = torch.tensor([x for row in ask(engines, checkpoints["dense"], "logprobs").logprobs for x in row])
     assert actual.shape == expected.shape
     difference, quantization = (actual - expected).abs(), (expected - exact).abs()

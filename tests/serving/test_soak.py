@@ -153,9 +153,7 @@ def run(server: Server, numbers: range, models: Sequence[str] = ("model",)) -> N
 def finished(server: Server) -> dict[str, int]:
     """Number of finished requests by reason; cancelled ones are not counted."""
     pattern = r'^vllm:request_success_total\{.*finished_reason="(\w+)".*\} (\S+)$'
-    return {
-        reason: int(float(count)) for reason, count in re.findall(pattern, server.metrics(), re.MULTILINE)
-    }
+    return {reason: int(float(count)) for reason, count in re.findall(pattern, server.metrics(), re.M)}
 
 
 def growth(server: Server, first: int) -> float:
@@ -240,10 +238,8 @@ def test_adapters_alternate_while_weights_are_reloaded(tmp_path: Path) -> None:
 
     def answers() -> list[list[int]]:
         # LoRA's kernels add in any order on a GPU
-        served_models = models[:1] if ON_GPU else models
-        return [
-            server.complete([3, 1, 4, 1, 5], 8, name)["choices"][0]["token_ids"] for name in served_models
-        ]
+        served = models[:1] if ON_GPU else models
+        return [server.complete([3, 1, 4, 1, 5], 8, name)["choices"][0]["token_ids"] for name in served]
 
     try:
         expected = server.wait() and answers()
@@ -260,9 +256,7 @@ def test_adapters_alternate_while_weights_are_reloaded(tmp_path: Path) -> None:
             assert answers() == expected
             host.append(server.resident())
         growths = sorted(after - before for before, after in pairwise(host))
-        print(
-            f"{DISTURBED} requests each: {', '.join(f'{size / MEBIBYTE:.1f}' for size in growths)} MiB more"
-        )
+        print(f"{DISTURBED} requests: {', '.join(f'{size / MEBIBYTE:.1f}' for size in growths)} MiB more")
         assert growths[1] < LEAK * DISTURBED
         serving_log = server.log.read_text()[log_start:]
         assert "Traceback" not in serving_log, serving_log[-4000:]

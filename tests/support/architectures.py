@@ -13,17 +13,18 @@ ROUTED |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 MLA = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16}
 MLA |= {**ROUTED, "num_key_value_heads": 4, "head_dim": 8}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
+GRANITE = {"num_local_experts": 0, "shared_intermediate_size": 96}
+JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+JAMBA |= {"num_experts": 4, "mamba_dt_rank": 8, "use_mamba_kernels": False}
+NEMOTRON = {**HEAD, "hybrid_override_pattern": "M*-M", "num_hidden_layers": 4, "mamba_num_heads": 8}
+NEMOTRON |= {"mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1, "chunk_size": 8}
 GATED = {**HEAD, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 # The norm of a head is as wide as the model
 GATED |= {"linear_key_head_dim": 16, "linear_value_head_dim": 64}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.5] * 8,
-    "long_factor": [4.0] * 8,
-}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0}
+LONGROPE |= {"short_factor": [1.5] * 8, "long_factor": [4.0] * 8}
 # Of multimodal models
 TEXT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 TEXT |= {"num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 128, **HEAD}
@@ -108,34 +109,12 @@ MIXTURES: dict[str, dict[str, Any]] = {
 HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_ff_dim": 96},
     "falcon_h1": {**HEAD, **MAMBA, "mamba_n_heads": 4, "mamba_d_ssm": 64, "mamba_n_groups": 1},
-    "granitemoehybrid": {
-        **MAMBA,
-        "layer_types": ["mamba", "attention"],
-        "num_local_experts": 0,
-        "shared_intermediate_size": 96,
-    },
+    "granitemoehybrid": {**MAMBA, **GRANITE, "layer_types": ["mamba", "attention"]},
     "bamba": {**MAMBA, "attn_layer_indices": [1]},
-    "jamba": {
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "expert_layer_period": 2,
-        "expert_layer_offset": 1,
-        "num_experts": 4,
-        "mamba_dt_rank": 8,
-        "use_mamba_kernels": False,
-    },
+    "jamba": JAMBA,
     "mamba": {},
     "mamba2": {**HEAD, "num_heads": 8, "state_size": 16, "n_groups": 1, "chunk_size": 8},
-    "nemotron_h": {
-        **HEAD,
-        "hybrid_override_pattern": "M*-M",
-        "num_hidden_layers": 4,
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 16,
-        "ssm_state_size": 16,
-        "n_groups": 1,
-        "chunk_size": 8,
-    },
+    "nemotron_h": NEMOTRON,
     "recurrent_gemma": {**HEAD, "attention_window_size": 8, "lru_width": 64, "num_hidden_layers": 3},
     "qwen3_next": {**MOE, **GATED, "shared_expert_intermediate_size": 32},
     "qwen3_5_text": GATED,

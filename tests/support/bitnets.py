@@ -56,9 +56,7 @@ def transformers_model(block: dict[str, Any] | None = None, **shape: int) -> nn.
     return model  # type: ignore[no-any-return]
 
 
-def write_master(
-    folder: Path, block: dict[str, Any] | None = None, blocks: float = 3.0, **shape: int
-) -> Path:
+def write_master(folder: Path, block: dict[str, Any] | None = None, blocks: float = 3, **shape: int) -> Path:
     """Write BF16 master weights.
 
     ``blocks`` scales the weights of transformer blocks.  It outweighs the embedding, so that the next token depends on
@@ -78,9 +76,8 @@ def write_master(
 
 
 def write(folder: Path, tensors: dict[str, Tensor], block: dict[str, Any] | None, **shape: int) -> Path:
-    return models.write(
-        folder, {**SMALL, **shape, **({"quantization_config": block} if block else {})}, tensors
-    )
+    config = {**SMALL, **shape, **({"quantization_config": block} if block else {})}
+    return models.write(folder, config, tensors)
 
 
 def write_offline(master: Path, folder: Path, block: dict[str, Any], packed: bool) -> Path:
@@ -111,9 +108,7 @@ def best(model: nn.Module, prompts: list[list[int]]) -> list[list[float]]:
 def greedy(model: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
     """Generate ``count`` tokens after each prompt."""
     options = {"do_sample": False, "min_new_tokens": count, "max_new_tokens": count}
-    return [
-        model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts
-    ]
+    return [model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in prompts]
 
 
 def load(model: nn.Module, folder: Path) -> nn.Module:

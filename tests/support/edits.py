@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
-import torch
 from checkpoints import MODEL, edit_block, tensors_of
 from engines import Engines, Request
 from safetensors.torch import save_file
+from torch import Tensor
 
 SPARSE_FLAGS = {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"}
 
 
-def edited(
-    source: Path, out: Path, tensors: dict[str, torch.Tensor | None], quantization: dict[str, object]
-) -> str:
+def edited(source: Path, out: Path, tensors: dict[str, Tensor | None], quantization: dict[str, Any]) -> str:
     """Copy ``source`` with tensors and entries of quantization_config replaced, or removed where None."""
     shutil.copytree(source, out)
     replaced = {**tensors_of(source), **tensors}

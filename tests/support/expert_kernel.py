@@ -45,16 +45,14 @@ def _apply(self: Any, hidden_states: Tensor, w1: Tensor, w2: Tensor, **routing: 
             use_grouped_topk=False,
             renormalize=self.moe_config.routing_method != cpu_moe.RoutingMethodType.Default,
         )
-    if (
-        here := routing.get("expert_map")
-    ) is not None:  # of expert parallelism: -1 for those of other processes
+    here = routing.get("expert_map")
+    if here is not None:  # of expert parallelism: -1 for those of other processes
         chosen = here[chosen.long()]
     slots = hidden_states.new_zeros(*chosen.shape, hidden_states.shape[1])
     for expert in range(w1.shape[0]):
         tokens, place = (chosen == expert).nonzero(as_tuple=True)
-        gate, up = (
-            _product(hidden_states[tokens], w1[expert], self.w1_scale[expert]).to(slots.dtype).chunk(2, -1)
-        )
+        product = _product(hidden_states[tokens], w1[expert], self.w1_scale[expert])
+        gate, up = product.to(slots.dtype).chunk(2, -1)
         activated = functional.silu(gate) * up
         result = _product(activated, w2[expert], self.w2_scale[expert])
         slots[tokens, place] = (result * weights[tokens, place, None]).to(slots.dtype)

@@ -219,9 +219,7 @@ def _tensor(folder: Path, rng: random.Random) -> str:
     elif change == 5:
         layer = name.rpartition(".")[0]
         names = ["x", "lm_head.weight", name + "_scale", name + "x"]
-        names += [
-            layer + suffix for suffix in (".weight", ".compressed", ".bitmask", ".input_scale", ".qweight")
-        ]
+        names += [layer + end for end in (".weight", ".compressed", ".bitmask", ".input_scale", ".qweight")]
         tensors[rng.choice(names)] = tensor
     elif tensor.numel():
         value = rng.choice([float("nan"), float("inf"), -1.0, 0.0, 100.0])
@@ -300,9 +298,7 @@ def make_sources(folder: Path) -> list[Path]:
             block, store = tools()[quant]
             stored = dict(weights())
             for name in TINY.linears():
-                stored |= {
-                    f"{name}.{key}": x.clone() for key, x in store(stored.pop(f"{name}.weight")).items()
-                }
+                stored |= {f"{name}.{k}": x.clone() for k, x in store(stored.pop(f"{name}.weight")).items()}
             write(out, {**TINY.config(), QUANTIZATION: block}, stored)
             folders.append(out)
             continue
@@ -416,11 +412,8 @@ def require_same_weights(out: Path) -> None:
     tensors, block = stored(out), config_of(out)[QUANTIZATION]
     metadata, parsed = Metadata.of_config(block), parse_block(block, tensors)
     for name in TINY.linears():
-        w, entry, true = (
-            tensors[f"{name}.weight"],
-            metadata.layers.get(name),
-            weights()[f"{name}.weight"].float(),
-        )
+        w, entry = tensors[f"{name}.weight"], metadata.layers.get(name)
+        true = weights()[f"{name}.weight"].float()
         scheme = parsed.scheme(name, NAMES[w.dtype])
         if (scheme is None) != (NAMES[w.dtype] in FLOATS):
             raise Defect(f"{name} is {w.dtype}, and by its config {scheme}")

@@ -64,10 +64,7 @@ def require_right(folder: Path, outputs: dict[str, tuple[torch.Tensor, bool]]) -
         tensors = fuzz.tensors_of(folder)
     metadata = Metadata.of_config(fuzz.config_of(folder).get("quantization_config"))
     if metadata is None:
-        tensors = {
-            **fuzz.weights(),
-            **{f"{name}.weight_scale": torch.ones(1) for name in fuzz.TINY.linears()},
-        }
+        tensors = fuzz.weights() | {f"{name}.weight_scale": torch.ones(1) for name in fuzz.TINY.linears()}
     for name, (y, biased) in outputs.items():
         head, _, last = name.rpartition(".")
         parts, norms = [], []

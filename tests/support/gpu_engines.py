@@ -177,9 +177,7 @@ class GpuEngines:
         else:
             backend = self.backend if engine.system == "sparse" else "reference"
             assert engine.layers in answer.summary, f"{engine}: {answer.summary}"
-            assert f"{engine.layout} layout; backend {backend}" in answer.summary, (
-                f"{engine}: {answer.summary}"
-            )
+            assert f"{engine.layout} layout; backend {backend}" in answer.summary, engine
         return answer
 
     def answers(self, engines: Iterable[Engine]) -> list[Answer]:
@@ -199,9 +197,8 @@ class GpuEngines:
             mixed = isinstance(pattern, MixedPattern)  # which `convert` does not write
             names = [engine.skip] * bool(engine.skip) + ["lm_head"] * engine.head
             skipped = tuple((name, unpruned) for name in names)
-            options = ConvertOptions(
-                unpruned if mixed else pattern, engine.quant, engine.layout, layer_patterns=skipped
-            )
+            written = unpruned if mixed else pattern
+            options = ConvertOptions(written, engine.quant, engine.layout, layer_patterns=skipped)
             convert(self._bitnet() if engine.bitnet else self.source, out, options)
             if mixed:
                 prune_codes(out, pattern)
@@ -288,9 +285,7 @@ def teacher_forced(answer: Answer) -> list[Best]:
 
 def greedy(answer: Answer) -> list[list[Best]]:
     """Return the tokens generated after each prompt."""
-    return [
-        [Best(int(row[0]), row[1], int(row[2]), row[3]) for row in rows] for rows in answer.data["greedy"]
-    ]
+    return [[Best(int(r[0]), r[1], int(r[2]), r[3]) for r in rows] for rows in answer.data["greedy"]]
 
 
 def differences(actual: Sequence[object], expected: Sequence[object]) -> str:
@@ -335,10 +330,8 @@ def require_only_rounding(stock: Answer, stock_compiled: Answer, eager: Answer, 
     bound = 2 * largest_change(teacher_forced(stock), teacher_forced(stock_compiled))
     differing = differing_positions(teacher_forced(eager), teacher_forced(compiled))
     stock_differing = len(differing_positions(teacher_forced(stock), teacher_forced(stock_compiled)))
-    texts = list(zip(greedy(eager), greedy(compiled), strict=True))
-    diverged = [
-        differing_positions(left, right)[0] for left, right in texts if differing_positions(left, right)
-    ]
+    texts = [differing_positions(*pair) for pair in zip(greedy(eager), greedy(compiled), strict=True)]
+    diverged = [positions[0] for positions in texts if positions]
     largest = max((best.margin for best in differing + diverged), default=0.0)
     print(
         f"{len(differing)} of {len(teacher_forced(stock))} top-1 tokens differ, stock's {stock_differing}; "

@@ -116,15 +116,13 @@ def coded_order(q: Tensor, layer: Layer) -> Tensor:
     return groups.transpose(2, 3).reshape(len(q), layer.columns).view(q.dtype)
 
 
-def run_hopper(
-    plan: int, x: Tensor, packed: Tensor, scale_w: Tensor, bias: Tensor | None, out: Tensor
-) -> None:
+def run_hopper(plan: int, x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """Run a whole layer by the plan with this handle, without any checks, in scratch memory that is not zero."""
     size = native.library().slidesparse_hopper_scratch_bytes(plan, len(x))
     scratch = torch.full((size,), 1, dtype=torch.uint8, device=x.device)
     native.call(
         "linear",
-        *(plan, len(x), *input_arguments(x, None), packed.data_ptr(), packed.numel(), scale_w.data_ptr()),
+        *(plan, len(x), *input_arguments(x, None), packed.data_ptr(), packed.numel(), scale.data_ptr()),
         *((None, 0) if bias is None else (bias.data_ptr(), TYPES[bias.dtype])),
         *(out.data_ptr(), TYPES[out.dtype], scratch.data_ptr(), cuda.current_stream(x.get_device())),
     )
@@ -190,9 +188,7 @@ class PackedLayer:
             return y
         q = cuda.pad(q, implementation.alignment).contiguous()
         blocks = CODED if self.coded else ALL_2_4
-        problem = Problem(
-            NAMES[self.dtype], NAMES[out], self.layer.n, q.shape[1], len(q), "both", blocks=blocks
-        )
+        problem = Problem(NAMES[self.dtype], NAMES[out], self.layer.n, *q.shape[::-1], "both", blocks=blocks)
         with cuda.on_device(q.get_device()):
             made = self.layer if self.coded else product_layer(problem)
             multiply(plan_layer(made, q.get_device()), tensors._replace(activations=q))

@@ -54,9 +54,7 @@ class Decoder:
             "mlp.up_proj": (self.intermediate, self.hidden),
             "mlp.down_proj": (self.hidden, self.intermediate),
         }
-        return {
-            f"model.layers.{i}.{name}": shape for i in range(self.layers) for name, shape in shapes.items()
-        }
+        return {f"model.layers.{i}.{name}": size for i in range(self.layers) for name, size in shapes.items()}
 
     def config(self) -> dict[str, object]:
         return {

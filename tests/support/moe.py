@@ -54,9 +54,7 @@ class Moe:
         """Return all tensors, with the experts of a layer joined as transformers 5 holds them."""
         tensors = self.read()[1]
         for layer in {name.split(".experts.")[0] + ".experts" for name in self.experts()}:
-            single = [
-                [tensors.pop(f"{layer}.{e}.{part}.weight") for part in self.parts] for e in range(EXPERTS)
-            ]
+            single = [[tensors.pop(f"{layer}.{e}.{p}.weight") for p in self.parts] for e in range(EXPERTS)]
             tensors[f"{layer}.gate_up_proj"] = torch.stack([torch.cat(parts[:2]) for parts in single])
             tensors[f"{layer}.down_proj"] = torch.stack([parts[2] for parts in single])
         return tensors

@@ -54,9 +54,8 @@ class Case(NamedTuple):
     weight: Tensor
 
     def __repr__(self) -> str:
-        return (
-            f"Case({self.pattern.ratio}, phase={self.phase}, {tuple(self.weight.shape)} {self.weight.dtype})"
-        )
+        shape = tuple(self.weight.shape)
+        return f"Case({self.pattern.ratio}, phase={self.phase}, {shape} {self.weight.dtype})"
 
 
 FILLS = ("mixed", "full", "empty", "front", "back")

@@ -12,28 +12,11 @@ SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 NAN, INF = float("nan"), float("inf")
 
 # pattern, K, phase: whole blocks, tails, odd and even phases, a block length that is no power of two, one block per row
-GEOMETRIES = [
-    ("2:4", 32, 0),
-    ("2:4", 33, 0),
-    ("2:4", 30, 3),
-    ("4:6", 72, 0),
-    ("6:8", 80, 0),
-    ("6:8", 76, 2),
-    ("6:8", 37, 3),
-    ("8:10", 34, 5),
-    ("14:16", 66, 0),
-    ("2_inf", 50, 0),
-    ("2_inf", 17, 0),
-    ("6:8", 1, 7),
-]
-LARGE = [
-    ("6:8", 2048, 0),
-    ("6:8", 3584, 4),
-    ("6:8", 18944, 0),
-    ("2_inf", 3584, 0),
-    ("4:6", 2047, 1),
-    ("2:4", 18942, 0),
-]
+GEOMETRIES = [("2:4", 32, 0), ("2:4", 33, 0), ("2:4", 30, 3), ("4:6", 72, 0)]
+GEOMETRIES += [("6:8", 80, 0), ("6:8", 76, 2), ("6:8", 37, 3), ("6:8", 1, 7)]
+GEOMETRIES += [("8:10", 34, 5), ("14:16", 66, 0), ("2_inf", 50, 0), ("2_inf", 17, 0)]
+LARGE = [("6:8", 2048, 0), ("6:8", 3584, 4), ("6:8", 18944, 0)]
+LARGE += [("2_inf", 3584, 0), ("4:6", 2047, 1), ("2:4", 18942, 0)]
 # Those whose activations the Hopper kernels lift: windows of 2:4 and 4:6.
 HOPPER_GEOMETRIES, HOPPER_LARGE = (
     [(pattern if pattern == "2:4" else "4:6", k, phase % 6) for pattern, k, phase in geometries]

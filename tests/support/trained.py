@@ -86,10 +86,8 @@ def train(out: Path) -> Outcome:
         **SHAPE,
     )
     model = LlamaForCausalLM(config).to(DEVICE)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), LEARNING_RATE, (0.9, 0.98), weight_decay=0.05, fused=True
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _rate)
+    adam = torch.optim.AdamW(model.parameters(), LEARNING_RATE, (0.9, 0.98), weight_decay=0.05, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(adam, _rate)
     generator = torch.Generator(DEVICE).manual_seed(0)
     offsets = torch.arange(WINDOW, device=DEVICE)
     for _ in range(STEPS):
@@ -100,9 +98,9 @@ def train(out: Path) -> Outcome:
         loss = _loss(logits, windows) + LOGSUMEXP * logits.logsumexp(-1).square().mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        adam.step()
         schedule.step()
-        optimizer.zero_grad()
+        adam.zero_grad()
     outcome = Outcome(_bits(model, held_out), _unigram_bits(held_out), time.monotonic() - started)
     model.to(torch.bfloat16).save_pretrained(out)
     np.save(out / HELD_OUT, held_out)

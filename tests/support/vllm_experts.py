@@ -21,9 +21,7 @@ from slidesparse.gemm.hopper.backend import Hopper
 ENTRY: dict[str, Any] = {}  # of our registry of backends: none
 
 
-def _apply(
-    self: Any, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, **shared_experts: Any
-) -> Tensor:
+def _apply(self: Any, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, **_: Any) -> Tensor:
     """Run the experts alone; vLLM's runner calls the shared ones, as this kernel cannot overlap them."""
     scales = layer.w13_weight_scale, layer.w2_weight_scale
     summed: Tensor = fused_experts(
