@@ -14,9 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 from calibration import open_model
 from checkpoints import llama
+from pyarrow import parquet
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoTokenizer
 
 from slidesparse.calibrate import samples as module
 from slidesparse.calibrate.model import Model
@@ -32,8 +36,6 @@ TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} [E] {% endfor %}
 @pytest.fixture
 def decoder(tmp_path: Path) -> Model:
     """A decoder whose tokenizer knows the words a, b, c and d, and ends texts with token 9."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-
     folder = llama(tmp_path / "model")
     words = {"a": 1, "b": 2, "c": 3, "d": 4, "user": 5, "assistant": 6, "[E]": END}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="d"))
@@ -106,8 +108,6 @@ TURN_IDS = [5, 1, 2, END, 6, 3, END]  # the template holds the end tokens; no ot
 
 
 def test_conversations_have_the_ids_of_their_chat_template(decoder: Model, tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
     folder = decoder.checkpoint.folder
     assert AutoTokenizer.from_pretrained(folder).apply_chat_template(TURNS)["input_ids"] == TURN_IDS
     path = texts(tmp_path, {"messages": TURNS, "id": 7}, {"messages": []}, {"messages": TURNS, "text": None})
@@ -129,9 +129,6 @@ TOOL_TEMPLATE = """{% for tool in tools or [] %}{{ tool.function.name }} {% endf
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_conversations_call_tools_and_have_parts(decoder: Model, tmp_path: Path, form: str) -> None:
     """Rows of Parquet have all keys of any row, without values, and tools as text."""
-    import pyarrow
-    from pyarrow import parquet
-
     folder = decoder.checkpoint.folder
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TOOL_TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -150,9 +147,6 @@ def test_conversations_call_tools_and_have_parts(decoder: Model, tmp_path: Path,
 
 def test_parquet_has_no_keys_of_other_rows(tmp_path: Path) -> None:
     """Each row of Parquet has the arguments of all tools, without values, which templates would print."""
-    import pyarrow
-    from pyarrow import parquet
-
     arguments = [{"a": 1}, {"b": {"c": [2]}}]
     calls = [[{"function": {"name": "f", "arguments": each}}] for each in arguments]
     turns = [[{"role": "assistant", "content": "a", "tool_calls": call}] for call in calls]
@@ -183,9 +177,6 @@ def test_plain_text_is_sampled(decoder: Model, tmp_path: Path, monkeypatch: pyte
 
 
 def test_parquet_has_the_samples_of_the_same_lines(decoder: Model, tmp_path: Path) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
     lines = [{"text": "a b c"}, {"text": "b"}, {"text": ""}, {"text": "c c"}]
     expected = rows(load(texts(tmp_path, *lines), decoder, 9, 3))
     late = pyarrow.array([2**60] * len(lines), pyarrow.timestamp("us"))  # which Python's dates do not reach

@@ -14,6 +14,7 @@ import torch
 import transformers
 from calibration import calibrated, open_model, save
 from checkpoints import bert, edit_json, snapshot
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from slidesparse.calibrate import written
 from slidesparse.calibrate.model import Model
@@ -29,8 +30,6 @@ TEMPLATE = "{% for m in messages %}{{ m.role }} : {{ m.content }} </s> {% endfor
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama, a tokenizer of 105 of its 128 tokens, and files that ask for likely tokens and to stop early."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-
     folder = tmp_path_factory.mktemp("model") / "source"
     whole: Any = save("llama", folder, hidden_size=256)
     whole.generation_config.update(do_sample=True, top_k=2, temperature=0.1, eos_token_id=[5, 6, 7])

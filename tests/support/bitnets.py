@@ -10,6 +10,8 @@ import models
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import BitNetConfig, BitNetForCausalLM
+from transformers.integrations.bitnet import AutoBitLinear, pack_weights
 
 ONLINE = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
 OFFLINE = {**ONLINE, "quantization_mode": "offline"}
@@ -43,9 +45,6 @@ def linear_layers(tensors: Iterable[str]) -> list[str]:
 
 def transformers_model(block: dict[str, Any] | None = None, **shape: int) -> nn.Module:
     """Return transformers' BitNet in float32, SMALL but for ``shape``; with ``block`` its layers are AutoBitLinear."""
-    from transformers import BitNetConfig, BitNetForCausalLM
-    from transformers.integrations.bitnet import AutoBitLinear
-
     torch.compiler.set_stance("force_eager")  # transformers decorates functions with torch.compile
     model = BitNetForCausalLM(BitNetConfig(**{**SMALL, **shape})).eval()
     if block:
@@ -82,8 +81,6 @@ def write(folder: Path, tensors: dict[str, Tensor], block: dict[str, Any] | None
 
 def write_offline(master: Path, folder: Path, block: dict[str, Any], packed: bool) -> Path:
     """Write the ternary form of a master checkpoint with transformers' own functions."""
-    from transformers.integrations.bitnet import pack_weights
-
     tensors = load_file(master / "model.safetensors")
     for name in linear_layers(list(tensors)):
         w = tensors[f"{name}.weight"].float()
