@@ -69,10 +69,8 @@ def problems(draw: st.DrawFn) -> AllocationProblem:
 def all_choices(problem: AllocationProblem) -> list[Choice]:
     """Return every choice of a candidate for each group."""
     groups = list(problem.candidates)
-    return [
-        problem.choice(dict(zip(groups, picked, strict=True)))
-        for picked in itertools.product(*problem.candidates.values())
-    ]
+    picks = itertools.product(*problem.candidates.values())
+    return [problem.choice(dict(zip(groups, picked, strict=True))) for picked in picks]
 
 
 @settings(max_examples=200, deadline=None)

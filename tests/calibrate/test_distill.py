@@ -11,16 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
-from calibration import (
-    DEVICES,
-    Killed,
-    calibrated,
-    open_model,
-    paced_worker,
-    paced_worker_of_a_large_model,
-    save,
-    set_pace,
-)
+from calibration import DEVICES, Killed, calibrated, large_worker, open_model, paced_worker, save, set_pace
 from checkpoints import LLAMA, bert, edit_json, llama, snapshot, tensors_of
 from torch import Tensor
 
@@ -166,8 +157,7 @@ def test_processes_train_as_one(
         patch.setattr(distill._Training, "_save", interrupt)
         with pytest.raises(Killed):
             run("resumed", 1)
-    large = paced_worker_of_a_large_model
-    for name, worker in (("two", paced_worker), ("shared", large), ("resumed", large)):
+    for name, worker in (("two", paced_worker), ("shared", large_worker), ("resumed", large_worker)):
         monkeypatch.setattr(distill, "_worker", worker)
         two = run(name, 2, resume=name == "resumed")
         assert one.steps == two.steps == STEPS

@@ -150,11 +150,10 @@ def test_parquet_has_no_keys_of_other_rows(tmp_path: Path) -> None:
     arguments = [{"a": 1}, {"b": {"c": [2]}}]
     calls = [[{"function": {"name": "f", "arguments": each}}] for each in arguments]
     turns = [[{"role": "assistant", "content": "a", "tool_calls": call}] for call in calls]
-    table = pyarrow.Table.from_pylist(
-        [{"messages": turn, "tools": call} for turn, call in zip(turns, calls, strict=True)]
-    )
+    pairs = [*zip(turns, calls, strict=True)]
+    table = pyarrow.Table.from_pylist([{"messages": turn, "tools": call} for turn, call in pairs])
     parquet.write_table(table, tmp_path / "calls.parquet")
-    assert [*read_documents(str(tmp_path / "calls.parquet"))] == [*zip(turns, calls, strict=True)]
+    assert [*read_documents(str(tmp_path / "calls.parquet"))] == pairs
 
 
 def test_plain_text_is_sampled(decoder: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,7 @@ def test_other_models_are_refused(folder: Path, tmp_path: Path, monkeypatch: pyt
     for name in ("bert", "embedding"):
         with pytest.raises(
             CalibrationError,
-            match="--calib self needs a model that predicts tokens, but .*; give text: --calib",
+            match="needs a model that predicts tokens, but .*; give text",
         ):
             calibrated(tmp_path / name, tmp_path / "out", "", data=("self",), seqlen=16)
     monkeypatch.setattr(written, "free_bytes", lambda _: 10**5)

@@ -22,15 +22,7 @@ from torch import Tensor
 
 from slidesparse.checkpoint import storage
 from slidesparse.checkpoint.inspection import inspect
-from slidesparse.checkpoint.storage import (
-    DTYPES,
-    Checkpoint,
-    CheckpointError,
-    TensorSpec,
-    Writer,
-    plan_file,
-    read_header,
-)
+from slidesparse.checkpoint.storage import DTYPES, Checkpoint, CheckpointError, TensorSpec, read_header
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 dtypes = st.sampled_from(sorted(DTYPES))
@@ -52,12 +44,12 @@ def test_writer_output_is_read_by_safetensors(
 ) -> None:
     path = tmp_path_factory.mktemp("written") / MODEL
     tensors = {spec.name: random_tensor(spec, seed) for spec in planned}
-    with Writer(path, planned) as writer:
+    with storage.Writer(path, planned) as writer:
         for spec in planned:
             rows = tensors[spec.name].reshape(spec.rows, spec.columns)
             for row in reversed(range(spec.rows)):  # in any order
                 writer.write(spec.name, row, rows[row : row + 1])
-    assert plan_file(planned)[2] == path.stat().st_size
+    assert storage.plan_file(planned)[2] == path.stat().st_size
     loaded = load(path.read_bytes())
     assert loaded.keys() == tensors.keys()
     for name, tensor in loaded.items():

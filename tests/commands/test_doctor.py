@@ -13,19 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import (
-    DOWN,
-    block_of,
-    config_of,
-    convert,
-    converted,
-    edit_block,
-    edit_json,
-    llama,
-    tensors_of,
-    w8a8,
-    write,
-)
+from checkpoints import DOWN, block_of, converted, edit_block, edit_json, llama, rewrite, tensors_of, w8a8
 from commands import Done
 
 from slidesparse import doctor, gemm, versions
@@ -236,17 +224,14 @@ def test_pinned_vllm_releases_are_tested_ones() -> None:
 @pytest.mark.vllm
 def test_doctor_asks_vllm_itself(tmp_path: Path) -> None:
     """The command starts vLLM and says what it decided for each layer."""
-    convert(llama(tmp_path / "source"), tmp_path / "out", layer=["down_proj=4:6", "o_proj=dense"])
+    layers = ["down_proj=4:6", "o_proj=dense"]
+    converted(llama(tmp_path / "source"), tmp_path / "out", "6:8", layer=layers)
     result = Done("doctor", tmp_path / "out", "--json")
     document = json.loads(result.out)
     assert (result.code, document["code"], document["backend"]) == (0, 0, "reference")
     assert document["patterns"] == {"4:6": 2, "6:8": 4, "dense": 2}
-    layers = {
-        tuple(sorted(layer["name"].split("+"))): [
-            layer[key] for key in ("count", "rows", "columns", "pattern")
-        ]
-        for layer in document["layers"]
-    }
+    keys = ("count", "rows", "columns", "pattern")
+    layers = {tuple(sorted(x["name"].split("+"))): [x[key] for key in keys] for x in document["layers"]}
     assert layers == {
         ("k_proj", "q_proj", "v_proj"): [2, 128, 64, "6:8"],
         ("o_proj",): [2, 64, 64, "dense"],
@@ -258,9 +243,9 @@ def test_doctor_asks_vllm_itself(tmp_path: Path) -> None:
 
 def broken(folder: Path) -> None:
     """Change a weight of a converted checkpoint, as training it does."""
-    tensors = tensors_of(folder)
-    tensors[DOWN + ".weight"][3] = 1
-    write(folder, config_of(folder), tensors)
+    weight = tensors_of(folder)[f"{DOWN}.weight"]
+    weight[3] = 1
+    rewrite(folder, **{f"{DOWN}.weight": weight})
 
 
 def without_metadata(folder: Path) -> None:
@@ -273,7 +258,7 @@ def misspelled(folder: Path) -> None:
 
 def with_zero_points(folder: Path) -> None:
     name = f"{DOWN.replace('down', 'up')}.weight_zero_point"
-    write(folder, config_of(folder), tensors_of(folder) | {name: torch.zeros(88, 1).char()})
+    rewrite(folder, **{name: torch.zeros(88, 1).char()})
 
 
 def marked(folder: Path) -> None:
@@ -363,7 +348,7 @@ def test_only_what_convert_reads_is_to_be_converted(tmp_path: Path, method: str,
 @pytest.mark.usefixtures("machine")
 def test_what_needs_no_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken checkpoints, invalid flags and a missing vLLM are found without it."""
-    convert(llama(tmp_path / "source"), tmp_path / "out")
+    converted(llama(tmp_path / "source"), tmp_path / "out", "6:8")
     with monkeypatch.context() as patch:
         patch.setattr(doctor, "vllm", lambda: (None, "not installed: pip", False))
         report = doctor.examine("out", tmp_path / "out")

@@ -157,11 +157,8 @@ def test_fused_operators_equal_two_calls(pattern: str, k: int, dtype: torch.dtyp
             norm, bias = normal(1, k, 3, source)[0], normal(1, n, 1)[0].to(source)
             total = torch.empty_like(x)
             parts = []
-            for tokens, producer in (
-                (x, RmsNorm(norm, EPS)),
-                (x, RmsNorm(norm, EPS, residual, total)),
-                (gate_up, SILU_MUL),
-            ):
+            inputs = (x, RmsNorm(norm, EPS)), (x, RmsNorm(norm, EPS, residual, total)), (gate_up, SILU_MUL)
+            for tokens, producer in inputs:
                 q, scale_x = hopper_quantize(tokens, packed_layer.layer, producer)
                 parts.append(packed_layer.product(q, scale_x, bias, source))
             expected = [*parts[:2], total, parts[2]]

@@ -43,13 +43,8 @@ def test_texts_equal_those_with_experts_by_vllm(
     """The engines differ in experts alone: how compiled norms are rounded turns texts at near ties."""
     if torch.cuda.device_count() < options.get("tensor_parallel_size", 1):
         pytest.skip("two GPUs are needed")
-    convert(
-        MODELS[name].write(tmp_path / "source"),
-        tmp_path / "out",
-        pattern,
-        quant=quant,
-        layer=[rf"\.experts\.={pattern}"],
-    )
+    source = MODELS[name].write(tmp_path / "source")
+    convert(source, tmp_path / "out", pattern, quant=quant, layer=[rf"\.experts\.={pattern}"])
     settings: dict[str, Any] = {
         "options": {"dtype": "bfloat16", "disable_custom_all_reduce": True, **MEMORY, **options},
         "work": {"prompts": PROMPTS, "tokens": TOKENS},
@@ -85,11 +80,8 @@ def test_int8_results_are_vllms(count: int, top_k: int, hidden: int, intermediat
         codes.append(torch.stack([weight for weight, _ in made]))
         scales.append(torch.stack([scale for _, scale in made]))
         layers.append(backend.layer(n, k, pattern, 0, INT8))
-    experts = ops.Experts(
-        (backend.pack_experts(codes[0], pattern), backend.pack_experts(codes[1], pattern)),
-        (scales[0].flatten(1), scales[1].flatten(1)),
-        (layers[0], layers[1]),
-    )
+    packed = tuple(backend.pack_experts(q, pattern) for q in codes)
+    experts = ops.Experts(packed, tuple(scale.flatten(1) for scale in scales), tuple(layers))
     config = int8_w8a8_moe_quant_config(*scales, None, None, per_act_token_quant=True)
     for tokens in (1, 16, 300, 1030):
         x = normal(tokens, hidden, tokens)

@@ -46,13 +46,8 @@ MODES = pytest.mark.parametrize("mode", ["eager", "graphs"])
 INT8_6_8 = Engine("int8", "6:8", "float16")
 
 
-LONG: dict[str, Any] = {
-    "max_model_len": 8448,
-    "max_num_seqs": 512,
-    "max_num_batched_tokens": 2048,
-    "enable_prefix_caching": True,
-    "kv_cache_memory_bytes": 4 * GIB,
-}
+LONG = {"max_model_len": 8448, "max_num_seqs": 512, "max_num_batched_tokens": 2048}
+LONG |= {"enable_prefix_caching": True, "kv_cache_memory_bytes": 4 * GIB}
 
 
 def mixed_load(gpu_engines: GpuEngines) -> dict[str, Any]:
@@ -64,11 +59,8 @@ def mixed_load(gpu_engines: GpuEngines) -> dict[str, Any]:
     many = [gpu_engines.text[1000 * i : 1000 * i + lengths[i]].tolist() for i in order]
     beginning = gpu_engines.text[-300:].tolist()
     many = [beginning + prompt if len(prompt) % 3 == 0 else prompt for prompt in many]
-    return {
-        "phases": [gpu_engines.windows(1, 8000), many, [[*prompt, 10] for prompt in many[::8]]],
-        "tokens": 24,
-        "options": LONG,
-    }
+    phases = [gpu_engines.windows(1, 8000), many, [[*prompt, 10] for prompt in many[::8]]]
+    return {"phases": phases, "tokens": 24, "options": LONG}
 
 
 def adapter_request(gpu_engines: GpuEngines) -> dict[str, Any]:
@@ -102,11 +94,8 @@ def test_trained_model_predicts_better_than_unigrams(gpu_engines: GpuEngines) ->
 
 
 def int8_float16(pattern: str) -> list[Engine]:
-    return [
-        Engine("int8", pattern, "float16", system="stock"),
-        Engine("int8", pattern, "float16"),
-        Engine("int8", pattern, "float16", "slided"),
-    ]
+    sparse = Engine("int8", pattern, "float16")
+    return [replace(sparse, system="stock"), sparse, replace(sparse, layout="slided")]
 
 
 @needs(int8_float16)

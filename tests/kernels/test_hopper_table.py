@@ -57,9 +57,7 @@ def test_each_row_is_for_the_tokens_that_a_tuned_configuration_serves(
     """A configuration that does not fit is logged, and the best by the cost model is in its place."""
     looked_up: list[int] = []
     select = tuned.select_algorithm
-    monkeypatch.setattr(
-        tuned, "select_algorithm", lambda *arguments: looked_up.append(arguments[1].m) or select(*arguments)
-    )
+    monkeypatch.setattr(tuned, "select_algorithm", lambda *a: looked_up.append(a[1].m) or select(*a))
     save((1, "few"), (16, "some"), (64, "split:9x9/1x1/1"), *((m, "many") for m in (300, 512, 4096, 16384)))
     expected = {1: "few", 16: "some", 64: BEST, 1 << 15: "many"}
     assert table(DENSE) == {m: (name,) * 3 for m, name in expected.items()}

@@ -29,16 +29,8 @@ def any_weight(rows: int, columns: int, dtype: torch.dtype, seed: int, levels: i
     return (values.float() * signs / 16).to(dtype)
 
 
-weights = st.builds(
-    any_weight,
-    st.integers(0, 5),
-    st.integers(0, 60),
-    st.sampled_from(DTYPES),
-    st.integers(0, 2**20),
-    st.sampled_from([1, 3, 20, 128]),
-)
-
-
+dtypes, seeds, levels = st.sampled_from(DTYPES), st.integers(0, 2**20), st.sampled_from([1, 3, 20, 128])
+weights = st.builds(any_weight, st.integers(0, 5), st.integers(0, 60), dtypes, seeds, levels)
 phases = st.integers(0, 199)
 
 

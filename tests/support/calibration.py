@@ -154,7 +154,7 @@ def paced_worker(*arguments: Any) -> None:
     WORKER(*arguments)
 
 
-def paced_worker_of_a_large_model(*arguments: Any) -> None:
+def large_worker(*arguments: Any) -> None:
     """Do so with too little memory for a whole model in each process."""
     pytest.MonkeyPatch().setattr(distill, "free_bytes", lambda _: 0)
     paced_worker(*arguments)

@@ -47,11 +47,9 @@ FLOAT = "float"  # stands for a source that is not converted yet
 MIXED = "mixed"  # layers of several patterns; with 2 shards, of blocks that are 2:4 or dense
 FOREIGN = "foreign"  # as another tool writes it, a format in turn
 KINDS = [
-    (layout, quant, shards)
-    for layout in (*LAYOUTS, FLOAT, MIXED)
-    for quant in ("int8", "fp8")
-    for shards in (1, 2)
-] + [(FOREIGN, tool, 1) for tool in tools()]
+    (layout, quant, n) for layout in (*LAYOUTS, FLOAT, MIXED) for quant in ("int8", "fp8") for n in (1, 2)
+]
+KINDS += [(FOREIGN, tool, 1) for tool in tools()]
 SECONDS = 60.0  # limit for a command on a busy machine; it usually takes some hundredths of a second
 MEMORY = 1 << 30  # limit of the bytes that a command allocates
 MAX_LINE_LENGTH = 1500

@@ -56,15 +56,9 @@ PARALLEL: dict[str, dict[str, Any]] = {
 # A size given makes vLLM skip the measurement of free memory, which other engines would disturb; at the start it only
 # asks whether this share of all memory is free.
 MEMORY: dict[str, Any] = {"kv_cache_memory_bytes": GIB, "gpu_memory_utilization": 0.02}
-COMMON: dict[str, Any] = {
-    **MEMORY,
-    "enforce_eager": False,
-    "max_model_len": 512,
-    "max_num_seqs": SEQUENCES,
-    "max_num_batched_tokens": BATCHED_TOKENS,
-    "enable_prefix_caching": False,
-    "async_scheduling": False,
-}
+COMMON: dict[str, Any] = {**MEMORY, "enforce_eager": False, "enable_prefix_caching": False}
+COMMON |= {"max_model_len": 512, "max_num_seqs": SEQUENCES, "max_num_batched_tokens": BATCHED_TOKENS}
+COMMON |= {"async_scheduling": False}
 STOCK_KERNELS = {"quantization": "compressed-tensors"}  # vLLM's, under a model that only the plugin has
 CODES = torch.int8, torch.float8_e4m3fn
 YARDSTICKS = {"exact": "float64", "rounded": "bfloat16"}

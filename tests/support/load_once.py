@@ -12,7 +12,8 @@ import sys
 import time
 from typing import Any
 
-KV_CACHE = 1 << 30  # bytes; set, so that vLLM does not measure free memory
+# The size of the KV cache, in bytes, is set, so that vLLM does not measure free memory
+MEMORY = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.02}
 
 
 def main(folder: str) -> None:
@@ -36,14 +37,7 @@ def main(folder: str) -> None:
         os._exit(0)  # without starting the rest of the engine
 
     BaseModelLoader.load_model = timed  # type: ignore[method-assign]
-    LLM(
-        folder,
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        kv_cache_memory_bytes=KV_CACHE,
-        gpu_memory_utilization=0.02,
-        max_model_len=1024,
-    )
+    LLM(folder, enforce_eager=True, skip_tokenizer_init=True, max_model_len=1024, **MEMORY)
 
 
 if __name__ == "__main__":

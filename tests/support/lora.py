@@ -25,14 +25,8 @@ def write_adapter(model: Path, folder: Path, seed: int = 0) -> Path:
         tensors[f"{head}.lora_B.weight"] = torch.randn(n, RANK, generator=generator) * 0.1
     folder.mkdir(parents=True)
     save_file({name: tensor.half() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": RANK,
-        "lora_alpha": ALPHA,
-        "target_modules": list(PROJECTIONS),
-        "bias": "none",
-    }
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "r": RANK, "lora_alpha": ALPHA}
+    config |= {"target_modules": list(PROJECTIONS)}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 

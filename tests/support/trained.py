@@ -77,14 +77,8 @@ def train(out: Path) -> Outcome:
     torch.manual_seed(0)
     training, held_out = corpus()
     data = torch.from_numpy(training.copy()).to(DEVICE)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=False,
-        eos_token_id=257,
-        bos_token_id=256,
-        **SHAPE,
-    )
+    ids = {"vocab_size": VOCABULARY, "bos_token_id": 256, "eos_token_id": 257}
+    config = LlamaConfig(rms_norm_eps=1e-6, tie_word_embeddings=False, **ids, **SHAPE)
     model = LlamaForCausalLM(config).to(DEVICE)
     adam = torch.optim.AdamW(model.parameters(), LEARNING_RATE, (0.9, 0.98), weight_decay=0.05, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(adam, _rate)
