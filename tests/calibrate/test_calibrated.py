@@ -6,6 +6,7 @@ import json
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -187,9 +188,7 @@ def test_memory_and_overflow(source: Path, tmp_path: Path, ids: str, monkeypatch
     with pytest.raises(CheckpointError, match=r"embed_tokens.* out of the range of F16.*--rotate off"):
         calibrated(huge, tmp_path / "out", ids, rotate="on")
 
-    def full(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("tried to allocate 3 GiB")
-
+    full = Mock(side_effect=torch.OutOfMemoryError("tried to allocate 3 GiB"))
     monkeypatch.setattr(pipeline, "gather_hessian", full)
     with pytest.raises(CalibrationError, match=r"memory of cpu .*3 GiB.*--samples"):
         calibrated(source, tmp_path / "other", ids)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -254,12 +255,8 @@ def interrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a work folder that has every kind of file."""
     folder = tmp_path_factory.mktemp("interrupted")
     ids, text = write_ids(folder / "ids.npy", ID_SAMPLES), write_ids(folder / "text.npy", TEXT_SAMPLES)
-
-    def die(*_: Any) -> None:
-        raise Killed
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream, "write_output", die)
+        patch.setattr(stream, "write_output", Mock(side_effect=Killed))
         with pytest.raises(Killed):
             run(model, folder / "out", ids, distill=(text,), **EVERYTHING)
     return folder
@@ -305,12 +302,8 @@ def test_missing_work_is_done_again_or_refused(model: Path, interrupted: Path, t
 
 def test_full_disk(source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error of a full disk names --resume, which asks for no more room than is left."""
-
-    def full(*_: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(stream, "publish", full)
+        patch.setattr(stream, "publish", Mock(side_effect=OSError(28, "No space left on device")))
         with pytest.raises(EnvironmentFault, match="with --resume"):
             calibrated(source, tmp_path / "out", ids, epochs=0)
     monkeypatch.setattr(stream, "require_space", lambda *_: pytest.fail("asked for room again"))

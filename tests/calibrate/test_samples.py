@@ -12,6 +12,7 @@ from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow
@@ -206,11 +207,7 @@ def test_hub_dataset_is_read_no_further_than_needed(decoder: Model, monkeypatch:
         read.clear()
         assert rows(load(data, decoder, 3, 4)) == [[1, 2, 3, END]] * 3
         assert len(read) == 4
-
-    def unreachable(*_: Any, **__: Any) -> None:
-        raise ConnectionError("no\nnetwork")
-
-    library.load_dataset = unreachable
+    library.load_dataset = Mock(side_effect=ConnectionError("no\nnetwork"))
     with pytest.raises(SlideSparseError, match=r"neither a file here nor a .*ConnectionError: no network"):
         load("org/name", decoder)
 

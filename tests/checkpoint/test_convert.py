@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -293,11 +294,7 @@ def test_concurrent_conversion_is_refused(tmp_path: Path) -> None:
 
 def test_file_systems_without_locks_are_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As NFS; what may be another process's conversion is left there."""
-
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EBADF, "Bad file descriptor")
-
-    monkeypatch.setattr("fcntl.flock", refuse)
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.EBADF, "Bad file descriptor")))
     (tmp_path / ".out.partial-1").mkdir()
     convert(llama(tmp_path / "source"), tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"source", "out", ".out.partial-1"}

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from calibration import write_ids
@@ -297,9 +298,7 @@ main()
 def test_environment_faults_exit_3(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str
 ) -> None:
-    def refuse(*_: Any) -> Any:
-        raise OSError(number, os.strerror(number), str(tmp_path))
-
+    refuse = Mock(side_effect=OSError(number, os.strerror(number), str(tmp_path)))
     monkeypatch.setattr(os, "pwrite", refuse)
     result = Done(*convert_command(source, tmp_path / "out"))
     assert (result.code, words in result.err) == (3, True)

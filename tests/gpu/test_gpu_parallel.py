@@ -22,12 +22,8 @@ from gpu_engines import (
     teacher_forced,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed"),
-]
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
+pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow, TWO]
 
 AT_A_TIME = 6  # two processes each, whose all-reduces wait for one another across time slices of the GPUs
 TP = Engine("int8", "6:8", "float16", parallel="tp")

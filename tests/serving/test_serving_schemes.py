@@ -56,14 +56,9 @@ def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
     from slidesparse.vllm_patch import compat
     from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors, schemes
 
-    def supported(*_: object, **__: object) -> bool:
-        return False
-
-    def init(*_: object, **__: object) -> None:
-        """Without an engine's config."""
-
-    monkeypatch.setattr(compressed_tensors.CompressedTensorsConfig, "_check_scheme_supported", supported)
-    monkeypatch.setattr(schemes.CompressedTensorsW8A16Fp8, "__init__", init)
+    of_vllm, scheme = compressed_tensors.CompressedTensorsConfig, schemes.CompressedTensorsW8A16Fp8
+    monkeypatch.setattr(of_vllm, "_check_scheme_supported", lambda *_, **__: False)
+    monkeypatch.setattr(scheme, "__init__", lambda *_, **__: None)  # without an engine's config
     compat.warn.cache_clear()
 
 

@@ -61,10 +61,10 @@ def hybrid(name: str, folder: Path) -> Path:
     return shrink_codes(folder / "out")
 
 
-def planned(skeletons: Skeletons, folder: Path, **config: object) -> Serving:
-    """How vLLM would serve a checkpoint on another machine, with changes of its config.json."""
+def planned(skeletons: Skeletons, folder: Path) -> Serving:
+    """How vLLM would serve a checkpoint on another machine."""
     checkpoint = Checkpoint.open(folder)
-    return skeletons.layers(folder, stored(checkpoint), {**checkpoint.config, **config})
+    return skeletons.layers(folder, stored(checkpoint), checkpoint.config)
 
 
 needs_torchvision = pytest.mark.skipif(not find_spec("torchvision"), reason="Qwen3.5 needs torchvision")

@@ -274,12 +274,12 @@ def prune_codes(folder: Path, pattern: Pattern) -> None:
 
 def teacher_forced(answer: Answer) -> list[Best]:
     """Return the top-1 token at each of the 10,240 positions of the windows."""
-    return [Best(int(row[0]), row[1], int(row[2]), row[3]) for row in answer.data["forced"]]
+    return [Best(*row) for row in answer.data["forced"]]
 
 
 def greedy(answer: Answer) -> list[list[Best]]:
     """Return the tokens generated after each prompt."""
-    return [[Best(int(r[0]), r[1], int(r[2]), r[3]) for r in rows] for rows in answer.data["greedy"]]
+    return [[Best(*row) for row in rows] for rows in answer.data["greedy"]]
 
 
 def differences(actual: Sequence[object], expected: Sequence[object]) -> str:
