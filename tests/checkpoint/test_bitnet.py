@@ -6,20 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import bitnets
 import numpy as np
 import pytest
 import torch
-from bitnets import (
-    INVERSE,
-    OFFLINE,
-    ONLINE,
-    linear_layers,
-    load,
-    transformers_model,
-    write,
-    write_master,
-    write_offline,
-)
+from bitnets import OFFLINE, ONLINE, linear_layers, transformers_model, write_master, write_offline
 from checkpoints import assert_same_tensors, config_of, convert, refused, tensors_of
 from transformers.integrations.bitnet import WeightQuant
 
@@ -63,7 +54,7 @@ def test_master_weights_are_rounded_like_transformers(master: Path, whole: dict[
     assert config["hidden_act"] == "relu2"
 
 
-@pytest.mark.parametrize(("block", "packed"), [(OFFLINE, True), (INVERSE, True), (OFFLINE, False)])
+@pytest.mark.parametrize(("block", "packed"), [(OFFLINE, True), (bitnets.INVERSE, True), (OFFLINE, False)])
 def test_ternary_sources_convert_like_their_master_weights(
     master: Path, whole: dict[str, torch.Tensor], tmp_path: Path, block: dict[str, Any], packed: bool
 ) -> None:
@@ -103,13 +94,13 @@ DAMAGED: dict[str, tuple[dict[str, Any], bool, dict[str, torch.Tensor], str]] = 
 def test_damaged_sources_are_refused(master: Path, tmp_path: Path, name: str) -> None:
     block, packed, changed, words = DAMAGED[name]
     base = tensors_of(write_offline(master, tmp_path / "base", OFFLINE, packed))
-    refused(write(tmp_path / "damaged", {**base, **changed}, block), words)
+    refused(bitnets.write(tmp_path / "damaged", {**base, **changed}, block), words)
 
 
 def test_nan_and_fp8_are_refused(master: Path, tmp_path: Path) -> None:
     weights = tensors_of(master)
     weights[f"{Q}.weight"][3, 5] = torch.nan
-    refused(write(tmp_path / "nan", weights, None), f"the scale of {Q} is nan")
+    refused(bitnets.write(tmp_path / "nan", weights, None), f"the scale of {Q} is nan")
     refused(master, "--quant fp8 contradicts", quant="fp8", out="fp8", error=SlideSparseError)
 
 
@@ -122,7 +113,7 @@ def ids(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_calibrated_blocks_multiply_codes_and_scales(master: Path, ids: str) -> None:
     """As in the served model, but that activations are not quantized."""
-    reference, tokens = load(transformers_model(ONLINE), master), torch.from_numpy(np.load(ids))[:2]
+    reference, tokens = bitnets.load(transformers_model(ONLINE), master), torch.from_numpy(np.load(ids))[:2]
     for name in linear_layers(reference.state_dict()):
         layer = reference.get_submodule(name)
         layer.forward = partial(lambda layer, x: x @ WeightQuant.apply(layer.weight).t(), layer)
