@@ -6,7 +6,6 @@ damaged losses must give them; a table must be read, refused in a line or replac
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -95,17 +94,10 @@ def damage(path: Path, rng: random.Random) -> str:
     if rng.random() < 0.15:
         return fuzz.damage_file(path, rng.choice(range(1 if path.name == STATE else 0, 6)))
     if path.suffix == ".json" and rng.random() < 0.7:
-        document = json.loads(path.read_bytes())
-        what = fuzz.damage_json(document, rng)
-        path.write_bytes(fuzz.dump(document))
-        return what
-    raw = path.read_bytes()
+        return fuzz.damage_json_file(path, rng)
     if path.suffix == ".safetensors" and rng.random() < 0.7:
-        header = 8 + int.from_bytes(raw[:8], "little")
-        changed, what = fuzz.damage_bytes(raw[:header], rng)
-        path.write_bytes(changed + raw[header:])
-        return what
-    changed, what = fuzz.damage_bytes(raw, rng)
+        return fuzz.damage_header(path, rng)
+    changed, what = fuzz.damage_bytes(path.read_bytes(), rng)
     path.write_bytes(changed)
     return what
 

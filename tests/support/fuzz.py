@@ -137,10 +137,11 @@ def damage_bytes(raw: bytes, rng: random.Random) -> tuple[bytes, str]:
 
 def _index(folder: Path, rng: random.Random) -> str:
     path = folder / INDEX
-    return _json_file(path if path.exists() else folder / "config.json", rng)
+    return damage_json_file(path if path.exists() else folder / "config.json", rng)
 
 
-def _json_file(path: Path, rng: random.Random, below: tuple[Any, ...] = ()) -> str:
+def damage_json_file(path: Path, rng: random.Random, below: tuple[Any, ...] = ()) -> str:
+    """Change up to three values of a file, below a path in its document."""
     document = json.loads(path.read_bytes())
     description = " and ".join(damage_json(document, rng, below) for _ in range(rng.choice([1, 1, 1, 2, 3])))
     path.write_bytes(dump(document))
@@ -175,8 +176,8 @@ def _header(folder: Path, rng: random.Random) -> str:
     return f"{path.name}: header: {description}"
 
 
-def _header_bytes(folder: Path, rng: random.Random) -> str:
-    path = _shard(folder, rng)
+def damage_header(path: Path, rng: random.Random) -> str:
+    """Change some bytes of a header, or of its length."""
     raw = path.read_bytes()
     end = 8 + struct.unpack("<Q", raw[:8])[0]
     start = rng.choice([0, 8])
@@ -272,14 +273,16 @@ def _exchange(folder: Path, rng: random.Random) -> str:
 
 KEEPS_WEIGHTS = ("config", "quantization", "metadata", "index", "text", "exchange")
 DAMAGE: dict[str, Callable[[Path, random.Random], str]] = {
-    "config": lambda folder, rng: _json_file(folder / "config.json", rng),
-    "quantization": lambda folder, rng: _json_file(folder / "config.json", rng, (QUANTIZATION,)),
-    "metadata": lambda folder, rng: _json_file(folder / "config.json", rng, (QUANTIZATION, "slidesparse")),
+    "config": lambda folder, rng: damage_json_file(folder / "config.json", rng),
+    "quantization": lambda folder, rng: damage_json_file(folder / "config.json", rng, (QUANTIZATION,)),
+    "metadata": lambda folder, rng: damage_json_file(
+        folder / "config.json", rng, (QUANTIZATION, "slidesparse")
+    ),
     "exchange": _exchange,
     "index": _index,
     "text": _text,
     "header": _header,
-    "header bytes": _header_bytes,
+    "header bytes": lambda folder, rng: damage_header(_shard(folder, rng), rng),
     "data": _data,
     "tensor": _tensor,
     "files": _files,
