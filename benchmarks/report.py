@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 
@@ -41,13 +41,12 @@ DTYPES = ("int8", "fp8", "bf16", "fp16")
 LAYERS = 4  # linear layers of a decoder block: QKV, output, gate and up, down
 SERVED = (TWO_FOUR, "4:6", "6:8")
 PATTERNS = (*SERVED, "8:10")  # 8:10 by version 0.2.0; it is served as dense weights since
-GOALS = {  # least speed-ups of `reached`
-    "goal, 1 to 64": (1, 1, 1.14, 1.22, 1.4),
-    "goal, 512 and more": (1, 1, 1, 1.08, 1.35),
+GOALS = {  # least speed-ups of `layers`
+    "1 to 64": (1, 1, 1.14, 1.22, 1.4),
+    "512 and more": (1, 1, 1, 1.08, 1.35),
 }
-QWEN, LLAMA, BITNET = "Qwen2.5-7B", "Llama3.2-1B", "BitNet-2B"
+QWEN, BITNET = "Qwen2.5-7B", "BitNet-2B"
 CODER, WIKITEXT = "qwen-coder", "wikitext2"  # in REAL_MODELS
-NAMES = {LLAMA: "Llama-3.2-1B", "Llama3.2-3B": "Llama-3.2-3B"}  # as the text spells them
 SHAPES = "shapes"  # the model of layers in linear.csv that are named by their N x K
 POPULAR = {  # models by their four linear layers of SHAPES
     "Llama-3.1-8B, Mistral-7B": ("6144x4096", "4096x4096", "28672x4096", "4096x14336"),
@@ -60,7 +59,8 @@ MAX_FEW_TOKENS = 256  # tokens up to which a layer is bound by reading its weigh
 STEPS = {"prefill": "prefill, {} tokens per step", "decode": "decode, batch size {}"}
 # Rounds of h200/e2e.csv (h200/e2e.json): those of the table, and of other runs
 MAIN, OTHER, UNFUSED_RUNS = range(100), range(100, 200), range(200, 300)
-MIXTURES = range(500, 600)  # rounds of h100/e2e.csv with pruned experts
+MIXTURES = range(500, 600)  # rounds with pruned experts
+BUSY = range(700, 800)  # rounds on the H200 by version 0.3.0, whose decode waited for the CPUs at times
 NOT_PRUNED = {DENSE: "not pruned"}
 BESIDE = {  # type and column of h100/e2e.csv: what people would pick.  FP8 is of an earlier run (round 101)
     ("int8", "bf16"): "BF16",
@@ -70,7 +70,6 @@ BESIDE = {  # type and column of h100/e2e.csv: what people would pick.  FP8 is o
     ("int8", STOCK): "INT8, stock",
     **{("int8", name): f"INT8, {NOT_PRUNED.get(name, name)}" for name in (DENSE, "6:8", TWO_FOUR)},
 }
-SHARES = {DENSE: "dense", "2:4@33%": "a third", "2:4@50%": "a half", "2:4@67%": "two thirds", TWO_FOUR: "all"}
 REFERENCE_COLUMNS = ("results", "model", "dtype", "pattern", "M", "speedup")
 RESULTS = {  # kinds of figures in docs/benchmarks/reference.csv
     "square": "square GEMMs",
@@ -176,14 +175,13 @@ def whole(model: str, folder: Path = H200) -> str:
     """A whole model over stock vLLM, not pruned and with the patterns."""
     rows = whole_models(folder)
     ratios = within_rounds(rows[rows["round"].isin(MAIN)], STOCK).loc[[model]]
-    columns = {**NOT_PRUNED, **{name: name for name in PATTERNS[::-1] if name in ratios}}
+    columns = {**NOT_PRUNED, **{name: name for name in SERVED[::-1] if name in ratios}}
     return _whole_model_table(ratios, columns)
 
 
-def other() -> str:
-    """Qwen2.5-7B with mixed blocks, and with cuSPARSELt."""
-    columns = {name: name for name in SHARES if "@" in name}
-    columns |= {f"{CUSPARSELT} {name}": f"`{CUSPARSELT}` {name}" for name in ("6:8", TWO_FOUR)}
+def cusparselt() -> str:
+    """Qwen2.5-7B by cuSPARSELt."""
+    columns = {f"{CUSPARSELT} {name}": name for name in ("6:8", TWO_FOUR)}
     return _whole_model_table(within_rounds(_rounds(OTHER), STOCK).loc[[QWEN]], columns)
 
 
@@ -225,18 +223,22 @@ def contexts() -> str:
     return table(("tokens at the start", "batch size", *columns.values()), lines, 2)
 
 
-def mixtures() -> str:
-    """Whole mixtures of experts over stock vLLM, on an H100: the median over the rounds, and their range."""
-    rows = whole_models(H100)
-    columns = {REQUIRE: "not pruned", "6:8": "6:8", TWO_FOUR: TWO_FOUR}
-    ratios = within_rounds(rows[rows["round"].isin(MIXTURES)], STOCK)[[*columns]]
-    lines: list[tuple[str, ...]] = []
+def _spans(folder: Path, rounds: range) -> Iterator[tuple[str, ...]]:
+    """Yield the lines of whole models over stock vLLM: the median over some rounds, and their range."""
+    rows = whole_models(folder)
+    rows = rows[rows["round"].isin(rounds)].replace({"column": {REQUIRE: DENSE}})
+    ratios = within_rounds(rows, STOCK)
     for (model, dtype), cells in ratios.groupby(level=["model", "dtype"], sort=False):
-        for number, ((stage, m), rounds) in enumerate(cells.groupby(level=["stage", "M"])):
-            name = f"{model}, {dtype.upper()}" if number == 0 else ""
-            figures = (f"{ratio(x.median())} ({span(x)})" for _, x in rounds.items())
-            lines.append((name, _step(stage, m), *figures))
-    return table(("", "", *columns.values()), lines, 2)
+        for number, ((stage, m), of_rounds) in enumerate(cells.groupby(level=["stage", "M"])):
+            name = f"{folder.name.upper()}, {model}, {dtype.upper()}" if number == 0 else ""
+            figures = (of_rounds[column] for column in (DENSE, "6:8", TWO_FOUR))
+            yield name, _step(stage, m), *(f"{ratio(x.median())} ({span(x)})" for x in figures)
+
+
+def spans(rounds: range, folders: Sequence[Path] = FOLDERS) -> str:
+    """Return a table of `_spans` of folders."""
+    lines = [line for folder in folders for line in _spans(folder, rounds)]
+    return table(("", "", NOT_PRUNED[DENSE], "6:8", TWO_FOUR), lines, 2)
 
 
 def fusion() -> str:
@@ -255,71 +257,34 @@ def fusion() -> str:
     return table(("", *header), lines)
 
 
-def _layer_table(subjects: Iterable[tuple[str, Path, str, Sequence[str]]], ms: Sequence[int]) -> str:
-    """Return speed-ups over stock vLLM's layers: a row for each (label, folder, model, patterns), type and pattern."""
-    rows = []
-    for label, folder, model, patterns in subjects:
-        for dtype in DTYPES[:2]:
-            cells = over(model_layers(folder).loc[model, dtype], STOCK, HOPPER)
-            for number, pattern in enumerate(patterns):
-                name = f"{label}, {dtype.upper()}" if number == 0 else ""
-                figures = (ratio(cells[pattern][m]) for m in ms)
-                rows.append((name, NOT_PRUNED.get(pattern, pattern), *figures))
-    return table(("", "M", *ms), rows, 2)
-
-
 def layers() -> str:
-    """Layers by `hopper` over stock vLLM's."""
-    subjects = [
-        (H200, QWEN, PATTERNS),
-        (H200, LLAMA, ("6:8",)),
-        (H100, QWEN, SERVED),
-        (H100, LLAMA, ("6:8",)),
-    ]
-    named = [(f"{f.name.upper()}, {NAMES.get(model, model)}", f, model, p) for f, model, p in subjects]
-    return _layer_table(named, (1, 16, 64, 128, 256, 512, 1024, 2048, 8192, 16384))
-
-
-def reached() -> str:
-    """Layers of Qwen2.5-7B on an H100: unpruned ones over the libraries', patterns over those, and the goals."""
-    us = model_layers(H100).loc[QWEN]
-    bases = {f"not pruned over {name}": over(us, name, HOPPER)[DENSE] for name in (STOCK, CUBLASLT)}
-    patterns = over(us, HOPPER, HOPPER)[[*SERVED[::-1]]].add_suffix(" over not pruned")
-    cells = patterns.assign(**bases)[[*bases, *patterns]].dropna()
-    lines = [
-        (f"{dtype.upper()}, {m}", *map(ratio, cells.loc[dtype, m]))
-        for dtype in DTYPES[:2]
-        for m in cells.loc[dtype].index
-    ]
-    goals = [(name, *map(ratio, least)) for name, least in GOALS.items()]
-    return table(("tokens", *cells), [*lines, *goals])
+    """Layers of Qwen2.5-7B by version 0.3.0: unpruned ones over the libraries', patterns over those, and the goals."""
+    lines: list[tuple[object, ...]] = []
+    for folder in (H100, H200):
+        tokens = read_conditions(folder / "linear.json")["rows"][QWEN]
+        us = model_layers(folder).loc[QWEN]
+        bases = {f"not pruned over {name}": over(us, name, HOPPER).get(DENSE) for name in (STOCK, CUBLASLT)}
+        patterns = over(us, HOPPER, HOPPER)[[*SERVED[::-1]]].add_suffix(" over not pruned")
+        cells = patterns.assign(**bases)[[*bases, *patterns]].astype(float)
+        for dtype in DTYPES[:2]:
+            for m in tokens:
+                label = f"{folder.name.upper()}, {dtype.upper()}" if m == tokens[0] else ""
+                lines.append((label, m, *map(ratio, cells.loc[dtype, m])))
+    goals = [("goal", name, *map(ratio, least)) for name, least in GOALS.items()]
+    return table(("", "tokens", *cells), [*lines, *goals], 2)
 
 
 def popular() -> str:
     """Layers of more models by `hopper` over stock vLLM's, from the sums of their shapes' times."""
-    patterns = (DENSE, "6:8", "4:6", TWO_FOUR)
-    return _layer_table([(name, H200, name, patterns) for name in POPULAR], (1, 16, 64, 256, 2048, 8192))
-
-
-def ranges() -> str:
-    """The least and the most of layers by `hopper` over stock vLLM's, by model, for few tokens and for many."""
     rows = []
-    for folder in FOLDERS:
-        speedups = over(model_layers(folder), STOCK, HOPPER)
-        for model in speedups.index.unique("model"):
-            few = speedups.loc[model].index.get_level_values("M") <= MAX_FEW_TOKENS
-            for label, chosen in ((f"1 to {MAX_FEW_TOKENS}", few), (f"{2 * MAX_FEW_TOKENS} and more", ~few)):
-                if model not in POPULAR:
-                    cells = [span(speedups.loc[model][chosen][pattern]) for pattern in SERVED]
-                    rows.append((f"{folder.name.upper()}, {NAMES.get(model, model)}", label, *cells))
-    return table(("", "tokens", *SERVED), rows, 2)
-
-
-def blocks() -> str:
-    """Layers of Qwen2.5-7B in INT8 over stock vLLM, by the share of their blocks that are 2:4."""
-    cells = over(model_layers(H200).loc[QWEN, "int8"], STOCK, HOPPER)[[*SHARES]].dropna()
-    rows = [(m, *map(ratio, row)) for m, *row in cells.itertuples(name=None)]
-    return table(("tokens", *SHARES.values()), rows)
+    ms = (1, 16, 64, 256, 2048, 8192)
+    for model in POPULAR:
+        for dtype in DTYPES[:2]:
+            cells = over(model_layers(H200).loc[model, dtype], STOCK, HOPPER)
+            for pattern in (DENSE, "4:6", TWO_FOUR):
+                name = f"{model}, {dtype.upper()}" if pattern == DENSE else ""
+                rows.append((name, NOT_PRUNED.get(pattern, pattern), *(ratio(cells[pattern][m]) for m in ms)))
+    return table(("", "M", *ms), rows, 2)
 
 
 def gemms() -> str:
@@ -436,22 +401,19 @@ def real_models() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "whole_7b": partial(whole, QWEN),
     "whole_14b": partial(whole, "Qwen2.5-14B"),
-    "whole_3b": partial(whole, "Llama3.2-3B"),
     "whole_h100": partial(whole, QWEN, H100),
+    "whole_h200": partial(spans, BUSY),
+    "mixtures": partial(spans, MIXTURES),
     **{
         make.__name__: make
         for make in (
             beside,
             contexts,
-            mixtures,
-            other,
+            cusparselt,
             bitnet,
             fusion,
             layers,
-            reached,
             popular,
-            ranges,
-            blocks,
         )
     },
     **{make.__name__: make for make in (gemms, reference, efficiency)},

@@ -5,13 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from calibration import TOKENS, save, write_ids
+from calibration import TOKENS, save, write_ids, write_layer_times
 from checkpoints import llama
+
+from slidesparse.convert import budget
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIDESPARSE_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(autouse=True)
+def own_layer_times(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "FILE", write_layer_times(tmp_path_factory.mktemp("times") / "times.csv"))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from calibration import write_ids
+from calibration import write_ids, write_layer_times
 from checkpoints import DOWN, LLAMA, MODEL, Q, config_of, convert, llama, snapshot, tensors_of, w8a8, write
 from commands import ROOT, Done, run
 from typer.main import get_command
@@ -25,7 +25,7 @@ from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.calibrate.task import Calibration
 from slidesparse.cli import console
 from slidesparse.cli.main import app
-from slidesparse.convert import stream
+from slidesparse.convert import budget, stream
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
@@ -210,6 +210,7 @@ def test_budget_prints_losses(
 ) -> None:
     """The first run writes nothing; the second prints the chosen patterns and their loss."""
     monkeypatch.setenv("SLIDESPARSE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(budget, "FILE", write_layer_times(tmp_path / "times.csv"))
     dry = Done("convert", source, tmp_path / "out", "--max-loss", "50%", *calib, "--dry-run")
     assert dry.code == 0, dry.err
     assert not (tmp_path / "out").exists()
@@ -273,7 +274,7 @@ def test_hangup_removes_unfinished_output_unless_ignored(source: Path, tmp_path:
 import os, shutil, signal, sys
 from slidesparse import serving
 from slidesparse.cli import main
-from slidesparse.convert import stream
+from slidesparse.convert import budget, stream
 serving.is_available = lambda: False  # vLLM need not be imported
 def hang_up(function):
     def wrapped(*arguments, **settings):
