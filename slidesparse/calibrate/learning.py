@@ -22,7 +22,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any
 
@@ -38,7 +38,7 @@ from slidesparse.calibrate.inputs import HiddenStates, gather_hessian
 from slidesparse.calibrate.model import Block, fast_products
 from slidesparse.calibrate.pipeline import BlockRun, block_counter, run_blocks
 from slidesparse.calibrate.resume import ROTATION, WorkFolder
-from slidesparse.calibrate.roles import Pair, Roles, roles_of, rotate_columns, rotate_rows
+from slidesparse.calibrate.roles import Roles, roles_of, rotate_columns, rotate_rows
 from slidesparse.calibrate.rotation import Q, rotated_reader, value_pair
 from slidesparse.calibrate.sparsegpt import factor
 from slidesparse.calibrate.task import Task
@@ -135,7 +135,6 @@ class _Layers:
         inverse: diag(H^-1) [layers, K], or diagonal blocks of H^-1 [layers, matrices, size, size] for rotated inputs.
         length: of the pattern's blocks.
         scale: of costs: weights are a sample.
-        kv_heads: of a block whose heads are rotated, otherwise 0.
     """
 
     blocks: tuple[int, ...]
@@ -144,41 +143,6 @@ class _Layers:
     inverse: Tensor
     length: int
     scale: float
-    kv_heads: int
-
-    @classmethod
-    def one(
-        cls, block: int, w: Tensor, g: Tensor, inverse: Tensor, length: int, pair: Pair | None
-    ) -> _Layers:
-        """Return a single layer: a sample of its outputs, and of blocks of inputs, unless they are rotated."""
-        rows, blocks = w.shape[0], w.shape[1] // length
-        if g.dim() == 1:
-            step = -(-rows // SAMPLED_OUTPUTS)
-            w, g = w[::step].clone(), g[::step]
-        if inverse.dim() == 1:
-            step = -(-blocks * length // SAMPLED_OUTPUTS)
-            w, inverse = (
-                x[..., : blocks * length].unflatten(-1, (blocks, length))[..., ::step, :].flatten(-2)
-                for x in (w, inverse)
-            )
-        scale = rows * blocks / (w.shape[0] * (w.shape[1] // length))
-        return cls((block,), w[None], g[None], inverse[None], length, scale, pair.kv_heads if pair else 0)
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """Return what layers have in common whose costs can be computed at once."""
-        return *(x.shape[1:] for x in self._tensors), self.length, self.scale, self.kv_heads
-
-    @property
-    def _tensors(self) -> tuple[Tensor, ...]:
-        return self.w, self.g, self.inverse
-
-    def joined(self, others: Sequence[_Layers]) -> _Layers:
-        """Return these layers and others of the kind."""
-        layers = self, *others
-        w, g, inverse = map(torch.cat, zip(*(x._tensors for x in layers), strict=True))
-        blocks = tuple(number for x in layers for number in x.blocks)
-        return replace(self, blocks=blocks, w=w, g=g, inverse=inverse)
 
     def costs(self, rotation: Mapping[str, Tensor]) -> Tensor:
         """Return the cost [layers] of each at a float32 rotation."""
@@ -198,17 +162,21 @@ class _Layers:
         return r.repeat_interleave(statistics.shape[1] // r.shape[1], 1)
 
 
-def _batches(layers: Iterable[_Layers]) -> list[_Layers]:
-    """Join single layers of one kind, as many as have BATCH_BYTES."""
-    kinds = defaultdict[tuple[Any, ...], list[_Layers]](list)
-    for layer in layers:
-        kinds[layer.kind].append(layer)
-    batches = []
-    for alike in kinds.values():
-        size = max(1, BATCH_BYTES[alike[0].w.device.type] // sum(x.nbytes for x in alike[0]._tensors))
-        parts = (alike[i : i + size] for i in range(0, len(alike), size))
-        batches += [first.joined(others) if others else first for first, *others in parts]
-    return batches
+def _sampled(
+    w: Tensor, g: Tensor, inverse: Tensor, length: int
+) -> tuple[tuple[Tensor, Tensor, Tensor], float]:
+    """Return a sample of a layer's outputs, and of blocks of inputs, unless they are rotated; and the costs' scale."""
+    rows, blocks = w.shape[0], w.shape[1] // length
+    if g.dim() == 1:
+        step = -(-rows // SAMPLED_OUTPUTS)
+        w, g = w[::step].clone(), g[::step]
+    if inverse.dim() == 1:
+        step = -(-blocks * length // SAMPLED_OUTPUTS)
+        w, inverse = (
+            x[..., : blocks * length].unflatten(-1, (blocks, length))[..., ::step, :].flatten(-2)
+            for x in (w, inverse)
+        )
+    return (w, g, inverse), rows * blocks / (w.shape[0] * (w.shape[1] // length))
 
 
 def _diagonal(statistics: Tensor, matrices: Tensor | None) -> Tensor:
@@ -237,7 +205,8 @@ def _layer_costs(task: Task, reader: ChangedReader, roles: list[Roles], progress
     gradients = _output_gradients(task, reader, run.pruned.states, ids)
     tokens = sum(x.shape[:-1].numel() for x in gradients)
     report = block_counter(task, ROTATING, _report_third(1, progress))
-    layers: list[_Layers] = []
+    # layers that can be computed at once: their blocks and tensors
+    kinds = defaultdict[tuple[Any, ...], list[tuple[int, tuple[Tensor, ...]]]](list)
     for number in reversed(range(task.model.blocks)):
         block = task.model.load(reader, number)
         sums: dict[str, Tensor] = {}
@@ -250,9 +219,19 @@ def _layer_costs(task: Task, reader: ChangedReader, roles: list[Roles], progress
             pattern = task.layers.get(task.model.skeleton.layer(number, name))
             w = block.weights[name + WEIGHT]
             if pattern and pattern.density < 1 and pattern.length and w.shape[1] >= pattern.length:
-                layers.append(_Layers.one(number, w, sums[name] / tokens, inverse, pattern.length, pair))
+                tensors, scale = _sampled(w, sums[name] / tokens, inverse, pattern.length)
+                kind = *(x.shape for x in tensors), pair and pair.kv_heads, pattern.length, scale
+                kinds[kind].append((number, tensors))
         report(number)
-    return _batches(layers)
+    layers = []
+    for (*_, length, scale), alike in kinds.items():
+        size = max(1, BATCH_BYTES[task.device.type] // sum(x.nbytes for x in alike[0][1]))
+        for start in range(0, len(alike), size):
+            numbers, parts = zip(*alike[start : start + size], strict=True)
+            # those of one layer may share memory with another's
+            w, g, inverse = (x[0][None] if len(x) == 1 else torch.stack(x) for x in zip(*parts, strict=True))
+            layers.append(_Layers(numbers, w, g, inverse, length, scale))
+    return layers
 
 
 def _inverse_hessians(run: BlockRun, roles: Roles) -> dict[str, Tensor]:
