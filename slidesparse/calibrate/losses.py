@@ -95,19 +95,27 @@ def layer_losses(
     if len(losses) == len(groups):
         return losses
     criterion = Criterion(task.model, task.model.ends(reader))
-    blocks = _BlockCache(task, reader)
+    room, kept = free_bytes(task.device) // CACHE_PART[task.device.type], dict[int, Block]()
+
+    def load(number: int) -> Block:
+        """Return a block of the dense model, which is kept if there is room."""
+        block = kept.get(number) or task.model.load(reader, number)
+        if sum(x.nbytes for x in {block, *kept.values()}) <= room:
+            kept[number] = block
+        return block
+
     for run in run_blocks(task, reader, "measuring", progress):
         if not all(group in losses for group in layer_groups(task, run.number)):
-            losses |= _measure(run, patterns, criterion, blocks)
+            losses |= _measure(run, patterns, criterion, load)
             save(losses)
-        blocks.drop(run.number)
+        kept.pop(run.number, None)
     return {group: losses[group] for group in groups}
 
 
 def _measure(
-    run: BlockRun, patterns: Sequence[SlidePattern], criterion: Criterion, blocks: _BlockCache
+    run: BlockRun, patterns: Sequence[SlidePattern], criterion: Criterion, load: Callable[[int], Block]
 ) -> Losses:
-    """Return the losses of the layer groups of a block."""
+    """Return the losses of the layer groups of a block; ``load`` returns the dense model's others."""
     options: dict[tuple[LayerGroup, str], dict[str, Tensor]] = {((), ""): {}}  # the first is the dense model
     for group in run.block.groups:
         if not (weights := run.weights_to_prune(group)):
@@ -140,7 +148,7 @@ def _measure(
             block.weights |= changed
             states[option] = [block.output(run.pruned.states[i]) for i in chosen]
         for number in range(run.number + 1, run.task.model.blocks):
-            block = blocks.load(number)
+            block = load(number)
             for outputs in states.values():
                 outputs[:] = [block.output(x) for x in outputs]
     (_, dense), *others = states.items()
@@ -157,31 +165,6 @@ def _measure(
             )
         losses.setdefault(group, GroupLoss({}, shares.get(group, (1.0,)))).by_pattern[ratio] = total / count
     return losses
-
-
-class _BlockCache:
-    """Loads blocks of the dense model, and caches as many as fit."""
-
-    def __init__(self, task: Task, reader: Reader) -> None:
-        self._task, self._reader = task, reader
-        self._cache: dict[int, Block] = {}
-        self._free_bytes = free_bytes(task.device) // CACHE_PART[task.device.type]
-
-    def load(self, number: int) -> Block:
-        """Return a block."""
-        if number in self._cache:
-            return self._cache[number]
-        block = self._task.model.load(self._reader, number)
-        size = sum(w.nbytes for w in block.weights.values())
-        if size <= self._free_bytes:
-            self._free_bytes -= size
-            self._cache[number] = block
-        return block
-
-    def drop(self, number: int) -> None:
-        """Remove a block from the cache."""
-        if (block := self._cache.pop(number, None)) is not None:
-            self._free_bytes += sum(w.nbytes for w in block.weights.values())
 
 
 class Criterion:

@@ -401,6 +401,11 @@ class Block:
         """The names of all linear layers, in order of execution."""
         return [name for group in self.groups for name in group]
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all parameters."""
+        return sum(w.nbytes for w in self.weights.values())
+
     def copy(self) -> Block:
         """Return a block that shares this one's tensors; replacing some in one does not affect the other."""
         return Block(self.model, self.number, dict(self.weights), self.scales)
