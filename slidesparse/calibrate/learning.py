@@ -38,7 +38,7 @@ from slidesparse.calibrate.inputs import HiddenStates, gather_hessian
 from slidesparse.calibrate.model import Block, fast_products
 from slidesparse.calibrate.pipeline import BlockRun, block_counter, run_blocks
 from slidesparse.calibrate.resume import ROTATION, WorkFolder
-from slidesparse.calibrate.roles import Roles, roles_of, rotate_columns, rotate_rows
+from slidesparse.calibrate.roles import Roles, hadamard, roles_of, rotate_columns, rotate_rows
 from slidesparse.calibrate.rotation import Q, rotated_reader, value_pair
 from slidesparse.calibrate.sparsegpt import factor
 from slidesparse.calibrate.task import Task
@@ -78,7 +78,7 @@ def learn_rotation(task: Task, reader: Reader, progress: Progress) -> dict[str, 
     pairs = {str(number): value_pair(of_block) for number, of_block in enumerate(roles)}
     r = {number: (pair.kv_heads, pair.width, pair.width) for number, pair in pairs.items() if pair}
     shapes: dict[str, tuple[int, ...]] = {Q: (model.hidden, model.hidden), **r}
-    rotation = {name: hadamard(x[-1]).to(task.device).expand(x) for name, x in shapes.items()}
+    rotation = {name: hadamard(x[-1], task.device).expand(x) for name, x in shapes.items()}
     before = after = 0.0
     if any(pattern.density < 1 for pattern in task.layers.values()):
         batches = _layer_costs(task, rotated_reader(reader, model, roles), roles, progress)
@@ -90,21 +90,6 @@ def learn_rotation(task: Task, reader: Reader, progress: Progress) -> dict[str, 
             after = _minimize_cost(batches, rotation, _report_third(2, progress))
     losses = torch.tensor([before, after], dtype=torch.float64)
     return {**{name: x.cpu() for name, x in rotation.items()}, LOSSES: losses}
-
-
-def hadamard(size: int) -> Tensor:
-    """Return an orthogonal matrix [size, size] in float64 that mixes all inputs.
-
-    It is the Kronecker product of the Hadamard matrix of the largest power of two that divides ``size`` and a random
-    orthogonal matrix, with random signs of its rows.
-    """
-    generator = torch.Generator().manual_seed(0)
-    odd = size // (size & -size)
-    matrix: Tensor = torch.linalg.qr(torch.randn(odd, odd, dtype=torch.float64, generator=generator)).Q
-    while len(matrix) < size:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1))) / math.sqrt(2)
-    signs = torch.randint(2, (size, 1), generator=generator) * 2 - 1
-    return matrix * signs
 
 
 def _report_third(number: int, progress: Progress) -> Progress:

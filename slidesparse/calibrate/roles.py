@@ -15,6 +15,7 @@ A wrong guess changes results by about as much as they are; a right one by round
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -245,7 +246,7 @@ def _find_residual(block: Block, x: Tensor) -> Residual | None:
     if not writers:
         return None
     residual = replace(residual, writers=writers)
-    q = random_rotation(block.model.hidden, x.device)
+    q = hadamard(block.model.hidden, x.device)
     turned, rotated = _changed(block, rotations(residual, block.weights, q)), x @ q.float()
     commutes = same(turned.output(rotated) - rotated, (block.output(x) - x) @ q.float())
     return residual if commutes else None
@@ -294,11 +295,19 @@ def _unit_of(norm: nn.Module, model: Model) -> float | None:
     return None
 
 
-def random_rotation(size: int, device: torch.device) -> Tensor:
-    """Return a random orthogonal matrix in float64."""
+def hadamard(size: int, device: torch.device) -> Tensor:
+    """Return an orthogonal matrix [size, size] in float64 that mixes all inputs.
+
+    It is the Kronecker product of the Hadamard matrix of the largest power of two that divides ``size`` and a random
+    orthogonal matrix, with random signs of its rows.
+    """
     generator = torch.Generator().manual_seed(0)
-    q: Tensor = torch.linalg.qr(torch.randn(size, size, dtype=torch.float64, generator=generator)).Q
-    return q.to(device)
+    odd = size // (size & -size)
+    matrix: Tensor = torch.linalg.qr(torch.randn(odd, odd, dtype=torch.float64, generator=generator)).Q
+    while len(matrix) < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1))) / math.sqrt(2)
+    signs = torch.randint(2, (size, 1), generator=generator) * 2 - 1
+    return (matrix * signs).to(device)
 
 
 def rotations(

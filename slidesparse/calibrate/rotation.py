@@ -28,7 +28,7 @@ from slidesparse.calibrate.roles import (
     Residual,
     Roles,
     find_norms,
-    random_rotation,
+    hadamard,
     roles_of,
     rotations,
     same,
@@ -114,7 +114,7 @@ def _try_ends(model: Model, reader: Reader) -> Residual | None:
         residual = find_norms(model, network, [head], lambda: ends.logits(x))
         if residual is None:
             return None
-        residual, q = replace(residual, embedding=embedding), random_rotation(model.hidden, model.device)
+        residual, q = replace(residual, embedding=embedding), hadamard(model.hidden, model.device)
         rotated = Ends(model, changed(ends.weights, rotations(residual, ends.weights, q)))
         ids = torch.arange(TOKENS)[None] % model.vocabulary
         x, turned = ends.embed(ids), rotated.embed(ids)

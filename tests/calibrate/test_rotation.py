@@ -25,8 +25,8 @@ from tiny import tiny
 from torch import Tensor
 
 from slidesparse.calibrate import learning
-from slidesparse.calibrate.learning import LOSSES, _layer_costs, hadamard, learn_rotation
-from slidesparse.calibrate.roles import roles_of
+from slidesparse.calibrate.learning import LOSSES, _layer_costs, learn_rotation
+from slidesparse.calibrate.roles import hadamard, roles_of
 from slidesparse.calibrate.rotation import rotated_reader
 from slidesparse.calibrate.task import Task
 from slidesparse.convert import stream
@@ -45,7 +45,7 @@ def assert_near(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 
 def test_hadamard_is_orthogonal_and_has_no_zeros() -> None:
     for size in (1, 7, 48, 64):
-        start = hadamard(size)
+        start = hadamard(size, torch.device("cpu"))
         assert_near(start @ start.mT, torch.eye(size, dtype=torch.float64), 1e-12)
         assert (start != 0).all()
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from slidesparse.calibrate import distill
 from slidesparse.calibrate.inputs import Hessian
 from slidesparse.calibrate.model import Model
-from slidesparse.calibrate.roles import Roles, random_rotation
+from slidesparse.calibrate.roles import Roles, hadamard
 from slidesparse.calibrate.rotation import Q, Rotation, untie_head, value_pair
 from slidesparse.calibrate.task import Calibration, Task, prepare
 from slidesparse.checkpoint.skeleton import Skeleton
@@ -97,11 +97,11 @@ def some_rotation(model: Model, roles: list[Roles]) -> Rotation:
     """Return a rotation of the residual stream and of the values of all heads."""
     pairs = {number: value_pair(of_block) for number, of_block in enumerate(roles)}
     r = {
-        str(number): torch.stack([random_rotation(pair.width, CPU).roll(i, 0) for i in range(pair.kv_heads)])
+        str(number): torch.stack([hadamard(pair.width, CPU).roll(i, 0) for i in range(pair.kv_heads)])
         for number, pair in pairs.items()
         if pair
     }
-    return {Q: random_rotation(model.hidden, CPU), **r}
+    return {Q: hadamard(model.hidden, CPU), **r}
 
 
 @torch.inference_mode()
