@@ -16,16 +16,8 @@ from torch import Tensor
 
 from slidesparse.calibrate.model import Model
 from slidesparse.calibrate.written import DISTILLATION_TOKENS, SELF, write
-from slidesparse.checkpoint.tokens import (
-    FORMS,
-    Document,
-    cut_stream,
-    is_dataset,
-    read_documents,
-    read_samples,
-    require_ids,
-    tokenize,
-)
+from slidesparse.checkpoint import tokens
+from slidesparse.checkpoint.tokens import Document
 from slidesparse.errors import CalibrationError, SlideSparseError
 from slidesparse.progress import Progress
 
@@ -169,22 +161,22 @@ def _load(data: str, model: Model, samples: int, length: int, option: str, progr
     path = Path(data)
     try:
         if path.is_file() and path.suffix.lower() == ".npy":
-            sequences = read_samples(path, length)
+            sequences = tokens.read_samples(path, length)
             chosen = [sequences[i] for i in sorted(generator.permutation(len(sequences))[:samples])]
         else:
             documents = _pieces(data)
-            if not is_dataset(data):  # which has a random order of its own
+            if not tokens.is_dataset(data):  # which has a random order of its own
                 documents = _shuffled([*documents], generator, progress)
-            take = cut_stream if model.is_causal else _sample_each_text
-            chosen = take(tokenize(model.checkpoint.folder, documents), length, samples)
+            take = tokens.cut_stream if model.is_causal else _sample_each_text
+            chosen = take(tokens.tokenize(model.checkpoint.folder, documents), length, samples)
     except SlideSparseError as error:
         raise type(error)(f"{option}: {error}") from error
     if not chosen:
         raise CalibrationError(
             f"{option} {data} gives no sample of {length} tokens; give more text, or a smaller --seqlen. Data are "
-            f"{FORMS}, or the words self or random"
+            f"{tokens.FORMS}, or the words self or random"
         )
-    require_ids(chosen, model.vocabulary, f"{option} {data}", model.checkpoint.folder)
+    tokens.require_ids(chosen, model.vocabulary, f"{option} {data}", model.checkpoint.folder)
     return Samples(
         _tensors(chosen), "the reference of the Python language" if data == REFERENCE else path.name
     )
@@ -211,9 +203,9 @@ def _pieces(data: str) -> Iterator[Document]:
         yield from python_reference()
         return
     if Path(data).suffix.lower() != ".txt":
-        yield from read_documents(data)
+        yield from tokens.read_documents(data)
         return
-    for text in read_documents(data):
+    for text in tokens.read_documents(data):
         assert isinstance(text, str)
         start = 0
         while start < len(text):

@@ -22,18 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from slidesparse.checkpoint import storage
 from slidesparse.checkpoint.names import BIAS, EXPERT, WEIGHT, architecture_of, joined_experts
-from slidesparse.checkpoint.storage import (
-    CONFIG,
-    FLOATS,
-    Checkpoint,
-    CheckpointError,
-    StoredTensor,
-    TensorSpec,
-    is_embedding_model,
-    text_config,
-    unquantized_config,
-)
+from slidesparse.checkpoint.storage import CONFIG, FLOATS, Checkpoint, CheckpointError, TensorSpec
 from slidesparse.errors import shown
 
 # transformers' parameters that join the matrices of experts, and vLLM's names of these
@@ -172,7 +163,7 @@ class Skeleton:
             (_, dtype, shape), file, start, _ = tensors[tensor]
             for i, (layer, (_, place)) in enumerate(names.items()):  # in the order of their bytes
                 spec = TensorSpec(layer + WEIGHT, dtype, (shape[1] // place.parts, shape[2]))
-                tensors[spec.name] = StoredTensor(spec, file, start + i * spec.nbytes)
+                tensors[spec.name] = storage.StoredTensor(spec, file, start + i * spec.nbytes)
         return replace(self.checkpoint, tensors=tensors)
 
     def _missing(self) -> list[str]:
@@ -191,7 +182,9 @@ class Skeleton:
         )
         modules = [*self.blocks]
         if self.generates:
-            head = None if is_embedding_model(self.checkpoint.folder) else model.get_output_embeddings()
+            head = (
+                None if storage.is_embedding_model(self.checkpoint.folder) else model.get_output_embeddings()
+            )
             modules += filter(None, (model.get_decoder(), head))
         needed = {id(parameter) for module in modules for parameter in module.parameters()}
         return [
@@ -417,7 +410,7 @@ def _read_config(checkpoint: Checkpoint) -> tuple[Any, Any]:
     # transformers writes infinite numbers in a way of its own, which this function reads
     read, _ = transformers.PreTrainedConfig.get_config_dict(checkpoint.folder, local_files_only=True)
     require_few_layers(read, checkpoint.folder)
-    values = unquantized_config(read)
+    values = storage.unquantized_config(read)
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         raise CheckpointError(
@@ -427,7 +420,7 @@ def _read_config(checkpoint: Checkpoint) -> tuple[Any, Any]:
     try:
         config = transformers.CONFIG_MAPPING[kind].from_dict(values)
         # vLLM reads that of the language model, which transformers 4 wrote alone
-        for known in (text_config(checkpoint.config), checkpoint.config):
+        for known in (storage.text_config(checkpoint.config), checkpoint.config):
             if TIED in known:
                 config.tie_word_embeddings = known[TIED]
         text = config.get_text_config()

@@ -19,20 +19,12 @@ import slidesparse
 from slidesparse.calibrate.model import Model
 from slidesparse.calibrate.rotation import untie_head
 from slidesparse.checkpoint import names as naming
+from slidesparse.checkpoint import storage
 from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, KEY, QUANT_METHOD, STAMP, LayerEntry, Metadata
 from slidesparse.checkpoint.names import SCALE, WEIGHT
 from slidesparse.checkpoint.skeleton import Skeleton
-from slidesparse.checkpoint.storage import (
-    CONFIG,
-    FLOATS,
-    INDEX,
-    Checkpoint,
-    CheckpointError,
-    TensorSpec,
-    plan_file,
-    unquantized_config,
-)
+from slidesparse.checkpoint.storage import FLOATS, Checkpoint, CheckpointError, TensorSpec
 from slidesparse.checkpoint.w8a8 import KINDS, quantize_head
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.source import Floats, Source, source_of
@@ -119,7 +111,7 @@ class ConversionPlan:
 
     def disk_bytes(self) -> int:
         """Return the bytes of all safetensors files written, including headers."""
-        return sum(plan_file(self.specs(file))[2] for file in self.checkpoint.files)
+        return sum(storage.plan_file(self.specs(file))[2] for file in self.checkpoint.files)
 
     def small_files(self) -> Iterator[tuple[str, bytes]]:
         """Yield the names and contents of the JSON files; config.json, which completes the checkpoint, comes last."""
@@ -127,8 +119,8 @@ class ConversionPlan:
             files = {spec.name: output.file for output in self.outputs for spec in output.specs}
             old = self.checkpoint.index.get("metadata")
             metadata = {**(old if isinstance(old, dict) else {}), "total_size": self.bytes_out}
-            yield INDEX, _json({"metadata": metadata, "weight_map": dict(sorted(files.items()))})
-        yield CONFIG, _json(self.config)
+            yield storage.INDEX, _json({"metadata": metadata, "weight_map": dict(sorted(files.items()))})
+        yield storage.CONFIG, _json(self.config)
 
 
 def _json(value: object) -> bytes:
@@ -443,7 +435,7 @@ class Planner:
         return list(dict.fromkeys(names))
 
     def _config(self, block: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
-        config = unquantized_config(self.checkpoint.config)
+        config = storage.unquantized_config(self.checkpoint.config)
         config.pop("auto_map", None)  # names code, which is not copied; transformers has the model
         block["quant_method"] = COMPRESSED_TENSORS if metadata.layout == "dense" else QUANT_METHOD
         block.pop("sparsity_config", None)  # refused by newer vLLM; our metadata replace it
