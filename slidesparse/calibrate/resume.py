@@ -41,7 +41,6 @@ from slidesparse.checkpoint.storage import (
     StoredTensor,
     TensorSpec,
     Writer,
-    bytes_of,
     read_header,
 )
 from slidesparse.errors import CalibrationError, shown
@@ -49,7 +48,8 @@ from slidesparse.errors import CalibrationError, shown
 STATE, LOSSES, CHOICE = "state.json", "losses.json", "choice.json"
 ROTATION, SMOOTHING = f"rotation{SUFFIX}", f"smoothing{SUFFIX}"
 DISTILLED, DISTILLING = f"distilled{SUFFIX}", f"distilling{SUFFIX}"
-SUM = "sha256"  # tensor of each file: of the file's name, and of the names, shapes and bytes of its others
+SUM, SUM_BYTES = "sha256", 32  # the last tensor of each file, of the file's name and all bytes before
+PIECE = 2**20  # bytes of a file that are read at a time
 ELSEWHERE = "name another output folder"
 DIGEST = "sha256:"  # begins the values of a state that nobody can read
 
@@ -94,17 +94,12 @@ class WorkFolder:
         self, name: str, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]
     ) -> None:
         """Write a safetensors file of the tensors ``specs``, one after the other, with a checksum, atomically."""
-        partial, by_name = self.folder / f".{name}", {spec.name: spec for spec in specs}
-        sums: dict[str, bytes] = {}
+        partial = self.folder / f".{name}"
         partial.unlink(missing_ok=True)
-        with Writer(partial, [*specs, TensorSpec(SUM, "U8", (32,))]) as writer:
+        with Writer(partial, [*specs, TensorSpec(SUM, "U8", (SUM_BYTES,))]) as writer:
             for tensor_name, tensor in tensors:
-                values = tensor.cpu().contiguous()
-                digest = hashlib.sha256(repr(by_name[tensor_name]).encode())
-                digest.update(bytes_of(values))
-                sums[tensor_name] = digest.digest()
-                writer.write(tensor_name, 0, values)
-            writer.write(SUM, 0, torch.tensor(list(_joined(name, sums)), dtype=torch.uint8))
+                writer.write(tensor_name, 0, tensor.cpu())
+            writer.write(SUM, 0, torch.tensor(list(_sums(partial, name)[0]), dtype=torch.uint8))
         os.rename(partial, self.folder / name)
         files.sync(self.folder)
         self._whole[name] = (self.folder / name).stat().st_mtime_ns
@@ -151,8 +146,10 @@ class WorkFolder:
             except CheckpointError as error:
                 raise self.damaged(error) from error
             changed = path.stat().st_mtime_ns
-            if self._whole.get(file) != changed and not _is_whole(path, stored):
-                raise self.damaged(f"{path} does not hold what was written there")
+            if self._whole.get(file) != changed:
+                computed, written = _sums(path, file)
+                if computed != written:
+                    raise self.damaged(f"{path} does not hold what was written there")
             self._whole[file] = changed
             tensors |= {name: tensor for name, tensor in stored.items() if name != SUM}
         return Checkpoint(self.folder, {}, None, found, tensors)
@@ -245,23 +242,13 @@ def _is_resumable(folder: Path, state: Mapping[str, Any], resume: bool) -> bool:
     return True
 
 
-def _joined(file: str, sums: Mapping[str, bytes]) -> bytes:
-    """Return the checksum of a file from those of its tensors, by name."""
-    return hashlib.sha256(file.encode() + b"".join(sums[name] for name in sorted(sums))).digest()
-
-
-def _is_whole(path: Path, stored: Mapping[str, StoredTensor]) -> bool:
-    """Return whether a file of `WorkFolder.write_each` has the checksum of its tensors."""
-    sums = {}
-    with Checkpoint(path.parent, {}, None, (path.name,), stored).reader() as reader:
-        for name, tensor in stored.items():
-            digest = hashlib.sha256(repr(tensor.spec).encode())
-            for rows in tensor.spec.chunks():
-                digest.update(bytes_of(reader.rows(name, rows)))
-            sums[name] = digest.digest()
-        if sums.pop(SUM, None) is None:
-            return False
-        return bytes(bytes_of(reader.whole(SUM))) == _joined(path.name, sums)
+def _sums(path: Path, name: str) -> tuple[bytes, bytes]:
+    """Return the checksum of a file's ``name`` and all its bytes but the last SUM_BYTES; and these, which hold it."""
+    digest, size = hashlib.sha256(name.encode()), path.stat().st_size - SUM_BYTES
+    with path.open("rb") as file:
+        for start in range(0, size, PIECE):
+            digest.update(file.read(min(PIECE, size - start)))
+        return digest.digest(), file.read()
 
 
 def _block_file(number: int) -> str:
