@@ -86,9 +86,9 @@ class Loss:
     entropy: float  # cross-entropy above that of the dense model
 
 
-@dataclass(frozen=True)
+@dataclass
 class Distilled:
-    """The outcome of a distillation."""
+    """The outcome of a distillation, so far."""
 
     seconds: float  # of training
     steps: int
@@ -424,7 +424,8 @@ class _Training:
         del weights, ends
         self._dense, self._pruned = _Network(model, parameters), _Network(model, parameters)
         # So that the first block has the graph of the others
-        self._pruned.model.get_input_embeddings().register_forward_hook(_require_gradient)
+        embedding = self._pruned.model.get_input_embeddings()
+        embedding.register_forward_hook(lambda _, __, x: x.requires_grad_(torch.is_grad_enabled()))
         self._round_input = partial(_round_input, dtype=self._dtype)
         self._weights: list[list[_Weight]] = []  # by block
         with work.tensors().reader() as codes:
@@ -435,8 +436,7 @@ class _Training:
         probe = torch.randn(2, len(self._dense.head.weight), device=self._device)
         self._finishes = not torch.equal(model.finish(probe), probe)
         self._update, self._compare = self._compiled(_update), self._compiled(_compare)
-        self._seconds, self._steps = 0.0, 0
-        self._before = self._best = Loss(math.inf, math.inf)
+        self._done = Distilled(0.0, 0, *[Loss(math.inf, math.inf)] * 2)
 
     def _load(self, reader: Reader, codes: Reader, number: int) -> None:
         """Load a block of both networks."""
@@ -484,8 +484,8 @@ class _Training:
         """Train until the time is up."""
         limit, total = 60 * self._task.calibration.training_minutes, 4 * _trained_weights(self._task)
         if not self._restore():
-            self._before = self._best = self._validation_loss()
-            if not math.isfinite(self._best.divergence):
+            self._done.before = self._done.after = self._validation_loss()
+            if not math.isfinite(self._done.after.divergence):
                 raise CalibrationError(
                     "the pruned model's predictions on the text of --distill are not finite (NaN or Inf); leave "
                     "--distill out, or prune to a milder pattern"
@@ -493,23 +493,23 @@ class _Training:
         if self._is_gpu:
             float(self._step(torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0])))  # compiles, and changes nothing
         started = saved = time.monotonic()
-        peak = min(RATE * self._before.divergence, MAX_RATE)
+        peak = min(RATE * self._done.before.divergence, MAX_RATE)
         pause, previous = SAVE_SECONDS, None
-        while self._seconds < limit:
-            rate = peak * learning_rate_factor(self._seconds / limit)
-            powers = (1 - beta ** (self._steps + 1) for beta in BETAS)
+        while self._done.seconds < limit:
+            rate = peak * learning_rate_factor(self._done.seconds / limit)
+            powers = (1 - beta ** (self._done.steps + 1) for beta in BETAS)
             loss = self._step(torch.tensor([rate, *(1 - beta for beta in BETAS), *powers]))
-            self._steps += 1
+            self._done.steps += 1
             shown = float(loss if previous is None else previous)  # the GPU always has a step to do
             now, previous = time.monotonic(), loss
             tokens = self._world * self._passes * self._per_pass * self._training_ids.shape[1]
             detail = f"{tokens / max(now - started, 1e-9):.3g} tokens/s, divergence {shown:.4f}"
-            self._seconds, since = self._agreed(self._seconds + now - started, now - saved)
+            self._done.seconds, since = self._agreed(self._done.seconds + now - started, now - saved)
             started = now
-            progress("distilling", int(total * min(1.0, self._seconds / limit)), total, detail)
-            if self._seconds >= limit or since > pause:
+            progress("distilling", int(total * min(1.0, self._done.seconds / limit)), total, detail)
+            if self._done.seconds >= limit or since > pause:
                 started = time.monotonic()
-                self._save(self._seconds >= limit)
+                self._save(self._done.seconds >= limit)
                 saved, previous = time.monotonic(), None
                 pause, started = max(SAVE_SECONDS, SAVE_PART * (saved - started)), saved
 
@@ -523,7 +523,7 @@ class _Training:
     def _step(self, rates: Tensor) -> Tensor:
         """Train on the samples of the next step, and return their mean divergence; for ``rates`` see `_update`."""
         each = self._passes * self._per_pass
-        first = (self._steps * self._world + self._rank) * each
+        first = (self._done.steps * self._world + self._rank) * each
         ids = self._training_ids[_samples(len(self._training_ids), first, each)].to(self._device)
         losses = []
         for some in ids.split(self._per_pass):
@@ -606,10 +606,11 @@ class _Training:
     def _save(self, end: bool) -> None:
         """Evaluate, keep the best tensors, and save the training state; at the ``end`` without weights and moments."""
         loss = self._validation_loss()
-        if loss.divergence < self._best.divergence:
-            self._best = loss
+        if loss.divergence < self._done.after.divergence:
+            self._done.after = loss
             self._write(DISTILLED, [weight.output() for weights in self._weights for weight in weights])
-        facts = [self._seconds, self._steps, *astuple(self._before), *astuple(self._best)]
+        seconds, steps, *losses = astuple(self._done)
+        facts = [seconds, steps, *chain(*losses)]
         states = [weight.state() for weights in self._weights for weight in weights if not end]
         self._write(DISTILLING, states, {FACTS: torch.tensor(facts, dtype=torch.float64)})
 
@@ -642,12 +643,7 @@ class _Training:
         """Load the saved state; return whether there was any."""
         if (done := _read_outcome(self._work)) is None:
             return False
-        self._seconds, self._steps, self._before, self._best = (
-            done.seconds,
-            done.steps,
-            done.before,
-            done.after,
-        )
+        self._done = done
         with self._work.open_files(DISTILLING).reader() as reader:
             for weight in (weight for weights in self._weights for weight in weights):
                 for name, (_, x) in weight.state().items():
@@ -668,10 +664,6 @@ def _read_outcome(work: WorkFolder) -> Distilled | None:
     if done.before != done.after and not work.open_files(DISTILLED).files:
         raise work.damaged(f"{DISTILLED} is missing")
     return done
-
-
-def _require_gradient(_: nn.Module, inputs: Any, x: Tensor) -> None:
-    x.requires_grad_(torch.is_grad_enabled())
 
 
 def _round_input(_: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -148,7 +148,9 @@ def test_processes_train_as_one(
     one, save_state = run("one", 1), distill._Training._save
 
     def interrupt(self: distill._Training, end: bool) -> None:
-        monkeypatch.setattr(self, "_validation_loss", lambda: self._best)  # the last weights will be the best
+        monkeypatch.setattr(
+            self, "_validation_loss", lambda: self._done.after
+        )  # the last weights will be the best
         save_state(self, end)
         raise Killed
 
