@@ -155,7 +155,10 @@ def output_error(w: Tensor, other: Tensor, hessian: Tensor) -> float:
     The error is 0 if both outputs are zero, and infinite if only that of ``w`` is.
     """
     w, other = (x.to(hessian.dtype) / power_of_two(w) for x in (w, other))
-    lost, total = (_output_energy(x, hessian) for x in (w - other, w))
+    # trace(w H w^T); rounding may take it below 0, and NaN stays NaN in this order
+    lost, total = (
+        max(float(((x @ hessian) * x).sum(-1, dtype=torch.float64).sum()), 0.0) for x in (w - other, w)
+    )
     if total == 0:
         return 0.0 if lost == 0 else float("inf")
     return float((lost / total) ** 0.5)
@@ -164,9 +167,3 @@ def output_error(w: Tensor, other: Tensor, hessian: Tensor) -> float:
 def power_of_two(x: Tensor) -> float:
     """Return about the largest of |x|: divided by it, x keeps its digits, and sums of its squares stay in range."""
     return 2.0 ** max(math.frexp(float(x.abs().amax()))[1] - 1, -126)
-
-
-def _output_energy(w: Tensor, hessian: Tensor) -> float:
-    """Return trace(w H w^T), summed in float64 and clamped to at least 0, below which rounding may take it."""
-    energy = float(((w @ hessian) * w).sum(-1, dtype=torch.float64).sum())
-    return max(energy, 0.0)  # in this order, NaN stays NaN

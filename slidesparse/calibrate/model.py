@@ -107,11 +107,9 @@ class Model:
             if isinstance(module, nn.Embedding) and module.num_embeddings == longest and module.padding_idx:
                 return longest - module.padding_idx - 1
         rope = getattr(config, "rope_parameters", None) or {}
-        return (
-            min(longest, rope.get("original_max_position_embeddings") or longest)
-            if "short_factor" in rope
-            else longest
-        )
+        if "short_factor" in rope:
+            longest = min(longest, rope.get("original_max_position_embeddings") or longest)
+        return longest
 
     # Blocks
 

@@ -252,7 +252,7 @@ def _rules(a: Tensor) -> list[Rule]:
 
     On a GPU, kernel launches would take most of the time of a loop over blocks.
     """
-    columns = _choices(a.shape[-1], a.device).columns
+    columns, _ = _choices(a.shape[-1], a.device)
     own = a.diagonal(dim1=-2, dim2=-1)[..., columns]
     both = a[..., columns[0], columns[1]].unsqueeze(-2)
     determinant = own.prod(-2, keepdim=True) - both * both
@@ -268,25 +268,19 @@ def choose_removed(w: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     if len(w) > step:
         parts = [choose_removed(part, rule) for part in w.split(step)]
         return torch.cat([share for share, _ in parts]), torch.cat([removed for _, removed in parts])
-    choices = _choices(w.shape[1], w.device)
-    selected = w[:, choices.columns]  # [N, 2, C]
+    columns, pairs = _choices(w.shape[1], w.device)
+    selected = w[:, columns]  # [N, 2, C]
     shares = (selected * rule.diagonal).addcmul_(selected.flip(1), rule.off_diagonal)
     best = selected.mul_(shares).sum(1).argmin(-1)
     values = shares.gather(2, best.view(-1, 1, 1).expand(-1, 2, 1)).squeeze(2)
-    columns = choices.pairs[best]
-    removed = torch.zeros_like(w, dtype=torch.bool).scatter_(1, columns, True)
-    return torch.zeros_like(w).scatter_(1, columns, values), removed
-
-
-class _Choices(NamedTuple):
-    """All choices of two of L columns, in lexicographic order."""
-
-    columns: Tensor  # [2, C]
-    pairs: Tensor  # [C, 2], transposed
+    chosen = pairs[best]
+    removed = torch.zeros_like(w, dtype=torch.bool).scatter_(1, chosen, True)
+    return torch.zeros_like(w).scatter_(1, chosen, values), removed
 
 
 @cache
-def _choices(length: int, device: torch.device) -> _Choices:
+def _choices(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return all choices of two of L columns, in lexicographic order: [2, C], and transposed [C, 2]."""
     with torch.inference_mode(False):
         pairs = torch.combinations(torch.arange(length, device=device))
-        return _Choices(pairs.t().contiguous(), pairs)
+        return pairs.t().contiguous(), pairs
