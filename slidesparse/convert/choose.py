@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from slidesparse import files
 from slidesparse.build.compile import cache_folder, make_folder
@@ -198,37 +197,28 @@ def prune_within(
         fitted: a function that returns the task for a choice, with samples to validate it.
     """
     assert outcome.choice
-    saved = work.read_json(CHOICE) or [(outcome.choice.loss, ())]
-    attempts = [Attempt(limit, tuple(losses)) for limit, losses in saved]
+    # Limits on the sum of layers' losses, and the resulting losses of the whole model on each kind of text.  Once these
+    # are measured, the limit is the sum itself, which leads to the same choice.
+    attempts: list[tuple[float, list[float]]] = work.read_json(CHOICE) or [(outcome.choice.loss, [])]
     while True:
-        choice = _choose(outcome, attempts[-1].limit)
-        if not attempts[-1].losses:
+        last, measured = attempts[-1]
+        choice = _choose(outcome, last)
+        if not measured:
             chosen = fitted(choice)
             calibrate(chosen, reader, work, progress)
-            measured = tuple(whole_loss(chosen, held, reader, work, progress) for held in chosen.held_back)
-            attempts[-1] = Attempt(choice.loss, measured)
+            measured = [whole_loss(chosen, held, reader, work, progress) for held in chosen.held_back]
+            attempts[-1] = choice.loss, measured
             work.write_json(CHOICE, attempts)
-        measured = attempts[-1].losses
         tried = [(limit, max(losses)) for limit, losses in attempts]
         most = choice.patterns == outcome.problem.frontier()[-1].patterns
         limit = next_limit(tried, outcome.allowed, most)
         if limit is None:
             calibrate(fitted(choice), reader, work, progress)  # of a resumed run: check that all is there
             part = max(*measured, 0.0) / (choice.loss or 1.0)  # 0 of weights that are sparse already
-            return replace(outcome, choice=choice, measured=measured, part=part)
-        attempts.append(Attempt(limit, ()))
+            return replace(outcome, choice=choice, measured=tuple(measured), part=part)
+        attempts.append((limit, []))
         work.clear()
         work.write_json(CHOICE, attempts)
-
-
-class Attempt(NamedTuple):
-    """A limit on the sum of layers' losses, and the resulting losses of the whole model on each kind of text.
-
-    Once these are measured, the limit is the sum itself, which leads to the same choice.
-    """
-
-    limit: float
-    losses: tuple[float, ...]  # none before they are measured
 
 
 def next_limit(tried: Sequence[tuple[float, float]], allowed: float, most: bool) -> float | None:
