@@ -153,7 +153,14 @@ class _Reader(Reader):
         """Return the scale of a layer, a float32 number."""
         with self._lock:
             if layer not in self._scales:
-                scale = self._mean(layer) if self._view.forms[layer] == MASTER else self._stored(layer)
+                if self._view.forms[layer] == MASTER:
+                    spec = self._view.source.tensors[layer + WEIGHT].spec
+                    parts = (self._raw(spec.name, rows).double().abs().sum() for rows in spec.chunks())
+                    mean = sum(parts, torch.zeros((), dtype=torch.float64)) / (spec.rows * spec.columns)
+                    scale = max(float(mean.float()), MIN_SCALE)  # in this order, NaN stays NaN
+                else:
+                    stored = self._raw(layer + SCALE, slice(0, 1)).float().reshape(())
+                    scale = float(1 / stored if self._view.inverse else stored)
                 if not 0 < scale < float("inf"):
                     raise CheckpointError(
                         f"the scale of {layer} is {scale}, so its weights or their scale are not finite, or zero; "
@@ -161,16 +168,3 @@ class _Reader(Reader):
                     )
                 self._scales[layer] = scale
             return self._scales[layer]
-
-    def _mean(self, layer: str) -> float:
-        name = layer + WEIGHT
-        spec = self._view.source.tensors[name].spec
-        total = torch.zeros((), dtype=torch.float64)
-        for rows in spec.chunks():
-            total += self._raw(name, rows).double().abs().sum()
-        mean = float((total / (spec.rows * spec.columns)).float())
-        return max(mean, MIN_SCALE)  # in this order, NaN stays NaN
-
-    def _stored(self, layer: str) -> float:
-        stored = self._raw(layer + SCALE, slice(0, 1)).float().reshape(())
-        return float(1 / stored if self._view.inverse else stored)
