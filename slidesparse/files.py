@@ -39,16 +39,16 @@ def own_folder(folder: Path, instead: str = "name another place") -> Path:
     except OSError as error:
         raise EnvironmentFault(f"{folder} cannot be created: {error.strerror}", instead) from error
     if not stat.S_ISDIR(status.st_mode):
-        raise EnvironmentFault(f"{folder} is a link or a file", f"remove it, or {instead}")
-    if status.st_uid != os.geteuid():
-        raise EnvironmentFault(f"{folder} belongs to another user", f"remove it, or {instead}")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise EnvironmentFault(f"{folder} cannot be written", f"run chmod u+wx on it, or {instead}")
-    if status.st_mode & SHARED and not status.st_mode & stat.S_ISVTX:
-        raise EnvironmentFault(
-            f"{folder} may be changed by other users", f"run chmod go-w on it, or {instead}"
-        )
-    return folder
+        problem, remedy = "is a link or a file", "remove it"
+    elif status.st_uid != os.geteuid():
+        problem, remedy = "belongs to another user", "remove it"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        problem, remedy = "cannot be written", "run chmod u+wx on it"
+    elif status.st_mode & SHARED and not status.st_mode & stat.S_ISVTX:
+        problem, remedy = "may be changed by other users", "run chmod go-w on it"
+    else:
+        return folder
+    raise EnvironmentFault(f"{folder} {problem}", f"{remedy}, or {instead}")
 
 
 @contextmanager

@@ -27,32 +27,26 @@ def require_free_name(source: Path, out: Path) -> None:
     Raises EnvironmentFault if its parent cannot be written to.
     """
     try:
-        length = len(os.fsencode(out.resolve().name))
+        place = out.resolve()
     except RuntimeError:
         raise CheckpointError(f"output folder {out} is a link to itself; name another one") from None
+    length, parent, problem = len(os.fsencode(place.name)), _existing_parent(out), ""
     if length > MAX_NAME:
-        raise CheckpointError(
-            f"the name of the output folder has {length} bytes; choose one of at most {MAX_NAME}"
-        )
-    if out.is_dir() and any(out.iterdir()):
-        raise CheckpointError(f"output folder {out} is not empty; name a new one, or empty it first")
-    if out.exists() and not out.is_dir():
-        raise CheckpointError(f"output folder {out} is a file; name a new folder")
-    parent = _existing_parent(out)
-    if not parent.is_dir():
-        raise CheckpointError(
-            f"output folder {out} lies below {parent}, which is a file; name another folder"
-        )
-    if out.resolve().is_relative_to(source.resolve()):
-        raise CheckpointError(f"output folder {out} lies inside the source {source}; name one elsewhere")
-    if out.is_dir() and out.samefile("."):  # the shell would stay in a folder that is deleted
-        raise CheckpointError(
-            f"output folder {out} is the current folder, which would be replaced; run the command in another one"
-        )
-    if out.resolve().is_mount():  # a folder cannot be renamed to it
-        raise CheckpointError(
-            f"output folder {out} is where a disk or volume is mounted; name a folder in it"
-        )
+        problem = f"is a name that has {length} bytes; choose one of at most {MAX_NAME}"
+    elif out.is_dir() and any(out.iterdir()):
+        problem = "is not empty; name a new one, or empty it first"
+    elif out.exists() and not out.is_dir():
+        problem = "is a file; name a new folder"
+    elif not parent.is_dir():
+        problem = f"lies below {parent}, which is a file; name another folder"
+    elif place.is_relative_to(source.resolve()):
+        problem = f"lies inside the source {source}; name one elsewhere"
+    elif out.is_dir() and out.samefile("."):  # the shell would stay in a folder that is deleted
+        problem = "is the current folder, which would be replaced; run the command in another one"
+    elif place.is_mount():  # a folder cannot be renamed to it
+        problem = "is where a disk or volume is mounted; name a folder in it"
+    if problem:
+        raise CheckpointError(f"output folder {out} {problem}")
     if not os.access(parent, os.W_OK | os.X_OK):  # false on a disk that is mounted read-only, too
         raise EnvironmentFault(
             f"output folder {out} cannot be created: {parent} is not writable here; name a folder elsewhere"
