@@ -63,7 +63,10 @@ class Flags:
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Flags:
         """Read the flags.  Raises FlagError naming the variable, what was found and what is allowed."""
         _switch(environ, DISABLE)  # `disabled` treats an unknown value as no
-        sparse, dense = _required(environ), _switch(environ, USE_CUBLASLT)
+        if _word(environ, MODE) not in ("", OFF, AUTO, REQUIRE):
+            raise FlagError(f"environment variable {MODE}={environ[MODE]!r}: use {OFF}, {AUTO} or {REQUIRE}")
+        sparse = _switch(environ, USE_CUSPARSELT) or _word(environ, MODE) == REQUIRE
+        dense = _switch(environ, USE_CUBLASLT)
         if sparse and dense:
             raise FlagError(
                 f"{path_flag(environ)} and {USE_CUBLASLT} are both set, but they select different paths; unset one"
@@ -75,8 +78,12 @@ class Flags:
             except PatternError as error:
                 raise FlagError(f"environment variable {SPARSITY}: {error}") from error
         path = SPARSE if sparse else DENSE if dense else None
-        backend = _backend(environ)
-        if backend and dense:
+        backend, names = _word(environ, BACKEND) or AUTO, gemm.names(SPARSE)
+        if backend not in (AUTO, *names):
+            raise FlagError(
+                f"environment variable {BACKEND}={environ[BACKEND]!r}: use {AUTO}, {' or '.join(names)}"
+            )
+        if backend != AUTO and dense:
             raise FlagError(
                 f"{USE_CUBLASLT} selects the dense path, but {BACKEND}={backend} is a sparse backend; unset one of them"
             )
@@ -84,7 +91,7 @@ class Flags:
             path,
             pattern,
             profile=_switch(environ, PROFILE),
-            backend=backend,
+            backend=None if backend == AUTO else backend,
             fuse=_switch(environ, FUSE) if environ.get(FUSE, "").strip() else None,
         )
 
@@ -122,21 +129,6 @@ def _word(environ: Mapping[str, str], name: str) -> str:
 
 def _is_true(environ: Mapping[str, str], name: str) -> bool:
     return _word(environ, name) in _TRUE
-
-
-def _required(environ: Mapping[str, str]) -> bool:
-    if _word(environ, MODE) not in ("", OFF, AUTO, REQUIRE):
-        raise FlagError(f"environment variable {MODE}={environ[MODE]!r}: use {OFF}, {AUTO} or {REQUIRE}")
-    return _switch(environ, USE_CUSPARSELT) or _word(environ, MODE) == REQUIRE
-
-
-def _backend(environ: Mapping[str, str]) -> str | None:
-    value, names = _word(environ, BACKEND), gemm.names(SPARSE)
-    if value in names:
-        return value
-    if value in ("", AUTO):
-        return None
-    raise FlagError(f"environment variable {BACKEND}={environ[BACKEND]!r}: use {AUTO}, {' or '.join(names)}")
 
 
 def _switch(environ: Mapping[str, str], name: str) -> bool:

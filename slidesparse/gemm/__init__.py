@@ -83,12 +83,10 @@ def choose(path: str, device: torch.device, capability: tuple[int, int] | None =
             continue
         reason = backend.unusable(device, capability)
         if reason is None:
-            return name, "; ".join([_describe_device(device, capability), *missed])
+            where = "this machine has no CUDA device"
+            if device.type == "cuda":
+                number = f" of compute capability {capability[0]}.{capability[1]}" if capability else ""
+                where = f"CUDA device{number}"
+            return name, "; ".join([where, *missed])
         missed.append(f"{name} cannot run: {' '.join(reason.split())}")
     raise BackendError(f"no backend serves the {path} path on {device}: {'; '.join(missed)}")
-
-
-def _describe_device(device: torch.device, capability: tuple[int, int] | None) -> str:
-    if device.type != "cuda":
-        return "this machine has no CUDA device"
-    return "CUDA device" + (f" of compute capability {capability[0]}.{capability[1]}" if capability else "")
