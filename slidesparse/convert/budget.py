@@ -179,7 +179,13 @@ class AllocationProblem:
         """Return the choices on the convex hull of loss over saving, from dense to the largest saving."""
         picked = {group: options[0] for group, options in self.candidates.items()}
         choices = [self.choice(picked)]
-        for group, candidate in self._steps():
+        # Along the hulls of all groups, in order of loss per saving
+        steps = [
+            (self._slope(a, b), group, number, b)
+            for group, options in self.candidates.items()
+            for number, (a, b) in enumerate(pairwise(self._hull(options)))
+        ]
+        for _, group, _, candidate in sorted(steps, key=lambda step: step[:3]):
             picked[group] = candidate
             choices.append(self.choice(picked))
         return choices
@@ -187,15 +193,6 @@ class AllocationProblem:
     def fastest(self, loss: float) -> Choice:
         """Return the last choice of the frontier whose total loss is at most ``loss``; possibly all dense."""
         return [choice for choice in self.frontier() if choice.loss <= loss][-1]
-
-    def _steps(self) -> list[tuple[LayerGroup, Candidate]]:
-        """Return all steps along the convex hulls of the groups, in order of loss per saving."""
-        steps: list[tuple[float, LayerGroup, int, Candidate]] = []
-        for group, options in self.candidates.items():
-            hull = self._hull(options)
-            for number, (a, b) in enumerate(pairwise(hull)):
-                steps.append((self._slope(a, b), group, number, b))
-        return [(group, candidate) for _, group, _, candidate in sorted(steps, key=lambda step: step[:3])]
 
     def _hull(self, options: Sequence[Candidate]) -> list[Candidate]:
         """Return the candidates on the lower convex hull of loss over saving, starting with dense."""
