@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -79,7 +80,7 @@ def demo(
     }
     options: dict[str, Any] = {"max_model_len": 512, "enforce_eager": True, "gpu_memory_utilization": 0.2}
     # vLLM's AVX2 kernels truncate to bfloat16, but its INT8 kernel for AMX refuses float32
-    in_float32 = not gpus and not _has_amx()
+    in_float32 = not gpus and not torch.cpu._is_amx_tile_supported()
     options |= {"dtype": "float32"} if in_float32 else {}
     # two engines share the cores; on a GPU there is one at a time, because vLLM measures free memory while it starts
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2))}
@@ -121,13 +122,6 @@ def demo(
         f"serve {converted}",
         markup=False,
     )
-
-
-def _has_amx() -> bool:
-    """Return whether this CPU has AMX, by what vLLM asks."""
-    import torch
-
-    return bool(torch.cpu._is_amx_tile_supported())
 
 
 def _empty(folder: Path) -> None:
