@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
-from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.checkpoint.names import SCALE, WEIGHT, other_use
 from slidesparse.checkpoint.skeleton import Skeleton
 from slidesparse.checkpoint.storage import FLOATS, Reader
@@ -474,13 +473,3 @@ def fast_products(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def fused_layers(skeleton: Skeleton, metadata: Metadata | None) -> list[list[str]]:
-    """List the linear layers of a model, those that vLLM runs as one layer, such as q, k and v, together.
-
-    With ``metadata``, only the layers that they list.
-    """
-    fused = Model(skeleton, torch.device("cpu")).fused()
-    listed = ([name for name in group if metadata is None or name in metadata.layers] for group in fused)
-    return [group for group in listed if group]

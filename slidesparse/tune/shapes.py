@@ -9,7 +9,9 @@ from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
-from slidesparse.calibrate.model import fused_layers
+import torch
+
+from slidesparse.calibrate.model import Model
 from slidesparse.checkpoint.converted import open_checkpoint
 from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.checkpoint.skeleton import Skeleton
@@ -93,7 +95,9 @@ def find_model(name: str) -> tuple[str, tuple[Layer, ...]]:
         and checkpoint.require(name + WEIGHT).dtype not in FLOATS
         and parse_block(checkpoint.quantization_config() or {}).loads_head(name)
     ]
-    for unit in [*fused_layers(skeleton, metadata), *heads]:
+    fused = Model(skeleton, torch.device("cpu")).fused()
+    listed = ([name for name in group if metadata is None or name in metadata.layers] for group in fused)
+    for unit in [*filter(None, listed), *heads]:
         specs = [checkpoint.tensors[name + WEIGHT].spec for name in unit]
         entry = metadata.layers.get(unit[0]) if metadata else None
         if specs[0].dtype in FLOATS and metadata:

@@ -17,13 +17,12 @@ from checkpoints import bert, config_of, edit_json, llama, rewrite, tensors_of, 
 from torch import Tensor
 
 from slidesparse.calibrate.changes import Change, ChangedReader, Changes
-from slidesparse.calibrate.model import Model, fused_layers
+from slidesparse.calibrate.model import Model
 from slidesparse.calibrate.permutation import may_permute, ordered_reader
 from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.calibrate.roles import Pair, layer_orders, random_order, roles_of
 from slidesparse.calibrate.rotation import rotated_reader, rotation_obstacle, untie_head
 from slidesparse.calibrate.smoothing import smoothed_reader
-from slidesparse.checkpoint.skeleton import Skeleton
 from slidesparse.checkpoint.storage import Checkpoint, CheckpointError, Reader
 from slidesparse.errors import CalibrationError
 
@@ -138,7 +137,7 @@ def test_longest_sequence(tmp_path: Path) -> None:
 def test_fused_layers_are_those_that_share_input_and_parent(tmp_path: Path) -> None:
     save("cohere", tmp_path)
     attention, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
-    assert fused_layers(Skeleton(Checkpoint.open(tmp_path)), None)[:4] == [
+    assert open_model(tmp_path).fused()[:4] == [
         [f"{attention}{x}_proj" for x in "qkv"],
         [f"{mlp}{x}_proj" for x in ("gate", "up")],
         [f"{attention}o_proj"],
