@@ -400,27 +400,22 @@ def read_header(path: Path) -> list[StoredTensor]:
     tensors = []
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         spec = TensorSpec(name, entry["dtype"], tuple(entry["shape"]))
-        _require_readable(spec, path)
+        if spec.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{path}: tensor {shown(name)} has dtype {spec.dtype}, the dtypes read are {', '.join(DTYPES)}; start "
+                "from the original checkpoint, before it was quantized or saved for another program"
+            )
+        if not name.isprintable() or not 0 < len(name) <= MAX_NAME or max(spec.shape, default=0) > MAX_SIZE:
+            raise CheckpointError(
+                f"{path}: tensor {shown(name)} of shape {shown(list(spec.shape))} is damaged; fetch it again"
+            )
+        if spec.row_bytes > MAX_ROW_BYTES:
+            raise CheckpointError(
+                f"{path}: tensor {name} has rows of {spec.row_bytes} bytes, at most {MAX_ROW_BYTES} are read; fetch it "
+                "again"
+            )
         tensors.append(StoredTensor(spec, path.name, 8 + length + entry["data_offsets"][0]))
     return tensors
-
-
-def _require_readable(spec: TensorSpec, path: Path) -> None:
-    name, dtype, shape = spec
-    if dtype not in DTYPES:
-        raise CheckpointError(
-            f"{path}: tensor {shown(name)} has dtype {dtype}, the dtypes read are {', '.join(DTYPES)}; start from the "
-            "original checkpoint, before it was quantized or saved for another program"
-        )
-    if not name.isprintable() or not 0 < len(name) <= MAX_NAME or max(shape, default=0) > MAX_SIZE:
-        raise CheckpointError(
-            f"{path}: tensor {shown(name)} of shape {shown(list(shape))} is damaged; fetch it again"
-        )
-    if spec.row_bytes > MAX_ROW_BYTES:
-        raise CheckpointError(
-            f"{path}: tensor {name} has rows of {spec.row_bytes} bytes, at most {MAX_ROW_BYTES} are read; fetch "
-            "it again"
-        )
 
 
 class Reader:
