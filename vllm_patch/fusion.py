@@ -108,12 +108,8 @@ class FusionPass(InductorPass):  # type: ignore[misc]
 
     def uuid(self) -> str:
         """Return a key that changes whenever the pass or its inputs may change the result."""
-        return hashlib.sha256(f"{_source()} {self.fuses} {self.keys}".encode()).hexdigest()
-
-
-@cache
-def _source() -> str:
-    return hashlib.sha256(Path(__file__).read_bytes() + f"{ops.ABI} {__version__}".encode()).hexdigest()
+        facts = f"{ops.ABI} {__version__} {self.fuses} {self.keys}"
+        return hashlib.sha256(Path(__file__).read_bytes() + facts.encode()).hexdigest()
 
 
 @cache
