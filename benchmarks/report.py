@@ -527,14 +527,14 @@ def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def measured_layers(folder: Path) -> dict[tuple[str, str, int], dict[tuple[int, int], float]]:
     """Return the microseconds of layers by (type, pattern or stock, tokens) and shape (N, K).
 
-    Where linear.json names the tokens of its version's `rows` of a model, those count alone: other models were
-    measured by an older version, in another run.
+    Where linear.json names the tokens of its version's `rows` of a model, those count alone at 6:8: other models were
+    measured by an older version, which stored such weights as windows.
     """
     shapes = {(model, layer.name): (layer.n, layer.k) for model, layers in MODELS.items() for layer in layers}
     times: dict[tuple[str, str, int], dict[tuple[int, int], float]] = {}
     rows = read(folder, LINEAR)
     for model, tokens in read_conditions(folder / "linear.json").get("rows", {}).items():
-        rows = rows[(rows["model"] == model) | ~rows["M"].isin(tokens)]
+        rows = rows[(rows["model"] == model) | ~rows["M"].isin(tokens) | (rows["pattern"] != "6:8")]
     rows = rows[(rows["layer"] != SUM_LAYER) & rows["pattern"].isin((DENSE, *SERVED))]
     for row in rows[rows["provider"].isin((STOCK, HOPPER))].itertuples():
         n, _, k = row.layer.partition("x")

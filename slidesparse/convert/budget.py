@@ -12,8 +12,8 @@ The time of a linear layer is a + b N K, by GPU, pattern and number of tokens.  
 with the package; `python -m benchmarks docs` writes it.  Each of its rows is a fit to the times of whole layers from
 bfloat16 to bfloat16, including quantization and scaling, that were measured on one GPU at one pattern and number of
 tokens: pruned and dense layers by our kernels, and dense ones by vLLM's own ("stock"), the baseline.  Measured layers
-differ from their fit by 9% on average on an H200 (4 to 46 shapes) and 6% on an H100 (4 or 8), at most by 13% on average
-at one pattern and number of tokens, and by 43% at worst.
+differ from their fit by 9% on average on an H200 (64 shapes, or 4 of one model) and 6% on an H100 (8, or 4), at most by
+15% on average at one pattern and number of tokens, and by 52% at worst.
 """
 
 from __future__ import annotations
