@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,11 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setenv("SLIDESPARSE_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
-@pytest.fixture(autouse=True)
-def own_layer_times(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "FILE", write_layer_times(tmp_path_factory.mktemp("times") / "times.csv"))
+@pytest.fixture(autouse=True, scope="module")
+def own_layer_times(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budget, "FILE", write_layer_times(tmp_path_factory.mktemp("times") / "times.csv"))
+        yield
 
 
 @pytest.fixture(scope="module")
