@@ -32,7 +32,7 @@ def require_free_name(source: Path, out: Path) -> None:
         raise CheckpointError(f"output folder {out} is a link to itself; name another one") from None
     length, parent, problem = len(os.fsencode(place.name)), _existing_parent(out), ""
     if length > MAX_NAME:
-        problem = f"is a name that has {length} bytes; choose one of at most {MAX_NAME}"
+        problem = f"cannot be created: its name has {length} bytes; choose one of at most {MAX_NAME}"
     elif out.is_dir() and any(out.iterdir()):
         problem = "is not empty; name a new one, or empty it first"
     elif out.exists() and not out.is_dir():
