@@ -223,21 +223,17 @@ def contexts() -> str:
     return table(("tokens at the start", "batch size", *columns.values()), lines, 2)
 
 
-def _spans(folder: Path, rounds: range) -> Iterator[tuple[str, ...]]:
-    """Yield the lines of whole models over stock vLLM: the median over some rounds, and their range."""
-    rows = whole_models(folder)
-    rows = rows[rows["round"].isin(rounds)].replace({"column": {REQUIRE: DENSE}})
-    ratios = within_rounds(rows, STOCK)
-    for (model, dtype), cells in ratios.groupby(level=["model", "dtype"], sort=False):
-        for number, ((stage, m), of_rounds) in enumerate(cells.groupby(level=["stage", "M"])):
-            name = f"{folder.name.upper()}, {model}, {dtype.upper()}" if number == 0 else ""
-            figures = (of_rounds[column] for column in (DENSE, "6:8", TWO_FOUR))
-            yield name, _step(stage, m), *(f"{ratio(x.median())} ({span(x)})" for x in figures)
-
-
-def spans(rounds: range, folders: Sequence[Path] = FOLDERS) -> str:
-    """Return a table of `_spans` of folders."""
-    lines = [line for folder in folders for line in _spans(folder, rounds)]
+def spans(rounds: range) -> str:
+    """Return a table of whole models over stock vLLM: the median over some rounds, and their range."""
+    lines: list[tuple[str, ...]] = []
+    for folder in FOLDERS:
+        rows = whole_models(folder)
+        rows = rows[rows["round"].isin(rounds)].replace({"column": {REQUIRE: DENSE}})
+        for (model, dtype), cells in within_rounds(rows, STOCK).groupby(level=["model", "dtype"], sort=False):
+            for number, ((stage, m), of_rounds) in enumerate(cells.groupby(level=["stage", "M"])):
+                name = f"{folder.name.upper()}, {model}, {dtype.upper()}" if number == 0 else ""
+                figures = (of_rounds[column] for column in (DENSE, "6:8", TWO_FOUR))
+                lines.append((name, _step(stage, m), *(f"{ratio(x.median())} ({span(x)})" for x in figures)))
     return table(("", "", NOT_PRUNED[DENSE], "6:8", TWO_FOUR), lines, 2)
 
 
