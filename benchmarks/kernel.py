@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -160,21 +161,20 @@ def _prepare(
     session: Session, stock: Stock | None, cell: Cell, problem: Problem, weights: list[Tensor]
 ) -> tuple[str, tuple[Launch, int]]:
     """Return the fastest algorithm, and its launch with the number of copies.  Raises LibraryError."""
-    operands = session.inputs.operands(problem, weights)
     if cell.library is None:
         assert stock
+        operands = session.inputs.operands(problem, weights)
         return "cutlass", (stock.gemm(operands), len(operands.outs))
-    if cell.dense_in_blocks:  # not saved: serving uses the winner for 2:4
-        problems = [problem]
-        results = [search(cell.library, problem, operands, session.clock, session.gpu.device)]
-    else:  # dense: the faster of scaling in the epilogue and not
-        scales = dict.fromkeys((problem.scale, problem.scale if cell.library.sparse else "none"))
-        problems = [replace(problem, scale=scale) for scale in scales]
-        results = [session.search(cell.library, each, weights) for each in problems]
-    best, result = min(zip(problems, results, strict=True), key=lambda pair: pair[1].timing.p50)
-    operands = session.inputs.operands(best, weights)
-    plan = cell.library.plan(best, session.gpu.device, result.algorithm)
-    return result.algorithm, (operands.launch(plan), len(operands.outs))
+    found = []
+    # A dense library: the faster of scaling in the epilogue and not
+    for scale in dict.fromkeys((problem.scale, problem.scale if cell.library.sparse else "none")):
+        problem = replace(problem, scale=scale)
+        operands = session.inputs.operands(problem, weights)
+        result = search(cell.library, problem, operands, session.clock, session.gpu.device)
+        found.append((result.timing.p50, result.algorithm, problem, operands))
+    _, algorithm, problem, operands = min(found, key=itemgetter(0))
+    plan = cell.library.plan(problem, session.gpu.device, algorithm)
+    return algorithm, (operands.launch(plan), len(operands.outs))
 
 
 def _weights(session: Session, group: Group, cell: Cell) -> list[Tensor]:

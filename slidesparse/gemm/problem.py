@@ -132,7 +132,7 @@ class Problem:
 class Tensors(NamedTuple):
     """The tensors of out = (activations @ weight.T) * scale_w * scale_x + bias."""
 
-    activations: Tensor  # [M, K'], INT8 or FP8 when a layer runs
+    activations: Tensor  # [M, K'], INT8 or FP8 when a layer runs; BF16 for a backend that fuses to quantize
     weight: Tensor  # as the backend packed it
     out: Tensor  # [M, N]
     scale_w: Tensor | None = None  # [N] or [N, 1] float32

@@ -18,11 +18,12 @@ from slidesparse.gemm.problem import LibraryError, Problem
 from slidesparse.tune.inputs import Operands
 from slidesparse.tune.measure import EXACT_US, QUICK_US, SAMPLES, CudaClock, Launch, Replay, Timing
 
-FINALISTS = 6  # that are timed precisely; quick estimates of equally fast algorithms differ by some percent
+FINALISTS = 16  # that are timed precisely, at most; quick estimates of equally fast algorithms differ by some percent,
+QUICK_ERROR = 1.2  # and one may seem this much slower than the first
 ROUNDS = 5  # in which the finalists take turns, every other one in reverse
 WARM_UP_SECONDS, WARM_UP_US = 0.5, 200.0  # of all finalists together, if launches take at least WARM_UP_US
 MAX_SLOWDOWN = 2.0  # algorithms slower than this many times the best so far are not timed further
-NOISE_US = 30.0  # timing noise of one eager launch
+NOISE_US = 300.0  # of one eager launch, in which the GPU may wait for a host that is in use
 LONG_US = 1000.0  # launches of at least this long are timed without a graph, as gaps do not matter
 FP8_ERROR = 2.0**-8  # relative to the norm of an FP8 product, see `outputs_agree`
 COMPARED_ELEMENTS = 2**25  # output elements that are compared at a time
@@ -60,6 +61,8 @@ def search(
     finalists: dict[str, Replay] = {}
     wrong = 0
     for name, (us, launch) in sorted(timed.items(), key=lambda item: item[1][0]):
+        if finalists and us > QUICK_ERROR * timed[next(iter(finalists))][0]:
+            break
         if not outputs_agree(_launch_output(operands, launch), expected, problem):
             wrong += 1
             continue
@@ -107,7 +110,7 @@ def _estimate_us(clock: CudaClock, launch: Launch, copies: int, best: float) -> 
     us = min(clock.time_once(launch), clock.time_once(launch))  # the first one also loads the kernel
     if us > min(LONG_US, MAX_SLOWDOWN * best + NOISE_US):
         return us
-    return min(clock.prepare(launch, copies, us, QUICK_US).samples(2))
+    return min(clock.prepare(launch, copies, us, QUICK_US).samples(4))
 
 
 def _launch_output(operands: Operands, launch: Launch) -> Tensor:

@@ -21,7 +21,7 @@ from slidesparse.pattern import SlidePattern, parse_pattern, round_up
 from slidesparse.tune.inputs import Inputs
 from slidesparse.tune.machine import SERVED_DTYPES, Gpu
 from slidesparse.tune.measure import CudaClock
-from slidesparse.tune.search import SearchResult, search
+from slidesparse.tune.search import search
 from slidesparse.tune.shapes import Layer, packed_columns
 
 
@@ -41,15 +41,6 @@ class Session:
         """Count a cell, and show its label."""
         self.cells += 1
         self.show(label)
-
-    def search(self, library: CudaBackend, problem: Problem, weights: list[Tensor]) -> SearchResult:
-        """Search for the fastest algorithm, and save it if serving runs the problem.  Raises LibraryError."""
-        operands = self.inputs.operands(problem, weights)
-        result = search(library, problem, operands, self.clock, self.gpu.device)
-        if (problem.out, problem.scale) in served_outputs(library, problem.dtype):
-            best = Tuned(result.algorithm, result.timing.p50)
-            save(self.gpu.subject(library), [(problem, best)])  # milliseconds
-        return result
 
 
 def served_outputs(library: CudaBackend, dtype: str) -> list[tuple[str, str]]:
@@ -136,7 +127,10 @@ def _tune_job(session: Session, job: Job, force: bool, counts: Counter[str]) -> 
                 if not weights:
                     smallest = replace(job.problem, m=min(job.tokens))
                     weights = inputs.packed(job.library, smallest, inputs.copies(smallest))
-                result = session.search(job.library, problem, weights)
+                # As a layer runs: a GEMM that loads weights while the kernel before it quantizes has other optima
+                operands = inputs.operands(problem, weights, quantized=not job.library.fuses)
+                result = search(job.library, problem, operands, session.clock, session.gpu.device)
+                save(subject, [(problem, Tuned(result.algorithm, result.timing.p50))])  # milliseconds
                 tried = {"algorithms": result.tried, "refused": result.refused, "wrong": result.wrong}
                 counts.update(tuned=1, **tried)
             except LibraryError as error:

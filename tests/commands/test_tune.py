@@ -38,10 +38,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def find(library: FakeLibrary, problem: Problem) -> SearchResult:
+def find(library: FakeLibrary, problem: Problem, clock: FakeClock | None = None) -> SearchResult:
     inputs = Inputs(CPU, GPU.l2_bytes)
     weights = inputs.packed(library, problem, inputs.copies(problem))
-    return search(library, problem, inputs.operands(problem, weights), FakeClock(library), CPU)
+    operands = inputs.operands(problem, weights)
+    return search(library, problem, operands, clock or FakeClock(library), CPU)
 
 
 INT8 = Problem("int8", "int32", 64, 64, 16)
@@ -55,6 +56,21 @@ def test_search_takes_the_fastest_correct_algorithm(problem: Problem) -> None:
     result = find(library, problem)
     assert (result.algorithm, result.tried, result.refused, result.wrong) == ("good", 8, 2, 3)
     assert 10.0 <= result.timing.p20 < result.timing.p50 < result.timing.p80 < 10.2
+
+
+def test_a_host_that_is_late_hides_no_algorithm() -> None:
+    """Eager launches wait for the host: only ones that are far slower are left out."""
+    library = FakeLibrary(times={"middle": 20.0, "good": 10.0, "slow": 30.0})
+    assert find(library, INT8, FakeClock(library, {"good": 150.0})).algorithm == "good"
+    library.times["slow"] = 500.0
+    assert find(library, INT8, FakeClock(library, {"good": 1e4, "slow": 1e4})).algorithm == "middle"
+
+
+def test_a_backend_that_fuses_is_tuned_with_its_quantization() -> None:
+    """A GEMM alone, whose weights load behind other GEMMs, has other optima than a layer, by up to 17%."""
+    library = FakeLibrary(fuses=True, outs=("bf16",), scale="both")
+    _, counts = tune(session(library), gemm_jobs([library], LAYERS[:1], ["int8"], ["2:4"], [16]))
+    assert (counts["tuned"], counts["wrong"]) == (1, 0)
 
 
 def test_search_fails_without_a_usable_algorithm() -> None:

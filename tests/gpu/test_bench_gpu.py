@@ -8,17 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_layers import gpu, require_hopper
 from typer.testing import CliRunner
 
 from benchmarks.cli import app as benchmarks
 from benchmarks.conditions import usable_libraries
+from slidesparse import ops
 from slidesparse.cli.main import app
 from slidesparse.gemm import tuned
-from slidesparse.gemm.problem import LibraryError, Problem
+from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.problem import ALL_2_4, CODED, DTYPES, LibraryError, Problem, Tensors
+from slidesparse.pattern import SlidePattern
+from slidesparse.prune import prune
 from slidesparse.tune.inputs import Inputs
 from slidesparse.tune.machine import require_gpu
 from slidesparse.tune.measure import own_stream
-from slidesparse.tune.search import search
+from slidesparse.tune.search import outputs_agree, search
 
 pytestmark = pytest.mark.gpu
 
@@ -68,6 +73,25 @@ def test_search_finds_an_algorithm_with_a_correct_result(name: str, dtype: str) 
             exact_sums = exact_sums * operands.scale_w.double() * operands.scale_x.double()[:, None]
         error = (operands.outs[0].double() - exact_sums).norm() / exact_sums.norm()
         assert error <= (0 if out == "int32" else 2.0**-8)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+@pytest.mark.parametrize(("ratio", "blocks"), [("2:4", ALL_2_4), ("6:8", CODED)])
+def test_tune_times_the_layer_that_is_served(ratio: str, blocks: str, dtype: str) -> None:
+    """A plan of one configuration that is given BF16 activations runs the whole layer."""
+    require_hopper()
+    hopper, pattern, device = Hopper(), SlidePattern.parse(ratio), gpu()
+    n, k, m = 256, 512, 40
+    inputs = Inputs(device, require_gpu().l2_bytes)
+    weight = prune(inputs.weight(dtype, n, k, sparse=False), pattern)
+    x, scale_w = inputs.floats((m, k), torch.bfloat16), inputs.scale(n)
+    packed = hopper.pack(weight, pattern)
+    served = hopper.layer(n, k, pattern, 0, DTYPES[dtype])
+    expected = ops.linear(x, packed, scale_w.view(-1, 1), None, served, "hopper")
+    out = torch.empty_like(expected)
+    problem = Problem(dtype, "bf16", n, k, m, "both", blocks=blocks)
+    hopper.plan(problem, device)(Tensors(x, packed, out, scale_w))
+    assert torch.equal(out, expected) if dtype == "int8" else outputs_agree(out, expected, problem)
 
 
 def test_tune_and_benchmark_commands_fill_their_tables(tmp_path: Path) -> None:

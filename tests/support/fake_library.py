@@ -28,6 +28,7 @@ class FakePlan:
 
     def __call__(self, tensors: Tensors) -> None:
         activations, weight, out, scale_w, scale_x, _ = tensors
+        assert not self.library.fuses or (activations.dtype, scale_x) == (torch.bfloat16, None)
         self.library.ran.append(self.algorithm)
         if self.algorithm.startswith("fails"):
             raise LibraryError(f"{self.algorithm} failed")
@@ -52,6 +53,7 @@ class FakeLibrary:
 
     name: str = "cusparselt"
     sparse: bool = True
+    fuses: bool = False
     alignment: int = 32
     coded: bool = False
     times: dict[str, float] = field(default_factory=lambda: dict(TIMES))
@@ -97,8 +99,9 @@ class FakeLibrary:
 class FakeClock:
     """A clock that runs launches and reads their times from the table of the library."""
 
-    def __init__(self, library: FakeLibrary) -> None:
+    def __init__(self, library: FakeLibrary, host_us: dict[str, float] | None = None) -> None:
         self._library = library
+        self._host_us = host_us or {}  # what launching an algorithm takes
 
     def _run(self, launch: Launch) -> float:
         self._library.ran.clear()
@@ -106,7 +109,8 @@ class FakeClock:
         return self._library.times[self._library.ran[0]]
 
     def time_once(self, launch: Launch) -> float:
-        return self._run(launch) + 4.0  # the host's overhead
+        us = self._run(launch)
+        return us + self._host_us.get(self._library.ran[0], 4.0)
 
     def prepare(self, launch: Launch, copies: int, about_us: float, target_us: float) -> Replay:
         us = self._run(launch)

@@ -65,17 +65,25 @@ class HopperPlan(native.Plan):
 
 
 def multiply(plan: int, tensors: Tensors) -> None:
-    """Multiply and scale by the plan with this handle, on torch's current stream, without any checks."""
-    q, weight, out, scale_w, scale_x, bias = tensors
+    """Multiply and scale by the plan with this handle, on torch's current stream, without any checks.
+
+    Activations of BF16 or FP16, which have no scales, are quantized first.
+    """
+    x, weight, out, scale_w, scale_x, bias = tensors
     assert scale_w is not None
-    assert scale_x is not None
-    scratch = q.new_empty(native.library().slidesparse_hopper_scratch_bytes(plan, len(q)), dtype=torch.uint8)
+    scratch = x.new_empty(native.library().slidesparse_hopper_scratch_bytes(plan, len(x)), dtype=torch.uint8)
+    no_prologue = (0, 0.0, None, None, 0, None)
     native.call(
-        "product",
-        *(plan, q.shape[0], q.data_ptr(), q.shape[1], scale_x.data_ptr()),
+        "linear" if scale_x is None else "product",
+        *(plan, len(x), x.data_ptr()),
+        *(
+            (TYPES[x.dtype], x.stride(0), *no_prologue)
+            if scale_x is None
+            else (x.shape[1], scale_x.data_ptr())
+        ),
         *(weight.data_ptr(), weight.numel(), scale_w.data_ptr()),
         *((None, 0) if bias is None else (bias.data_ptr(), TYPES[bias.dtype])),
-        *(out.data_ptr(), TYPES[out.dtype], scratch.data_ptr(), cuda.current_stream(q.get_device())),
+        *(out.data_ptr(), TYPES[out.dtype], scratch.data_ptr(), cuda.current_stream(x.get_device())),
     )
 
 
