@@ -232,8 +232,9 @@ def spans(rounds: range) -> str:
         for (model, dtype), cells in within_rounds(rows, STOCK).groupby(level=["model", "dtype"], sort=False):
             for number, ((stage, m), of_rounds) in enumerate(cells.groupby(level=["stage", "M"])):
                 name = f"{folder.name.upper()}, {model}, {dtype.upper()}" if number == 0 else ""
-                figures = (of_rounds[column] for column in (DENSE, "6:8", TWO_FOUR))
-                lines.append((name, _step(stage, m), *(f"{ratio(x.median())} ({span(x)})" for x in figures)))
+                figures = (of_rounds[column].dropna() for column in (DENSE, "6:8", TWO_FOUR))
+                texts = (f"{ratio(x.median())} ({span(x)})" if len(x) else NO_VALUE for x in figures)
+                lines.append((name, _step(stage, m), *texts))
     return table(("", "", NOT_PRUNED[DENSE], "6:8", TWO_FOUR), lines, 2)
 
 
@@ -257,12 +258,12 @@ def layers() -> str:
     """Layers of Qwen2.5-7B by version 0.3.0: unpruned ones over the libraries', patterns over those, and the goals."""
     lines: list[tuple[object, ...]] = []
     for folder in (H100, H200):
-        tokens = read_conditions(folder / "linear.json")["rows"][QWEN]
+        measured = read_conditions(folder / "linear.json")["rows"][QWEN]
         us = model_layers(folder).loc[QWEN]
         bases = {f"not pruned over {name}": over(us, name, HOPPER).get(DENSE) for name in (STOCK, CUBLASLT)}
         patterns = over(us, HOPPER, HOPPER)[[*SERVED[::-1]]].add_suffix(" over not pruned")
         cells = patterns.assign(**bases)[[*bases, *patterns]].astype(float)
-        for dtype in DTYPES[:2]:
+        for dtype, tokens in measured.items():
             for m in tokens:
                 label = f"{folder.name.upper()}, {dtype.upper()}" if m == tokens[0] else ""
                 lines.append((label, m, *map(ratio, cells.loc[dtype, m])))
@@ -529,8 +530,10 @@ def measured_layers(folder: Path) -> dict[tuple[str, str, int], dict[tuple[int, 
     shapes = {(model, layer.name): (layer.n, layer.k) for model, layers in MODELS.items() for layer in layers}
     times: dict[tuple[str, str, int], dict[tuple[int, int], float]] = {}
     rows = read(folder, LINEAR)
-    for model, tokens in read_conditions(folder / "linear.json").get("rows", {}).items():
-        rows = rows[(rows["model"] == model) | ~rows["M"].isin(tokens) | (rows["pattern"] != "6:8")]
+    for model, measured in read_conditions(folder / "linear.json").get("rows", {}).items():
+        for dtype, tokens in measured.items():
+            cells = (rows["dtype"] == dtype) & rows["M"].isin(tokens) & (rows["pattern"] == "6:8")
+            rows = rows[(rows["model"] == model) | ~cells]
     rows = rows[(rows["layer"] != SUM_LAYER) & rows["pattern"].isin((DENSE, *SERVED))]
     for row in rows[rows["provider"].isin((STOCK, HOPPER))].itertuples():
         n, _, k = row.layer.partition("x")

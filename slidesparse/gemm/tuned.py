@@ -7,7 +7,7 @@ fastest and what an algorithm's name means.  A file ships with the package, or i
      "entries": {"int8 -> bf16, scale both, bias no, n 4608, k 5376": {
          "64": ["split:2x64/1x4/2", 9.1]}}}
 
-An entry is an algorithm and its time in microseconds.
+An entry is an algorithm and its time in microseconds when it was tuned: of a GEMM, or of the layer that it is part of.
 """
 
 from __future__ import annotations
