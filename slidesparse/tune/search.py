@@ -21,7 +21,9 @@ from slidesparse.tune.measure import EXACT_US, QUICK_US, SAMPLES, CudaClock, Lau
 FINALISTS = 16  # that are timed precisely, at most; quick estimates of equally fast algorithms differ by some percent,
 QUICK_ERROR = 1.2  # and one may seem this much slower than the first
 ROUNDS = 5  # in which the finalists take turns, every other one in reverse
-WARM_UP_SECONDS, WARM_UP_US = 0.5, 200.0  # of all finalists together, if launches take at least WARM_UP_US
+# Of all finalists together, if launches take at least WARM_UP_US: without one, a layer of 512 tokens took 108 us on an
+# H200, in windows that were long enough for the power limit 129.
+WARM_UP_SECONDS, WARM_UP_US = 0.5, 50.0
 MAX_SLOWDOWN = 2.0  # algorithms slower than this many times the best so far are not timed further
 NOISE_US = 300.0  # of one eager launch, in which the GPU may wait for a host that is in use
 LONG_US = 1000.0  # launches of at least this long are timed without a graph, as gaps do not matter
