@@ -7,21 +7,15 @@ routed to has a poor H (see `slidesparse.calibrate.inputs`), and is pruned by th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from slidesparse.blocks import obeys
 from slidesparse.calibrate.inputs import Hessian, Stream
 from slidesparse.calibrate.model import fast_products
-from slidesparse.calibrate.sparsegpt import Pruner, pruner
-from slidesparse.calibrate.task import Task
-from slidesparse.pattern import Pattern
-from slidesparse.prune import prune
 
 FLOOR = 8  # an expert with fewer than K / FLOOR tokens is pruned by those of the whole layer
 
@@ -42,25 +36,10 @@ class _Products(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def groups_to_prune(task: Task, number: int) -> dict[str, tuple[str, ...]]:
-    """Return the checkpoint's names of the matrices of a block's experts that are pruned, by their parameter.
+def expert_hessians(stream: Stream, joined: Tensor) -> list[tuple[Hessian, Hessian]]:
+    """Return H of the tokens of each expert in ``joined`` [E, N, K], and the H to prune it by.
 
-    Parameters come in the order of the block, and so in that of execution.
-    """
-    skeleton = task.model.skeleton
-    groups: dict[str, list[str]] = {name: [] for name, _ in skeleton.blocks[number].named_parameters()}
-    for name, place in skeleton.experts(number).items():
-        if name in task.layers:
-            groups[place.parameter].append(name)
-    return {parameter: tuple(names) for parameter, names in groups.items() if names}
-
-
-def expert_pruners(
-    stream: Stream, joined: Tensor, sweeps: int
-) -> Iterator[tuple[Hessian, Hessian, Callable[[Tensor, Pattern], Tensor]]]:
-    """Yield H of the tokens of each expert in ``joined`` [E, N, K], the H to prune by, and a function that prunes.
-
-    All are pruned by magnitude if no token reaches any; those that obey the pattern stay.
+    Raises CalibrationError when an input is NaN or infinite, or H overflows.
     """
     hessians = [Hessian(joined.shape[2], joined.device) for _ in joined]
     products = _Products(joined, lambda number, x: hessians[number].add(x))
@@ -71,11 +50,4 @@ def expert_pruners(
     for hessian in hessians:
         pooled.merge(hessian)
     pooled.require_finite("an expert")
-    for own in hessians:
-        used = pooled if own.tokens < joined.shape[2] / FLOOR else own
-        best = pruner(used.matrix, sweeps) if used.tokens else prune
-        yield own, used, partial(_prune, best)
-
-
-def _prune(best: Pruner, w: Tensor, pattern: Pattern) -> Tensor:
-    return w if obeys(w, pattern) else best(w, pattern)
+    return [(own, pooled if own.tokens < joined.shape[2] / FLOOR else own) for own in hessians]

@@ -229,7 +229,7 @@ def _inverse_hessians(run: BlockRun, roles: Roles) -> dict[str, Tensor]:
     inverses: dict[str, Tensor] = {}
     assert residual
     for group in run.block.groups:
-        if not run.weights_to_prune(group):
+        if not any(run.full_name(name) in run.task.layers for name in group):
             continue
         hessian = gather_hessian(run.pruned, group[0])
         upper = factor(hessian.matrix)

@@ -19,11 +19,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from torch import Tensor
 
-from slidesparse.calibrate.experts import expert_pruners, groups_to_prune
 from slidesparse.calibrate.finetune import InputRounder
 from slidesparse.calibrate.graphs import recordings
-from slidesparse.calibrate.inputs import free_bytes, gather_hessian
-from slidesparse.calibrate.model import Block, Ends, Model, fast_products
+from slidesparse.calibrate.inputs import free_bytes
+from slidesparse.calibrate.model import Block, Ends, LayerGroup, Model, fast_products
 from slidesparse.calibrate.pipeline import (
     BlockRun,
     is_finished,
@@ -33,9 +32,7 @@ from slidesparse.calibrate.pipeline import (
 )
 from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.calibrate.samples import Samples
-from slidesparse.calibrate.sparsegpt import pruner
 from slidesparse.calibrate.task import Task
-from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.checkpoint.storage import Reader
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
@@ -48,9 +45,6 @@ CACHE_PART = {"cpu": 4, "cuda": 2}  # cached blocks may take 1 / CACHE_PART of t
 POOLING = "1_Pooling/config.json"  # of sentence-transformers
 FIRST_TOKEN = "pooling_mode_cls_token"
 
-# Linear layers that share an input, or the experts whose weights are one tensor in vLLM; they have one pattern
-LayerGroup = tuple[str, ...]
-
 
 class GroupLoss(NamedTuple):
     """The loss of pruning a group alone, by pattern, and of experts the share of tokens that is routed to each."""
@@ -62,14 +56,9 @@ class GroupLoss(NamedTuple):
 Losses = dict[LayerGroup, GroupLoss]
 
 
-def layer_groups(task: Task, number: int | None = None) -> list[LayerGroup]:
-    """Return the groups of the layers of a task, or of its block ``number``, in order of execution."""
-    model, groups = task.model, list[LayerGroup]()
-    for i in range(model.blocks) if number is None else (number,):
-        linears = (tuple(model.skeleton.layer(i, name) for name in group) for group in model.groups(i))
-        pruned = (tuple(name for name in group if name in task.layers) for group in linears)
-        groups += [*filter(None, pruned), *groups_to_prune(task, i).values()]
-    return groups
+def layer_groups(task: Task) -> list[LayerGroup]:
+    """Return the groups of the layers of a task, in order of execution."""
+    return [group for number in range(task.model.blocks) for group in task.groups(number)]
 
 
 @torch.inference_mode()
@@ -105,7 +94,7 @@ def layer_losses(
         return block
 
     for run in run_blocks(task, reader, "measuring", progress):
-        if not all(group in losses for group in layer_groups(task, run.number)):
+        if not all(group in losses for group in task.groups(run.number)):
             losses |= _measure(run, patterns, criterion, load)
             save(losses)
         kept.pop(run.number, None)
@@ -117,35 +106,23 @@ def _measure(
 ) -> Losses:
     """Return the losses of the layer groups of a block; ``load`` returns the dense model's others."""
     options: dict[tuple[LayerGroup, str], dict[str, Tensor]] = {((), ""): {}}  # the first is the dense model
-    for group in run.block.groups:
-        if not (weights := run.weights_to_prune(group)):
-            continue
-        hessian = gather_hessian(run.pruned, group[0])
-        prune = pruner(hessian.matrix, 0, run.task.ternary)
-        stacked, sizes = torch.cat([*weights.values()]), [len(w) for w in weights.values()]
-        for pattern in patterns:
-            parts = prune(stacked, pattern).split(sizes)
-            options[tuple(map(run.full_name, weights)), pattern.ratio] = {
-                name + WEIGHT: w for name, w in zip(weights, parts, strict=True)
-            }
     shares, tokens = dict[LayerGroup, list[float]](), sum(ids.numel() for ids in run.ids)
-    for parameter, names in groups_to_prune(run.task, run.number).items():
-        joined = run.block.weights[parameter]
-        copies, shares[names] = [joined.clone() for _ in patterns], []
-        for number, (own, _, prune_expert) in enumerate(expert_pruners(run.pruned, joined, 0)):
-            shares[names].append(own.tokens / tokens)
-            for pattern, copy in zip(patterns, copies, strict=True):
-                copy[number] = prune_expert(joined[number], pattern)
-        options |= {
-            (names, pattern.ratio): {parameter: w} for pattern, w in zip(patterns, copies, strict=True)
-        }
+    for group in run.task.groups(run.number):
+        for inputs in run.inputs(group):
+            if run.places[group[0]].number is not None:
+                shares.setdefault(group, []).append(inputs.own.tokens / tokens)
+            names, weights = zip(*inputs.weights.items(), strict=True)
+            prune = inputs.pruner(0, run.task.ternary)
+            for pattern in patterns:
+                parts = prune(torch.cat(weights), pattern).split([len(w) for w in weights])
+                options.setdefault((group, pattern.ratio), {}).update(zip(names, parts, strict=True))
     # Evenly spaced batches, which are sorted by the length of samples
     chosen = range(0, len(run.ids), -(-tokens // LOSS_TOKENS[run.task.device.type]))
     states: dict[tuple[LayerGroup, str], list[Tensor]] = {}
     with fast_products(run.task.device):
         for option, changed in options.items():
             block = run.block.copy()
-            block.weights |= changed
+            run.replace(block, changed.items())
             states[option] = [block.output(run.pruned.states[i]) for i in chosen]
         for number in range(run.number + 1, run.task.model.blocks):
             block = load(number)

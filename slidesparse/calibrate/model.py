@@ -35,6 +35,8 @@ from slidesparse.errors import CalibrationError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a block besides hidden states
 Groups = tuple[tuple[str, ...], ...]  # names of the linear layers that share an input, in order of execution
+# The checkpoint's names of linear layers that share an input, or of the experts whose weights are one tensor in vLLM
+LayerGroup = tuple[str, ...]
 
 UNLIMITED = 2**20  # tokens of a sequence where config.json gives no limit
 TRACED_TOKENS = 8  # length of the sequence that shows which layers share an input
@@ -134,9 +136,14 @@ class Model:
         """Return the checkpoint's names of the linear layers of a block, group by group, by their names in it."""
         return {name: self.skeleton.layer(number, name) for group in self.groups(number) for name in group}
 
-    def layers(self, number: int) -> list[str]:
-        """Return the checkpoint's names of all layers of a block that may be pruned, routed experts included."""
-        return [*self.linears(number).values(), *self.skeleton.experts(number)]
+    def layer_groups(self, number: int) -> list[LayerGroup]:
+        """Return the groups of all layers of a block that may be pruned, in order of execution, routed experts last."""
+        skeleton = self.skeleton
+        linears = [tuple(skeleton.layer(number, name) for name in group) for group in self.groups(number)]
+        experts: dict[str, LayerGroup] = {name: () for name, _ in skeleton.blocks[number].named_parameters()}
+        for name, place in skeleton.experts(number).items():
+            experts[place.parameter] += (name,)
+        return [*linears, *filter(None, experts.values())]
 
     def fused(self) -> list[list[str]]:
         """Return the checkpoint's names of all linear layers, those that vLLM may fuse into one together.

@@ -13,31 +13,47 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from slidesparse.blocks import obeys
-from slidesparse.calibrate.experts import expert_pruners, groups_to_prune
+from slidesparse.calibrate.experts import expert_hessians
 from slidesparse.calibrate.finetune import Finetuned, finetune
 from slidesparse.calibrate.graphs import recordings
 from slidesparse.calibrate.inputs import Hessian, HiddenStates, Stream, gather_hessian, output_error
-from slidesparse.calibrate.model import Block
+from slidesparse.calibrate.model import Block, LayerGroup
 from slidesparse.calibrate.permutation import find_order, may_permute
 from slidesparse.calibrate.resume import WorkFolder
 from slidesparse.calibrate.roles import find_roles, layer_orders
-from slidesparse.calibrate.sparsegpt import factor, pruner
+from slidesparse.calibrate.sparsegpt import Pruner, factor, pruner
 from slidesparse.calibrate.task import Task
 from slidesparse.checkpoint.names import SCALE, WEIGHT
-from slidesparse.checkpoint.skeleton import Expert
+from slidesparse.checkpoint.skeleton import Place
 from slidesparse.checkpoint.storage import Reader
 from slidesparse.errors import CalibrationError
 from slidesparse.progress import Progress
+from slidesparse.prune import prune
 from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
 
 METHOD, SWEEPS = "sparsegpt", 4  # and passes that refine a layer afterwards
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
+
+
+class Inputs(NamedTuple):
+    """The inputs of layers of a group: of all, or of the matrices of one expert, the tokens routed to it."""
+
+    weights: dict[str, Tensor]  # [N, K] by the checkpoint's names
+    own: Hessian  # of the inputs
+    used: Hessian  # to prune by
+
+    def pruner(self, sweeps: int, ternary: bool, columns: Tensor | slice = slice(None)) -> Pruner:
+        """Return a function that prunes the layers, with their ``columns`` [K] in this order.
+
+        It prunes by magnitude if no token reaches any expert.
+        """
+        return pruner(self.used.matrix[columns][:, columns], sweeps, ternary) if self.used.tokens else prune
 
 
 @dataclass(frozen=True)
@@ -56,17 +72,12 @@ class BlockRun:
         return self.pruned.block
 
     @cached_property
-    def experts(self) -> dict[str, Expert]:
-        """The checkpoint's names of the matrices of routed experts that are quantized, and their places."""
+    def places(self) -> dict[str, Place]:
+        """The places of the weights that are quantized, by the checkpoint's names."""
+        linears = {full: Place(name + WEIGHT) for name, full in self.task.quantized(self.number).items()}
+        experts = self.task.model.skeleton.experts(self.number).items()
         quantized = {*self.task.layers, *self.task.skipped}
-        places = self.task.model.skeleton.experts(self.number)
-        return {name: place for name, place in places.items() if name in quantized}
-
-    @cached_property
-    def places(self) -> dict[str, tuple[str, Expert | None]]:
-        """The parameters of the weights that are quantized, by the checkpoint's names, and the places of experts."""
-        linears = {full: (name + WEIGHT, None) for name, full in self.task.quantized(self.number).items()}
-        return {**linears, **{name: (place.parameter, place) for name, place in self.experts.items()}}
+        return linears | {name: place for name, place in experts if name in quantized}
 
     def full_name(self, name: str) -> str:
         """Return the checkpoint's name of a linear layer of the block."""
@@ -74,26 +85,32 @@ class BlockRun:
 
     def weight(self, block: Block, name: str) -> Tensor:
         """Return a weight [N, K] of a block that is quantized, by the checkpoint's name, as a view of its tensor."""
-        parameter, place = self.places[name]
-        return place.of(block.weights[parameter]) if place else block.weights[parameter]
+        place = self.places[name]
+        return place.of(block.weights[place.parameter])
 
     def replace(self, block: Block, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace weights of a block that are quantized, by the checkpoint's names."""
         copied = set[str]()  # other copies of the block share its tensors
         for name, w in weights:
-            parameter, place = self.places[name]
-            if place is None:
-                block.weights[parameter] = w
-                continue
+            parameter = self.places[name].parameter
             if parameter not in copied:
                 block.weights[parameter] = block.weights[parameter].clone()
                 copied.add(parameter)
-            place.of(block.weights[parameter]).copy_(w)
+            self.weight(block, name).copy_(w)
 
-    def weights_to_prune(self, group: Sequence[str]) -> dict[str, Tensor]:
-        """Return the weights [N, K] of a group to prune, by their names within the block."""
-        names = [name for name in group if self.full_name(name) in self.task.layers]
-        return {name: self.block.weights[name + WEIGHT] for name in names}
+    def inputs(self, group: LayerGroup) -> Iterator[Inputs]:
+        """Yield the inputs of a group, or of each of its experts, after the layers of earlier groups were replaced.
+
+        Raises CalibrationError when an input is NaN or infinite, or H overflows.
+        """
+        parameter, is_expert = self.places[group[0]].parameter, self.places[group[0]].number is not None
+        if is_expert:
+            hessians = expert_hessians(self.pruned, self.block.weights[parameter])
+        else:
+            hessians = [(gather_hessian(self.pruned, parameter.removesuffix(WEIGHT)),) * 2]
+        for number, (own, used) in enumerate(hessians):
+            names = [name for name in group if not is_expert or self.places[name].number == number]
+            yield Inputs({name: self.weight(self.block, name) for name in names}, own, used)
 
 
 @torch.inference_mode()
@@ -160,8 +177,7 @@ def run_blocks(
 
 def _blocks_to_prune(task: Task) -> list[int]:
     """Return the numbers of the blocks with layers to prune."""
-    model = task.model
-    return [n for n in range(model.blocks) if any(name in task.layers for name in model.layers(n))]
+    return [number for number in range(task.model.blocks) if task.groups(number)]
 
 
 def block_counter(task: Task, phase: str, progress: Progress) -> Callable[[int], None]:
@@ -171,7 +187,7 @@ def block_counter(task: Task, phase: str, progress: Progress) -> Callable[[int],
 
     def finished(number: int) -> None:
         nonlocal done
-        done += sum(sizes.get(name, 0) for name in task.model.layers(number))
+        done += sum(sizes[name] for group in task.groups(number) for name in group)
         progress(phase, done, sum(sizes.values()))
 
     return finished
@@ -190,53 +206,40 @@ def _prune_block(run: BlockRun) -> tuple[dict[str, Tensor], list[dict[str, Any]]
     """
     tensors: dict[str, Tensor] = {}
     rows: dict[str, dict[str, Any]] = {}
-    pruned: dict[str, Tensor] = {}  # not quantized
-    hessians: dict[str, Tensor] = {}  # H [K, K] of the inputs of each layer
-
-    def finish(name: str, w: Tensor, part: Tensor, hessian: Hessian, started: float, count: int) -> Tensor:
-        """Quantize the pruned ``part`` of ``w``, one of ``count`` since the time ``started``; return it as served."""
-        served = _quantize_layer(run, name, part, tensors)
-        rows[name] = {
-            "name": name,
-            "pattern": run.task.layers[name].ratio,
-            "method": METHOD if hessian.tokens else "magnitude",
-            "error_pruned": output_error(w, part, hessian.matrix),
-            "error_quantized": output_error(w, served, hessian.matrix),
-            "tokens": hessian.tokens,
-            # of the group, shared by its layers; without fine-tuning
-            "seconds": round((time.monotonic() - started) / count, 3),
-        }
-        return served
-
-    for group in run.block.groups:
-        if not (weights := run.weights_to_prune(group)):
-            continue
-        started = time.monotonic()
-        hessian = gather_hessian(run.pruned, group[0])
-        order, orders = _find_order(run, group[0], hessian)
-        tensors |= orders
-        pruned |= _prune_rows(run, hessian, weights, order)
-        for name, w in weights.items():
-            hessians[name] = hessian.matrix
-            served = finish(run.full_name(name), w, pruned[name], hessian, started, len(weights))
-            run.block.weights[name + WEIGHT] = served
-    for parameter, names in groups_to_prune(run.task, run.number).items():
-        joined, of_experts = run.block.weights[parameter], dict[str, Tensor]()
-        for number, (own, used, prune_expert) in enumerate(expert_pruners(run.pruned, joined, SWEEPS)):
-            started = time.monotonic()
-            whole = prune_expert(joined[number], run.task.layers[names[0]])
-            places = {name: run.experts[name] for name in names if run.experts[name].number == number}
-            for name, place in places.items():
-                part = whole.chunk(place.parts)[place.part]
-                of_experts[name] = finish(name, place.of(joined), part, used, started, len(places))
-                rows[name] |= {"tokens": own.tokens, "pooled": used is not own}
-        run.replace(run.block, of_experts.items())
+    pruned: dict[str, Tensor] = {}  # linear layers, by their names in the block, not quantized
+    hessians: dict[str, Tensor] = {}  # H [K, K] of the inputs of each
+    for group in run.task.groups(run.number):
+        started, served = time.monotonic(), dict[str, Tensor]()
+        for inputs in run.inputs(group):
+            weights, own, used = inputs
+            order, orders = _find_order(run, group[0], used)
+            tensors |= orders
+            parts = _prune_rows(run, inputs, order)
+            for name, w in weights.items():
+                part, place = parts[name], run.places[name]
+                served[name] = _quantize_layer(run, name, part, tensors)
+                rows[name] = {
+                    "name": name,
+                    "pattern": run.task.layers[name].ratio,
+                    "method": METHOD if used.tokens else "magnitude",
+                    "error_pruned": output_error(w, part, used.matrix),
+                    "error_quantized": output_error(w, served[name], used.matrix),
+                    "tokens": own.tokens,
+                }
+                if place.number is None:
+                    inside = place.parameter.removesuffix(WEIGHT)
+                    pruned[inside], hessians[inside] = part, used.matrix
+                else:
+                    rows[name]["pooled"] = used is not own
+        for name in group:  # without fine-tuning
+            rows[name]["seconds"] = round((time.monotonic() - started) / len(group), 3)
+        run.replace(run.block, served.items())
     if run.dense and (trained := _finetune_block(run, run.dense, pruned)):
         for name, w in trained.weights.items():
             full = run.full_name(name)
-            served = run.block.weights[name + WEIGHT] = _quantize_layer(run, full, w, tensors)
-            dense = run.dense.block.weights[name + WEIGHT]
-            rows[full]["error_finetuned"] = output_error(dense, served, hessians[name])
+            run.block.weights[name + WEIGHT] = _quantize_layer(run, full, w, tensors)
+            dense, tuned = (run.weight(block, full) for block in (run.dense.block, run.block))
+            rows[full]["error_finetuned"] = output_error(dense, tuned, hessians[name])
         for name in pruned:
             rows[run.full_name(name)] |= {
                 "block_error": trained.error_before,
@@ -245,15 +248,16 @@ def _prune_block(run: BlockRun) -> tuple[dict[str, Tensor], list[dict[str, Any]]
     return tensors, [*rows.values()]
 
 
-def _find_order(run: BlockRun, reader: str, hessian: Hessian) -> tuple[Tensor | None, dict[str, Tensor]]:
+def _find_order(run: BlockRun, name: str, hessian: Hessian) -> tuple[Tensor | None, dict[str, Tensor]]:
     """Return the order [K] in which to prune the columns of a layer, and the permutations to save, by tensor name.
 
     The order is None, without permutations, for a layer that is the reader of no pair or keeps its order.
     """
+    reader = run.places[name].parameter.removesuffix(WEIGHT)
     pair = find_roles(run.block).pair(reader) if run.task.permutes else None
     if pair is None:
         return None, {}
-    w, pattern = run.block.weights[reader + WEIGHT], run.task.layers[run.full_name(reader)]
+    w, pattern = run.weight(run.block, name), run.task.layers[name]
     if not pattern.length or not may_permute(pair, pattern.length) or obeys(w, pattern):
         return None, {}
     upper = factor(hessian.matrix)
@@ -262,9 +266,7 @@ def _find_order(run: BlockRun, reader: str, hessian: Hessian) -> tuple[Tensor | 
     return order, {run.full_name(name) + suffix: x for (name, suffix), x in orders.items()}
 
 
-def _prune_rows(
-    run: BlockRun, hessian: Hessian, weights: Mapping[str, Tensor], order: Tensor | None
-) -> dict[str, Tensor]:
+def _prune_rows(run: BlockRun, inputs: Inputs, order: Tensor | None) -> dict[str, Tensor]:
     """Prune layers that share their inputs; layers of one pattern are stacked, because rows are independent.
 
     A layer that already obeys its pattern is not changed.
@@ -272,19 +274,18 @@ def _prune_rows(
     Args:
         order: permutation [K] of the columns in which the pattern holds; the result has the original order.
     """
-    patterns = {name: run.task.layers[run.full_name(name)] for name in weights}
+    weights, patterns = inputs.weights, {name: run.task.layers[name] for name in inputs.weights}
     pruned = {name: w.clone() for name, w in weights.items() if obeys(w, patterns[name])}
-    remaining = {name: w for name, w in weights.items() if name not in pruned}
+    remaining = [name for name in weights if name not in pruned]
     if not remaining:
         return pruned
     columns = slice(None) if order is None else order
     back = slice(None) if order is None else order.argsort()
-    h = hessian.matrix[columns][:, columns]
-    prune = pruner(h, SWEEPS, run.task.ternary)
+    best = inputs.pruner(SWEEPS, run.task.ternary, columns)
     for pattern in dict.fromkeys(patterns[name] for name in remaining):
         names = [name for name in remaining if patterns[name] == pattern]
-        w = torch.cat([remaining[name] for name in names])[:, columns]
-        parts = prune(w, pattern)[:, back].split([len(remaining[name]) for name in names])
+        w = torch.cat([weights[name] for name in names])[:, columns]
+        parts = best(w, pattern)[:, back].split([len(weights[name]) for name in names])
         pruned |= dict(zip(names, parts, strict=True))
     return pruned
 
@@ -315,9 +316,9 @@ def _quantize_layer(run: BlockRun, name: str, w: Tensor, tensors: dict[str, Tens
             f"pruning {name} gave weights that are not finite (NaN or Inf): its weights or inputs are too large for "
             "sums in float32; pruning without --calib computes none"
         )
-    parameter, place = run.places[name]
-    if run.task.ternary and place is None:
-        scale = run.block.scales[parameter.removesuffix(WEIGHT)]
+    place = run.places[name]
+    if run.task.ternary and place.number is None:
+        scale = run.block.scales[place.parameter.removesuffix(WEIGHT)]
         codes = (w / scale).round_().to(torch.int8)
     else:
         codes, scale = quantize_rows(w, NAMES[run.task.quant], "cuda")

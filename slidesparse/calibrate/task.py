@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import slidesparse
-from slidesparse.calibrate.model import Model
+from slidesparse.calibrate.model import LayerGroup, Model
 from slidesparse.calibrate.resume import DIGEST, fingerprints
 from slidesparse.calibrate.samples import REFERENCE, SAMPLES, Samples, join, load_sources
 from slidesparse.checkpoint.bitnet import is_bitnet
@@ -120,10 +120,14 @@ class Task:
         names = self.model.linears(number).items()
         return {name: full for name, full in names if full in self.layers or full in self.skipped}
 
+    def groups(self, number: int) -> list[LayerGroup]:
+        """Return the groups of the layers of a block that are pruned, in order of execution."""
+        groups = self.model.layer_groups(number)
+        return [*filter(None, (tuple(name for name in group if name in self.layers) for group in groups))]
+
     def patterns(self, number: int) -> dict[str, str]:
         """Return the patterns of the layers of a block that are pruned, by name."""
-        names = (name for name in self.model.layers(number) if name in self.layers)
-        return {name: self.layers[name].ratio for name in names}
+        return {name: self.layers[name].ratio for group in self.groups(number) for name in group}
 
     def state(self) -> dict[str, Any]:
         """Return the values that must be equal for a run to resume another; the keys are the words for them."""
@@ -161,7 +165,7 @@ def prepare(
     Raises CalibrationError for a model that cannot be run or does not run one of the ``layers``, and the errors of
     `slidesparse.calibrate.samples.load_sources`.
     """
-    linears = {name for number in range(model.blocks) for name in model.layers(number)}
+    linears = {name for i in range(model.blocks) for group in model.layer_groups(i) for name in group}
     if calibration.distill and any(map(is_expert, layers)):
         raise CalibrationError(
             "--distill does not train routed experts: leave it out, or leave them unpruned: --layer "

@@ -33,20 +33,21 @@ TIED = "tie_word_embeddings"  # key of config.json: whether the output head is t
 MAX_LAYERS = 1024  # blocks and other counts of modules, which take time to make; 126 in Llama 3.1 405B
 
 
-class Expert(NamedTuple):
-    """The place of an expert's matrix, which is stored as a tensor, in a parameter of a block, [experts, N, K].
+class Place(NamedTuple):
+    """The place of a matrix, which is stored as a tensor, in a parameter of a block: all of it, or an expert's part.
 
-    Of the ``parts`` equal parts of its rows, such as gate and up, the matrix is the one of index ``part``.
+    Experts are joined, [experts, N, K].  Of the ``parts`` equal parts of the rows of expert ``number``, such as gate
+    and up, the matrix is the one of index ``part``.
     """
 
     parameter: str
-    number: int
-    part: int
-    parts: int
+    number: int | None = None
+    part: int = 0
+    parts: int = 1
 
-    def of(self, joined: Tensor) -> Tensor:
+    def of(self, x: Tensor) -> Tensor:
         """Return the matrix as a view of the parameter."""
-        return joined[self.number].chunk(self.parts)[self.part]
+        return x if self.number is None else x[self.number].chunk(self.parts)[self.part]
 
 
 class Skeleton:
@@ -109,9 +110,9 @@ class Skeleton:
         """The checkpoint's names of the linear layers of all blocks."""
         return [self.layer(i, name) for i in range(len(self.blocks)) for name in self.linears(i)]
 
-    def experts(self, number: int) -> dict[str, Expert]:
+    def experts(self, number: int) -> dict[str, Place]:
         """Return the checkpoint's names of the matrices of a block's routed experts that transformers joins."""
-        prefix, found = self.prefix(number), dict[str, Expert]()
+        prefix, found = self.prefix(number), dict[str, Place]()
         for of_tensor in self.joined.values():
             found |= {name: place for name, (block, place) in of_tensor.items() if block == number}
         for name, target in self.tensors(prefix).items():
@@ -121,16 +122,16 @@ class Skeleton:
                 joined = self.model.get_parameter(target)
                 rows, columns = self.checkpoint.tensors[name].spec.shape
                 if tuple(joined.shape[1:]) == (parts * rows, columns):
-                    found[layer] = Expert(target.removeprefix(prefix), int(match[2]), part, parts)
+                    found[layer] = Place(target.removeprefix(prefix), int(match[2]), part, parts)
         return found
 
     @cached_property
-    def joined(self) -> dict[str, dict[str, tuple[int, Expert]]]:
+    def joined(self) -> dict[str, dict[str, tuple[int, Place]]]:
         """The tensors that hold all experts of a layer as [experts, N, K]: those names that each expert's has alone.
 
         Each name comes with the number of the block and the place in it.
         """
-        joined: dict[str, dict[str, tuple[int, Expert]]] = {}
+        joined: dict[str, dict[str, tuple[int, Place]]] = {}
         for number, block in enumerate(self.blocks):
             for path, module in block.named_modules():
                 if not hasattr(module, "is_transposed") or module.is_transposed or module.has_bias:
@@ -149,7 +150,7 @@ class Skeleton:
                         joined[tensor] = {
                             f"{module_name}.{expert}.{part}": (
                                 number,
-                                Expert(parameter, expert, i, len(parts)),
+                                Place(parameter, expert, i, len(parts)),
                             )
                             for expert in range(len(module.get_parameter(name)))
                             for i, part in enumerate(parts)

@@ -30,7 +30,8 @@ from typing import NamedTuple
 
 import torch
 
-from slidesparse.calibrate.losses import LayerGroup, Losses
+from slidesparse.calibrate.losses import Losses
+from slidesparse.calibrate.model import LayerGroup
 from slidesparse.errors import CalibrationError
 from slidesparse.gemm.tuned import slug
 from slidesparse.pattern import DENSE_WEIGHT, SlidePattern

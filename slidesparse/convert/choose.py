@@ -14,13 +14,13 @@ from slidesparse import files
 from slidesparse.build.compile import cache_folder, make_folder
 from slidesparse.calibrate.losses import (
     GroupLoss,
-    LayerGroup,
     Losses,
     layer_groups,
     layer_losses,
     perplexity_change,
     whole_loss,
 )
+from slidesparse.calibrate.model import LayerGroup
 from slidesparse.calibrate.pipeline import calibrate
 from slidesparse.calibrate.resume import CHOICE, LOSSES, WorkFolder
 from slidesparse.calibrate.task import HELD_BACK, TEXTS, Task

@@ -88,7 +88,8 @@ def open_model(folder: Path, untied: bool = False) -> Model:
 
 def task_of(model: Model, ids: str, pattern: SlidePattern, **options: Any) -> Task:
     """Return a task that prunes all linear layers of a model, and all routed experts."""
-    names = [name for number in range(model.blocks) for name in model.layers(number)]
+    groups = (group for number in range(model.blocks) for group in model.layer_groups(number))
+    names = [name for group in groups for name in group]
     calibration = Calibration((ids,), seqlen=TOKENS[1], device="cpu", epochs=0)
     return prepare(model, dict.fromkeys(names, pattern), (), "int8", calibration, **options)
 
