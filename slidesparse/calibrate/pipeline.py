@@ -8,7 +8,6 @@ fine-tuned to its outputs afterwards (see `slidesparse.calibrate.finetune`).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -209,7 +208,7 @@ def _prune_block(run: BlockRun) -> tuple[dict[str, Tensor], list[dict[str, Any]]
     pruned: dict[str, Tensor] = {}  # linear layers, by their names in the block, not quantized
     hessians: dict[str, Tensor] = {}  # H [K, K] of the inputs of each
     for group in run.task.groups(run.number):
-        started, served = time.monotonic(), dict[str, Tensor]()
+        served: dict[str, Tensor] = {}
         for inputs in run.inputs(group):
             weights, own, used = inputs
             order, orders = _find_order(run, group[0], used)
@@ -221,7 +220,6 @@ def _prune_block(run: BlockRun) -> tuple[dict[str, Tensor], list[dict[str, Any]]
                 rows[name] = {
                     "name": name,
                     "pattern": run.task.layers[name].ratio,
-                    "method": METHOD if used.tokens else "magnitude",
                     "error_pruned": output_error(w, part, used.matrix),
                     "error_quantized": output_error(w, served[name], used.matrix),
                     "tokens": own.tokens,
@@ -231,8 +229,6 @@ def _prune_block(run: BlockRun) -> tuple[dict[str, Tensor], list[dict[str, Any]]
                     pruned[inside], hessians[inside] = part, used.matrix
                 else:
                     rows[name]["pooled"] = used is not own
-        for name in group:  # without fine-tuning
-            rows[name]["seconds"] = round((time.monotonic() - started) / len(group), 3)
         run.replace(run.block, served.items())
     if run.dense and (trained := _finetune_block(run, run.dense, pruned)):
         for name, w in trained.weights.items():
