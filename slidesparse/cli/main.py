@@ -69,7 +69,7 @@ def doctor(
 
     With MODEL: exit 0 if SlideSparse serves it here, 1 if not, 3 if this machine lacks something for it.
     """
-    from slidesparse.doctor import announce_compiling, collect, examine, lines, render
+    from slidesparse.doctor import Report, announce_compiling, collect, examine, lines, render
 
     announce_compiling()
     if model is None:
@@ -78,9 +78,17 @@ def doctor(
         return
     from slidesparse.checkpoint.hub import local_folder
 
-    report = examine(model, local_folder(model))
-    if as_json:
+    def print_json(report: Report) -> None:
         print(json.dumps({**asdict(report), "patterns": report.patterns}, indent=2))
+
+    try:
+        report = examine(model, local_folder(model))
+    except SlideSparseError as error:
+        if as_json:
+            print_json(Report(model, code=error.exit_code, verdict=str(error)))
+        raise
+    if as_json:
+        print_json(report)
     else:
         for line in lines(report):
             out.print(escape(line))
