@@ -28,7 +28,7 @@ from slidesparse.checkpoint.storage import FLOATS, Checkpoint, CheckpointError, 
 from slidesparse.checkpoint.w8a8 import KINDS, quantize_head
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.source import Floats, Source, source_of
-from slidesparse.errors import CalibrationError
+from slidesparse.errors import CalibrationError, shown
 from slidesparse.pattern import Pattern, SlidePattern
 from slidesparse.serving import NotServedError, Skeletons
 from slidesparse.serving import stored as stored_specs
@@ -288,8 +288,16 @@ class Planner:
             )
         given: dict[str, Pattern | None] = {}  # by all options together
         for regex, pattern in self.options.layer_patterns:
-            if not (self.head and self._names_head(regex)):
-                given |= dict.fromkeys(naming.matched([*patterns], (), [regex], "--layer"), pattern)
+            if self.head and self._names_head(regex):
+                continue
+            found = naming.search(regex, [*patterns, *kept], "--layer")
+            if found and found <= kept.keys():
+                name = min(found)
+                raise CheckpointError(
+                    f"--layer {shown(regex)} matches only layers that stay unchanged, such as {name} ({kept[name]}); "
+                    f"leave it out{f', or {BY_IGNORE}' * (kept[name] == BY_IGNORE)}"
+                )
+            given |= dict.fromkeys(naming.matched([*patterns], (), [regex], "--layer"), pattern)
         naming.require_alike(groups, given, "--layer")
         for name, pattern in given.items():
             asked = pattern or (by_budget or {}).get(name, self.options.pattern)

@@ -467,6 +467,7 @@ OPTIONS: list[tuple[dict[str, Any], list[str], type[Exception]]] = [
     ({"layer": ["down_proj"]}, ["--layer 'down_proj'", "REGEX=PATTERN"], CheckpointError),
     ({"layer": ["down_proj=7:8"]}, ["--layer 'down_proj=7:8'", "'7:8'"], PatternError),
     ({"layer": ["porj=6:8"]}, ["--layer 'porj'"], CheckpointError),
+    ({"layer": ["o_proj=4:6"], "ignore": ["o_p"]}, ["that stay unchanged", "(--ignore)"], CheckpointError),
     ({"layer": ["1.mlp.gate_proj=4:6"]}, ["--layer covers", GATE], CheckpointError),
     ({"layer": ["gate_proj=4:6", "up_proj=2:4"]}, ["--layer covers", "of them alike"], CheckpointError),
     ({"layer": [f"{ENDLESS}=8:10"]}, [f"--layer {ENDLESS!r} takes more than"], CheckpointError),
