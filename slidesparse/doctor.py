@@ -356,6 +356,7 @@ def _judge(
     report: Report, serving: Serving, checkpoint: Checkpoint, metadata: Metadata | None, reader: Reader
 ) -> None:
     """Record what the server decided, and what it would find in the first rows of the weights."""
+    from slidesparse.checkpoint.converted import require_sole_weights
     from slidesparse.resolve import is_w8a8
 
     resolution = serving.resolution
@@ -365,6 +366,7 @@ def _judge(
         remedy = convert + flag * is_w8a8(checkpoint.quantization_config() or {})
         report.lacks("it has not been converted: vLLM's own kernels serve it", remedy, FAILED)
         return
+    require_sole_weights(checkpoint)
     report.backend, report.backend_reason, report.layout = (
         resolution.backend,
         resolution.reason,

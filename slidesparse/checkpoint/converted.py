@@ -16,6 +16,8 @@ from slidesparse.errors import CheckFailed
 from slidesparse.pattern import MixedPattern, PatternError
 from slidesparse.slide import Violation, bits, slide, unslide, violation_message, violations
 
+MISTRAL = "consolidated"  # beginning of the names of weights in Mistral's format
+
 
 class DamagedError(CheckFailed, PatternError):
     """Stored rows break their pattern; ``violation`` is the first one."""
@@ -45,14 +47,7 @@ def open_checkpoint(folder: str | Path) -> tuple[Checkpoint, Metadata | None]:
         raise CheckpointError(
             f"quantization_config.{KEY} of {folder} lists no layer; start from the original checkpoint"
         )
-    others = [
-        file.name for file in checkpoint.folder.glob(f"[!.]*{SUFFIX}") if file.name not in checkpoint.files
-    ]
-    if others and checkpoint.index is None:
-        raise CheckpointError(
-            f"{folder} holds {min(others)} beside {checkpoint.files[0]} and no {INDEX}, so that vLLM loads both; "
-            "remove the file that is not of this model"
-        )
+    require_sole_weights(checkpoint)
     source = parse_block(block, checkpoint.tensors)
     with checkpoint.reader() as reader:
         for layer in metadata.layers:
@@ -65,6 +60,21 @@ def open_checkpoint(folder: str | Path) -> tuple[Checkpoint, Metadata | None]:
                         f"tensor {name} holds NaN or Inf; convert the original checkpoint again"
                     )
     return checkpoint, metadata
+
+
+def require_sole_weights(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError if vLLM (0.28) loads other files than the checkpoint's, instead of them or as well."""
+    folder, files = checkpoint.folder, checkpoint.files
+    instead = [str(path.relative_to(folder)) for path in folder.rglob(f"{MISTRAL}*{SUFFIX}")]
+    others = [path.name for path in folder.glob(f"[!.]*{SUFFIX}") if checkpoint.index is None]
+    for names, problem in (
+        (instead, f"for which vLLM passes over {files[0]}"),
+        (others, f"and no {INDEX}, so that vLLM loads it beside {files[0]}"),
+    ):
+        if strange := sorted({*names} - {*files}):
+            raise CheckpointError(
+                f"{folder} holds {strange[0]}, {problem}; remove the file that is not of this model"
+            )
 
 
 def _require_columns(checkpoint: Checkpoint, metadata: Metadata, layer: str) -> None:

@@ -334,6 +334,27 @@ def test_doctor_says_what_the_server_does(
     assert re.search(words, result.out[result.out.rindex("\nyes: " if code == 0 else "\nno: ") + 1 :])
 
 
+@pytest.mark.vllm
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize(
+    "make", [w8a8, lambda folder: converted(llama(folder.parent / "source"), folder, "6:8")]
+)
+@pytest.mark.parametrize("second", ["old", "consolidated", "original/consolidated"])
+def test_weights_that_vllm_loads_too_or_instead_are_named(
+    second: str, make: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Layers would be of another model, or of two; whether the checkpoint was converted or not."""
+    folder = tmp_path / "model"
+    make(folder)
+    monkeypatch.setenv("SLIDESPARSE_BACKEND", "reference")
+    (folder / "pytorch_model.bin").touch()  # which is not loaded beside safetensors
+    assert Done("doctor", folder).code == 0
+    (folder / "original").mkdir()
+    (folder / f"{second}.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    result = Done("doctor", folder)
+    assert (result.code, f"model holds {second}.safetensors, " in result.err) == (2, True)
+
+
 @pytest.mark.parametrize(("method", "source"), [("compressed-tensors", "out"), ("awq", "SRC")])
 def test_only_what_convert_reads_is_to_be_converted(tmp_path: Path, method: str, source: str) -> None:
     w8a8(tmp_path)
