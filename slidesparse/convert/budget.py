@@ -19,6 +19,7 @@ differ from their fit by 9% on average on an H200 (64 shapes, or 4 of one model)
 from __future__ import annotations
 
 import csv
+import hashlib
 import math
 import re
 from collections import Counter
@@ -80,6 +81,11 @@ def layer_fits(gpu: str) -> dict[tuple[str, str, int], tuple[float, float]]:
                 case = row["dtype"], row["pattern"], int(row["tokens"])
                 fits[case] = float(row["us"]), float(row["us_per_million_weights"]) / 1e6
     return fits
+
+
+def times_digest(gpu: str) -> str:
+    """Hash the times of layers on a GPU, by which the same losses lead to the same choice."""
+    return hashlib.sha256(repr(sorted(layer_fits(gpu).items())).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

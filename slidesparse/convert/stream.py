@@ -32,7 +32,7 @@ from slidesparse.calibrate.distill import disk_bytes as distillation_bytes
 from slidesparse.calibrate.learning import LOSSES, find_rotation
 from slidesparse.calibrate.permutation import ordered_reader
 from slidesparse.calibrate.pipeline import calibrate
-from slidesparse.calibrate.resume import DISTILLED, WorkFolder, open_work, require_resumable
+from slidesparse.calibrate.resume import DIGEST, DISTILLED, WorkFolder, open_work, require_resumable
 from slidesparse.calibrate.roles import roles_of
 from slidesparse.calibrate.rotation import rotated_reader, rotation_obstacle, untie_head
 from slidesparse.calibrate.smoothing import find_smoothing, smoothed_reader
@@ -65,7 +65,7 @@ from slidesparse.checkpoint.storage import (
     Writer,
     is_inside,
 )
-from slidesparse.convert.budget import Choice
+from slidesparse.convert.budget import Choice, times_digest
 from slidesparse.convert.choose import Outcome, estimate, loss_cache, prune_within, require_usable
 from slidesparse.convert.options import BUDGET, ConvertOptions
 from slidesparse.convert.plan import ConversionPlan, Output, Planner, ask
@@ -224,6 +224,7 @@ def _asked(options: ConvertOptions, calibration: Calibration) -> dict[str, Any]:
     return {
         "--sparsity": options.pattern.ratio,
         "--max-loss": options.budget and asdict(options.budget),
+        "slidesparse's layer times": options.budget and DIGEST + times_digest(options.budget.gpu),
         "--quant": options.quant,
         "--layer": [
             f"{regex}={pattern.ratio if pattern else BUDGET}" for regex, pattern in options.layer_patterns

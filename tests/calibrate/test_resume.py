@@ -20,7 +20,7 @@ from checkpoints import killed, snapshot
 from slidesparse import files
 from slidesparse.calibrate import distill, learning
 from slidesparse.calibrate.resume import work_folder
-from slidesparse.convert import stream
+from slidesparse.convert import budget, stream
 from slidesparse.convert.budget import Budget
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 
@@ -104,6 +104,19 @@ def test_budget_is_resumed(model: Path, tmp_path: Path, ids: str, monkeypatch: p
         report = run(model, tmp_path / f"out{point}", ids, resume=True, **BUDGET)
         assert report.plan.patterns == whole.plan.patterns
         assert snapshot(tmp_path / f"out{point}") == snapshot(tmp_path / "whole")
+
+
+def test_budget_is_not_resumed_by_other_layer_times(
+    model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another choice would follow from them, whose patterns the weights that were distilled do not have."""
+    with dying(monkeypatch, 6), pytest.raises(Killed):
+        run(model, tmp_path / "out", ids, **BUDGET)
+    times = tmp_path / "layer_times.csv"
+    times.write_text(re.sub(r"(6:8,\d+),", r"\1,9", budget.FILE.read_text()))
+    monkeypatch.setattr(budget, "FILE", times)
+    with pytest.raises(CalibrationError, match=r"slidesparse's layer times changed\); repeat that command"):
+        run(model, tmp_path / "out", ids, resume=True, **BUDGET)
 
 
 @DEVICES
