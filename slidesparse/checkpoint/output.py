@@ -54,8 +54,9 @@ def require_free_name(source: Path, out: Path) -> None:
 
 
 def _existing_parent(out: Path) -> Path:
-    """Return the nearest existing parent of ``out``."""
-    return next(path for path in out.resolve().parents if path.exists())
+    """Return the nearest existing parent of ``out``, or the root itself."""
+    place = out.resolve()
+    return next((path for path in place.parents if path.exists()), place)
 
 
 def require_space(out: Path, needed: int) -> None:

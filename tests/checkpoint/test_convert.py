@@ -502,6 +502,7 @@ def test_invalid_outputs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for out, words in {
         "full": f"{tmp_path / 'full'} is not empty",
         "source": "is not empty",
+        "/": "is not empty",
         "file": "is a file",
         "loop": "is a link to itself",
         "file/new/below": f"below {tmp_path / 'file'}",
