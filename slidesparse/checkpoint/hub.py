@@ -17,6 +17,8 @@ def local_folder(model: str) -> Path:
     A missing copy is downloaded, but only files that a conversion reads or copies; with HF_HUB_OFFLINE=1 it must be
     there.  Raises CheckpointError for a model that is not available.
     """
+    if not model:  # as from an unset variable of the shell
+        raise CheckpointError("the model has no name: give a folder, or ORG/NAME of the Hub")
     folder, page = Path(model), _PAGE.fullmatch(model)
     if folder.exists():
         return folder

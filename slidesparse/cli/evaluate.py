@@ -64,7 +64,7 @@ def perplexity(
     from slidesparse.checkpoint.tokens import has_tokenizer
     from slidesparse.evaluate.perplexity import config_of, measure, window_of, windows
 
-    folders = [local_folder(name) for name in (model, against) if name]
+    folders = [local_folder(name) for name in (model, against) if name is not None]
     for folder in folders:
         config_of(folder)  # raises an error unless it is a checkpoint
     length = window_of(*folders) if seqlen is None else seqlen

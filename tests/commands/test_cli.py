@@ -160,6 +160,8 @@ INVALID = [
     ("eval perplexity source --data ids.npy --seqlen 1", "--seqlen 1"),
     ("eval perplexity source --data ids.npy --samples 0", "--samples 0"),
     ("eval perplexity source --data ids.npy --against nowhere", "nowhere is no checkpoint folder"),
+    ("eval perplexity source --data ids.npy --against ''", "the model has no name"),
+    *((f"{command} ''", "the model has no name") for command in ("doctor", "inspect")),
     ("tune Llama9", "Llama9"),
     ("tune BitNet-2B --shapes 1x1", "--shapes"),
     ("tune --shapes " + "9" * 5000 + "x8", "99...99"),
