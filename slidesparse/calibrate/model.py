@@ -348,7 +348,7 @@ class Model:
     def _read(self, reader: Reader, name: str) -> Tensor:
         """Read a tensor, floats and codes in float32, without a copy of all of it in host memory."""
         spec = reader.checkpoint.require(name)
-        if spec.dtype not in (*FLOATS, "I8"):
+        if spec.dtype not in (*FLOATS, "F64", "I8"):
             return reader.whole(name).to(self.device)
         x = torch.empty(spec.rows, spec.columns, device=self.device)
         for rows in spec.chunks():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,17 @@ import numpy as np
 import pytest
 import torch
 from calibration import LINEARS, calibrated, open_model, save, write_ids
-from checkpoints import assert_same_tensors, bert, config_of, llama, snapshot, tensors_of, write
+from checkpoints import (
+    DOWN,
+    assert_same_tensors,
+    bert,
+    config_of,
+    llama,
+    rewrite,
+    snapshot,
+    tensors_of,
+    write,
+)
 from torch import Tensor, nn
 
 from slidesparse.calibrate import inputs, pipeline
@@ -132,6 +143,23 @@ def test_layer_that_obeys_is_unchanged(source: Path, tmp_path: Path, ids: str, s
         codes, _ = quantize_rows(tensors[f"{name}.weight"].float(), torch.int8, "cuda")
         assert torch.equal(output[f"{name}.weight"], codes)
         assert not tuned[f"{name}.weight"][tensors[f"{name}.weight"] == 0].any()
+
+
+def test_dtypes_that_are_not_quantized(model: Path, tmp_path: Path, ids: str) -> None:
+    """Vectors in float64 are calculated with as others are; a layer in integers is refused before the model runs."""
+    folder = shutil.copytree(model, tmp_path / "source")
+    names = "model.layers.0.input_layernorm.weight", "model.embed_tokens.weight"
+    rewrite(folder, **{name: tensors_of(folder)[name].double() for name in names})
+    for rotate in ("on", "off"):
+        calibrated(folder, tmp_path / f"out {rotate}", ids, epochs=0, rotate=rotate)
+        calibrated(model, tmp_path / f"expected {rotate}", ids, epochs=0, rotate=rotate)
+        actual, expected = (tensors_of(tmp_path / f"{kind} {rotate}") for kind in ("out", "expected"))
+        assert_same_tensors({**actual, **{name: actual[name].float() for name in names}}, expected)
+    rewrite(folder, **{f"{DOWN}.weight": tensors_of(folder)[f"{DOWN}.weight"].int()})
+    with pytest.raises(
+        CheckpointError, match=f"{DOWN}.weight is I32; where config.json quantizes no weights"
+    ):
+        calibrated(folder, tmp_path / "refused", ids, rotate="auto")
 
 
 def test_one_block_in_memory(source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch) -> None:
