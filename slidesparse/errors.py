@@ -11,10 +11,12 @@ Standard library only.  A message says what was found, what is allowed, and what
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Sequence
 
 from slidesparse.versions import VLLM_ON_GPUS
 
 FAILED, USAGE, ENVIRONMENT, INTERRUPTED = 1, 2, 3, 130
+MAX_NAMES = 3  # names listed in a message or a line of a summary
 
 INSTALL_CUDA = f"pip install vllm=={VLLM_ON_GPUS[-1]}"
 INSTALL = f"{INSTALL_CUDA}; without an NVIDIA GPU, follow docs/install.md"
@@ -49,6 +51,11 @@ class EnvironmentFault(SlideSparseError):  # noqa: N818  EnvironmentError is a b
 def shown(value: object) -> str:
     """Return ``repr(value)`` for a message, on one line and with long values shortened."""
     return _SHOWN.repr(value)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first MAX_NAMES names, separated by commas, and whether there are more."""
+    return f"{', '.join(names[:MAX_NAMES])}{', ...' if len(names) > MAX_NAMES else ''}"
 
 
 _SHOWN = reprlib.Repr()

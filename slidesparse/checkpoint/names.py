@@ -13,7 +13,7 @@ from typing import Any
 import regex  # type: ignore[import-untyped]
 
 from slidesparse.checkpoint.storage import MODULES, CheckpointError, is_embedding_model
-from slidesparse.errors import shown
+from slidesparse.errors import listed, shown
 
 # The matrix of one routed expert, and a tensor that holds several experts of a layer
 EXPERT = re.compile(r"\A(.*\bexperts)\.(\d+)\.\w+\Z")
@@ -154,7 +154,7 @@ def require_alike(groups: Iterable[tuple[str, ...]], given: Mapping[str, object]
         if covered and len(covered) < len(group):
             uncovered = [name for name in group if name not in covered]
             raise CheckpointError(
-                f"{option} covers {', '.join(covered)} but not {', '.join(uncovered)}, which read the same input "
+                f"{option} covers {listed(covered)} but not {listed(uncovered)}, which read the same input "
                 "and may be fused into one matrix; cover all of them alike, or none"
             )
 

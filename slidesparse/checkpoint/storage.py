@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slidesparse.bitmask import BYTE, decompress
-from slidesparse.errors import SlideSparseError, shown
+from slidesparse.errors import SlideSparseError, listed, shown
 from slidesparse.slide import row_chunks
 
 CONFIG = "config.json"
@@ -372,7 +372,7 @@ def _indexed_files(folder: Path, index: Mapping[str, Any]) -> list[str]:
     if missing:
         raise CheckpointError(
             f"{folder} lacks {len(missing)} of the {len(files)} files that {INDEX} names: "
-            f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}; fetch them again"
+            f"{listed(missing)}; fetch them again"
         )
     return files
 

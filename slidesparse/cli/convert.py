@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ import typer
 from rich.table import Table
 
 from slidesparse.cli.console import Layout, byte_progress, out, show, warn
-from slidesparse.errors import SlideSparseError
+from slidesparse.errors import SlideSparseError, listed
 from slidesparse.pattern import Pattern, parse_pattern
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from slidesparse.convert.choose import Outcome
     from slidesparse.convert.stream import Report
 
-MAX_NAMES = 3  # names listed in a line of the summary
 FRONTIER_ROWS = 8  # rows of the table of losses and savings
 MAX_WORST = 5  # layers with the largest errors to list
 WITHOUT_CALIBRATION = (
@@ -272,13 +270,13 @@ def _summarize(report: Report, dry_run: bool) -> None:
             by_reason[reason].append(name)
         for reason, layers in sorted(by_reason.items()):
             weights = "1 weight" if len(layers) == 1 else f"{len(layers)} weights"
-            show(title, f"{weights} {treatment} ({reason}): {_join_names(layers)}")
+            show(title, f"{weights} {treatment} ({reason}): {listed(layers)}")
     if report.left_out:
         files = [name if name.isprintable() else repr(name) for name in report.left_out]
         show(
             "skipped",
             f"{len(files)} files were not copied, as they are not tokenizer, configuration or license files: "
-            f"{_join_names(files)}",
+            f"{listed(files)}",
         )
     size = f"{plan.bytes_in / 1e6:.1f} MB -> {plan.bytes_out / 1e6:.1f} MB"
     if dry_run and report.budget:
@@ -294,10 +292,6 @@ def _summarize(report: Report, dry_run: bool) -> None:
     )
     arguments = [f"--{name} {value}" for name, value in serving_options(plan.config).items()]
     show("serve", " ".join(["vllm serve", shlex.quote(str(report.out)), *arguments]))
-
-
-def _join_names(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:MAX_NAMES])}{', ...' if len(names) > MAX_NAMES else ''}"
 
 
 def _show_budget(outcome: Outcome) -> None:

@@ -484,6 +484,12 @@ def test_invalid_options_are_refused(
     assert len(refused(llama(tmp_path / "source"), *words, error=error, **options)) < 500
 
 
+@pytest.mark.parametrize("option", [{"ignore": ["experts.1."]}, {"layer": ["experts.1.=4:6"]}])
+def test_some_of_many_experts_are_refused_in_few_words(tmp_path: Path, option: dict[str, Any]) -> None:
+    source = tiny("mixtral", tmp_path / "source", num_local_experts=40)
+    assert len(refused(source, "covers model.layers.0.block_sparse_moe.experts.1.w1, ", **option)) < 700
+
+
 # The output
 
 
