@@ -81,10 +81,10 @@ def tune(
         (*PATTERNS, *MIXED_PATTERNS),
         machine.SERVED_DTYPES,
     )
-    dtypes = parse_choice("--dtype", dtype, machine.SERVED_DTYPES) if dtype else own_dtypes
+    dtypes = parse_choice("--dtype", dtype, machine.SERVED_DTYPES) if dtype is not None else own_dtypes
     tunable = tuple(name for name in machine.tunable_names() if name in gemm.names(gemm.SPARSE))
-    names = parse_choice("--library", library, tunable) if library else None
-    patterns = parse_patterns(pattern, mixed=True) if pattern else own_patterns
+    names = parse_choice("--library", library, tunable) if library is not None else None
+    patterns = parse_patterns(pattern, mixed=True) if pattern is not None else own_patterns
     tokens = parse_token_counts(m)
     gpu = machine.require_gpu()
     names = names or (gemm.choose(gemm.SPARSE, gpu.device)[0],)
@@ -145,11 +145,11 @@ def parse_models(names: str | None, shapes: str | None) -> list[tuple[str, tuple
     """Return (name, layers) for the requested models or shapes, or for all known models."""
     from slidesparse.tune.shapes import MODELS, ShapeError, find_model, parse_shapes, split_list
 
-    if names and shapes:
+    if names is not None and shapes is not None:
         raise ShapeError("give either a model or --shapes, not both")
-    if shapes:
+    if shapes is not None:
         return [("shapes", parse_shapes(shapes))]
-    return [find_model(name) for name in (split_list(names) if names else MODELS)]
+    return [find_model(name) for name in (MODELS if names is None else split_list(names) or [""])]
 
 
 def print_result(finished: bool, skipped: Sequence[str], result: dict[str, Any], as_json: bool) -> None:

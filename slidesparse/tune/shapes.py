@@ -83,7 +83,7 @@ def find_model(name: str) -> tuple[str, tuple[Layer, ...]]:
     """
     if name in MODELS:
         return name, MODELS[name]
-    if not Path(name).is_dir():
+    if not (name and Path(name).is_dir()):
         raise ShapeError(f"{name!r} is neither one of the models {', '.join(MODELS)} nor a folder of one")
     checkpoint, metadata = open_checkpoint(name)
     skeleton = Skeleton(checkpoint)
