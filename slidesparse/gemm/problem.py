@@ -132,7 +132,7 @@ class Problem:
 class Tensors(NamedTuple):
     """The tensors of out = (activations @ weight.T) * scale_w * scale_x + bias."""
 
-    activations: Tensor  # [M, K'], INT8 or FP8 when a layer runs; BF16 for a backend that fuses to quantize
+    activations: Tensor  # [M, K'], INT8 or FP8 when a layer runs
     weight: Tensor  # as the backend packed it
     out: Tensor  # [M, N]
     scale_w: Tensor | None = None  # [N] or [N, 1] float32
@@ -141,7 +141,8 @@ class Tensors(NamedTuple):
 
 
 # Launches on torch's current stream of one device, with memory from torch's allocator; never synchronizes.  Scales are
-# given if the problem has them.  Shapes must be those of the problem; they are not checked.
+# given if the problem has them; without scale_x, a backend that `fuses` takes activations of BF16, which it quantizes.
+# Shapes must be those of the problem; they are not checked.
 Plan = Callable[[Tensors], None]
 
 

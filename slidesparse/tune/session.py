@@ -130,7 +130,7 @@ def _tune_job(session: Session, job: Job, force: bool, counts: Counter[str]) -> 
                 # As a layer runs: a GEMM that loads weights while the kernel before it quantizes has other optima
                 operands = inputs.operands(problem, weights, quantized=not job.library.fuses)
                 result = search(job.library, problem, operands, session.clock, session.gpu.device)
-                save(subject, [(problem, Tuned(result.algorithm, result.timing.p50))])  # milliseconds
+                save(subject, [(problem, Tuned(result.algorithm, result.timing.p50))])
                 tried = {"algorithms": result.tried, "refused": result.refused, "wrong": result.wrong}
                 counts.update(tuned=1, **tried)
             except LibraryError as error:
