@@ -200,6 +200,15 @@ def test_worse_rotations_need_a_request(tmp_path: Path, ids: str, monkeypatch: p
     assert keys == [False, True]
 
 
+def test_mild_patterns_are_not_rotated_in_fp8(source: Path, tmp_path: Path, ids: str) -> None:
+    """It cost a real model 4.0% of perplexity unpruned, and 1.7% at 6:8."""
+    for pattern, said in (("dense", ""), ("6:8", "not rotated: in FP8"), ("4:6", "the residual stream")):
+        out = tmp_path / pattern
+        report = calibrated(source, out, ids, pattern=pattern, quant="fp8", rotate="auto", epochs=0)
+        assert report.rotation.startswith(said)
+        assert bool(report.rotation) == bool(said)
+
+
 def test_models_that_must_not_be_rotated(tmp_path: Path) -> None:
     """`auto` says why, `on` is refused: a sparse layer, hidden states that are used, a head that must stay tied."""
     sparse = llama(tmp_path / "sparse")
