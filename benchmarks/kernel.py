@@ -22,7 +22,7 @@ from slidesparse.pattern import round_up
 from slidesparse.tune.inputs import clones
 from slidesparse.tune.machine import SERVED_DTYPES
 from slidesparse.tune.measure import Launch
-from slidesparse.tune.search import search
+from slidesparse.tune.search import gemm_contest, search
 from slidesparse.tune.session import Session
 from slidesparse.tune.shapes import Layer, packed_columns
 
@@ -170,7 +170,8 @@ def _prepare(
     for scale in dict.fromkeys((problem.scale, problem.scale if cell.library.sparse else "none")):
         problem = replace(problem, scale=scale)
         operands = session.inputs.operands(problem, weights)
-        result = search(cell.library, problem, operands, session.clock, session.gpu.device)
+        contest = gemm_contest(cell.library, problem, operands, session.gpu.device)
+        result = search(contest, session.clock)
         found.append((result.timing.p50, result.algorithm, problem, operands))
     _, algorithm, problem, operands = min(found, key=itemgetter(0))
     plan = cell.library.plan(problem, session.gpu.device, algorithm)

@@ -72,11 +72,11 @@ def tune(
     from slidesparse import gemm
     from slidesparse.gemm.tuned import tables_folder
     from slidesparse.tune import machine
-    from slidesparse.tune.session import gemm_jobs
+    from slidesparse.tune.session import plan_jobs
     from slidesparse.tune.session import tune as run
     from slidesparse.tune.shapes import FEW_TOKENS, MIXED_PATTERNS, PATTERNS, parse_choice, parse_patterns
 
-    layers = [layer for _, model_layers in parse_models(model, shapes) for layer in model_layers]
+    models = [layers for _, layers in parse_models(model, shapes)]
     own_patterns, own_dtypes = _converted_types(model) or (
         (*PATTERNS, *MIXED_PATTERNS),
         machine.SERVED_DTYPES,
@@ -90,8 +90,8 @@ def tune(
     names = names or (gemm.choose(gemm.SPARSE, gpu.device)[0],)
     if m is None and any(gemm.get(name).fuses for name in names):
         tokens = (*FEW_TOKENS, *tokens)
-    todo = gemm_jobs(machine.require_libraries(gpu, names), layers, dtypes, patterns, tokens)
-    planned = sum(len(job.tokens) for job in todo)
+    todo = plan_jobs(machine.require_libraries(gpu, names), models, dtypes, patterns, tokens)
+    planned = sum(len(job.tokens) * len(set(job.problems)) for job in todo)
     with open_session(gpu, began, time_limit, planned) as session:
         finished, counts = run(session, todo, force)
     result = {**counts, "tables": str(tables_folder()), "cells": session.cells, "planned": planned}

@@ -141,8 +141,7 @@ class Tensors(NamedTuple):
 
 
 # Launches on torch's current stream of one device, with memory from torch's allocator; never synchronizes.  Scales are
-# given if the problem has them; without scale_x, a backend that `fuses` takes activations of BF16, which it quantizes.
-# Shapes must be those of the problem; they are not checked.
+# given if the problem has them.  Shapes must be those of the problem; they are not checked.
 Plan = Callable[[Tensors], None]
 
 

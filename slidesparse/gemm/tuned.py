@@ -7,7 +7,8 @@ fastest and what an algorithm's name means.  A file ships with the package, or i
      "entries": {"int8 -> bf16, scale both, bias no, n 4608, k 5376": {
          "64": ["split:2x64/1x4/2", 9.1]}}}
 
-An entry is an algorithm and its time in microseconds when it was tuned: of a GEMM, or of the layer that it is part of.
+An entry is an algorithm and the microseconds, when it was tuned, of a GEMM, or of the block of layers that it was tuned
+in (`slidesparse.tune.block`).
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The fastest algorithm of a problem, and its time in microseconds."""
+    """The fastest algorithm of a problem, and the microseconds of what was timed."""
 
     algorithm: str
     us: float

@@ -33,11 +33,11 @@ TWO_OF_FOUR = ((1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 0, 1), (0, 1, 1, 0), (0, 1, 0,
 class Operands:
     """Copies of the operands of one problem; copy i of each is used together."""
 
-    activations: list[Tensor]  # [m, k], of the problem's type, or BF16 for the plan to quantize
+    activations: list[Tensor]  # [m, k], of the problem's type
     weights: list[Tensor]  # packed
     outs: list[Tensor]  # [m, n]
     scale_w: Tensor | None  # [n] float32
-    scale_x: Tensor | None  # [m] float32, of quantized activations
+    scale_x: Tensor | None  # [m] float32
 
     def launch(self, plan: Plan) -> Launch:
         """Run ``plan`` on copy i."""
@@ -77,19 +77,16 @@ class Inputs:
             weight = prune(weight, SIX_EIGHT)
         return clones(library.operand(weight, problem.blocks), copies)
 
-    def operands(self, problem: Problem, weights: list[Tensor], quantized: bool = True) -> Operands:
-        """Make operands for as many copies as the problem needs, at most as many as there are weights.
-
-        Unless ``quantized``, activations are BF16, which a backend that fuses quantizes.
-        """
+    def operands(self, problem: Problem, weights: list[Tensor]) -> Operands:
+        """Make operands for as many copies as the problem needs, at most as many as there are weights."""
         copies, m, n = min(self.copies(problem), len(weights)), problem.m, problem.n
         out = torch.empty(m, n, dtype=DTYPES[problem.out], device=self.device)
         return Operands(
-            activations=self.activations(problem.dtype if quantized else "bf16", m, problem.k, copies),
+            activations=self.activations(problem.dtype, m, problem.k, copies),
             weights=weights[:copies],
             outs=clones(out, copies),
             scale_w=self.scale(n) if problem.scale == "both" else None,
-            scale_x=self.scale(m) if problem.scale == "both" and quantized else None,
+            scale_x=self.scale(m) if problem.scale == "both" else None,
         )
 
     def activations(self, dtype: str, m: int, k: int, copies: int) -> list[Tensor]:

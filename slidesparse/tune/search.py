@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,9 +22,12 @@ from slidesparse.tune.measure import EXACT_US, QUICK_US, SAMPLES, CudaClock, Lau
 FINALISTS = 16  # that are timed precisely, at most; quick estimates of equally fast algorithms differ by some percent,
 QUICK_ERROR = 1.2  # and one may seem this much slower than the first
 ROUNDS = 5  # in which the finalists take turns, every other one in reverse
-# Of all finalists together, if launches take at least WARM_UP_US: without one, a layer of 512 tokens took 108 us on an
-# H200, in windows that were long enough for the power limit 129.
-WARM_UP_SECONDS, WARM_UP_US = 0.5, 50.0
+# Of all finalists together, from WARM_UP_TOKENS on: without one, a layer of 512 tokens took 108 us on an H200, in
+# windows that were long enough for the power limit 129.
+WARM_UP_SECONDS, WARM_UP_TOKENS = 0.5, 256
+MARGIN = (
+    0.003  # by which an algorithm must be faster than the one that is served; repetitions differ by as much
+)
 MAX_SLOWDOWN = 2.0  # algorithms slower than this many times the best so far are not timed further
 NOISE_US = 300.0  # of one eager launch, in which the GPU may wait for a host that is in use
 LONG_US = 1000.0  # launches of at least this long are timed without a graph, as gaps do not matter
@@ -42,49 +46,83 @@ class SearchResult:
     wrong: int
 
 
-def search(
-    library: CudaBackend, problem: Problem, operands: Operands, clock: CudaClock, device: torch.device
-) -> SearchResult:
-    """Time every algorithm that ``library`` has for ``problem``.
+@dataclass(frozen=True)
+class Contest:
+    """The algorithms for a problem, and what is timed."""
 
-    Raises LibraryError when the library refuses the problem, or none of its algorithms runs and gives the result of
-    the first one, the library's own choice if that runs.
-    """
+    library: str  # its name, for messages
+    problem: Problem
+    names: Sequence[str]
+    launch: Callable[[str], Launch]  # raises LibraryError for an algorithm that is refused
+    # the product of an algorithm, None for the library's own choice; the next call may overwrite it
+    output: Callable[[str | None], Tensor]
+    copies: int  # of the operands
+    incumbent: str | None = None  # one of the names, which stays unless another is faster by MARGIN
+    finalists: int = FINALISTS
+    quick_error: float = QUICK_ERROR
+    warm_up_seconds: float = WARM_UP_SECONDS
+
+
+def gemm_contest(library: CudaBackend, problem: Problem, operands: Operands, device: torch.device) -> Contest:
+    """Return the contest of a GEMM alone.  Raises LibraryError when the library refuses the problem."""
+
+    def launch(name: str | None) -> Launch:
+        return operands.launch(library.plan(problem, device, name))
+
+    def output(name: str | None) -> Tensor:
+        out = operands.outs[0]
+        out.fill_(math.nan if out.dtype.is_floating_point else torch.iinfo(out.dtype).min)
+        launch(name)(0)
+        return out
+
     names = list(dict.fromkeys(library.algorithms(problem, device)))
-    expected = _expected_output(library, problem, operands, device, names)
+    return Contest(library.name, problem, names, launch, output, len(operands.outs))
+
+
+def search(contest: Contest, clock: CudaClock) -> SearchResult:
+    """Time every algorithm of a contest.
+
+    Raises LibraryError when none of them runs and gives the result of the library's own choice, or of the first one if
+    the library has none.
+    """
+    names, problem = contest.names, contest.problem
+    expected = _expected_output(contest)
     timed: dict[str, tuple[float, Launch]] = {}
     for name in names:
         best = min((us for us, _ in timed.values()), default=math.inf)
         try:
-            launch = operands.launch(library.plan(problem, device, name))
-            timed[name] = _estimate_us(clock, launch, len(operands.outs), best), launch
+            launch = contest.launch(name)
+            timed[name] = _estimate_us(clock, launch, contest.copies, best), launch
         except LibraryError:
             continue
     finalists: dict[str, Replay] = {}
     wrong = 0
     for name, (us, launch) in sorted(timed.items(), key=lambda item: item[1][0]):
-        if finalists and us > QUICK_ERROR * timed[next(iter(finalists))][0]:
-            break
-        if not outputs_agree(_launch_output(operands, launch), expected, problem):
+        first = timed[next(iter(finalists))][0] if finalists else us
+        late = us > contest.quick_error * first or len(finalists) == contest.finalists
+        if late and name != contest.incumbent:
+            continue
+        if not outputs_agree(contest.output(name), expected, problem):
             wrong += 1
             continue
-        finalists[name] = clock.prepare(launch, len(operands.outs), us, EXACT_US)
-        if len(finalists) == FINALISTS:
-            break
+        finalists[name] = clock.prepare(launch, contest.copies, us, EXACT_US)
     if not finalists:
         raise LibraryError(
-            f"{library.name}: none of the {len(names)} algorithms for {problem} can be used: "
+            f"{contest.library}: none of the {len(names)} algorithms for {problem} can be used: "
             f"{len(names) - len(timed)} cannot run here and {wrong} give wrong results"
         )
-    timings = _take_turns(finalists, timed[next(iter(finalists))][0])
+    timings = _take_turns(finalists, contest.warm_up_seconds if problem.m >= WARM_UP_TOKENS else 0.0)
     winner = min(timings, key=lambda name: timings[name].p50)
+    kept = timings.get(contest.incumbent or "")
+    if contest.incumbent and kept and timings[winner].p50 > (1 - MARGIN) * kept.p50:
+        winner = contest.incumbent
     return SearchResult(winner, timings[winner], len(names), len(names) - len(timed), wrong)
 
 
-def _take_turns(finalists: dict[str, Replay], about_us: float) -> dict[str, Timing]:
-    """Time finalists, the first of which takes ``about_us`` microseconds."""
+def _take_turns(finalists: dict[str, Replay], warm_up_seconds: float) -> dict[str, Timing]:
+    """Time finalists."""
     samples: dict[str, list[float]] = {name: [] for name in finalists}
-    end = time.monotonic() + (WARM_UP_SECONDS if about_us >= WARM_UP_US else 0.0)
+    end = time.monotonic() + warm_up_seconds
     while time.monotonic() < end:
         for replay in finalists.values():
             replay.samples(1)
@@ -94,14 +132,12 @@ def _take_turns(finalists: dict[str, Replay], about_us: float) -> dict[str, Timi
     return {name: Timing.of(samples[name], replay.graphed) for name, replay in finalists.items()}
 
 
-def _expected_output(
-    library: CudaBackend, problem: Problem, operands: Operands, device: torch.device, names: list[str]
-) -> Tensor:
+def _expected_output(contest: Contest) -> Tensor:
     """Return the output of the library's own choice, or of the first algorithm that runs."""
     refusals: list[LibraryError] = []
-    for name in (None, *names):
+    for name in (None, *contest.names):
         try:
-            return _launch_output(operands, operands.launch(library.plan(problem, device, name))).clone()
+            return contest.output(name).clone()
         except LibraryError as error:
             refusals.append(error)
     raise refusals[0]
@@ -113,14 +149,6 @@ def _estimate_us(clock: CudaClock, launch: Launch, copies: int, best: float) -> 
     if us > min(LONG_US, MAX_SLOWDOWN * best + NOISE_US):
         return us
     return min(clock.prepare(launch, copies, us, QUICK_US).samples(4))
-
-
-def _launch_output(operands: Operands, launch: Launch) -> Tensor:
-    """Return the output of a launch on the first copy, whose output is overwritten beforehand."""
-    out = operands.outs[0]
-    out.fill_(math.nan if out.dtype.is_floating_point else torch.iinfo(out.dtype).min)
-    launch(0)
-    return out
 
 
 def outputs_agree(out: Tensor, expected: Tensor, problem: Problem) -> bool:

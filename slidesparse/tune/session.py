@@ -10,18 +10,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from itertools import product
+from typing import cast
 
 import torch
-from torch import Tensor
 
 from slidesparse.gemm.cuda import CudaBackend
+from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.problem import ALL_DENSE, MIXED, LibraryError, Problem
-from slidesparse.gemm.tuned import Tuned, save, tuned_tokens
-from slidesparse.pattern import SlidePattern, parse_pattern, round_up
+from slidesparse.gemm.tuned import Tuned, save, tuned_algorithm, tuned_tokens
+from slidesparse.pattern import Pattern, SlidePattern, parse_pattern, round_up
+from slidesparse.tune.block import Block
 from slidesparse.tune.inputs import Inputs
 from slidesparse.tune.machine import SERVED_DTYPES, Gpu
 from slidesparse.tune.measure import CudaClock
-from slidesparse.tune.search import search
+from slidesparse.tune.search import SearchResult, gemm_contest, search
 from slidesparse.tune.shapes import Layer, packed_columns
 
 
@@ -61,11 +65,16 @@ def served_outputs(library: CudaBackend, dtype: str) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Job:
-    """A problem to tune at several token counts; its own m is the first of them."""
+    """A problem to tune at several token counts, or those of the layers of a block; their own m is the first of them.
+
+    A backend that fuses is tuned by blocks (`slidesparse.tune.block`), any other by GEMMs.
+    """
 
     library: CudaBackend
-    problem: Problem
+    problems: tuple[Problem, ...]
     tokens: tuple[int, ...]
+    layers: tuple[Layer, ...] = ()  # of a block, as many as problems
+    pattern: SlidePattern | None = None  # of the block's weights
 
 
 # What a run counts: problems that were searched, and that the tables had before; algorithms that were tried, of those
@@ -73,35 +82,41 @@ class Job:
 COUNTS = ("tuned", "known", "algorithms", "refused", "wrong")
 
 
-def gemm_jobs(
+def plan_jobs(
     libraries: Sequence[CudaBackend],
-    layers: Sequence[Layer],
+    models: Sequence[Sequence[Layer]],
     dtypes: Sequence[str],
     patterns: Sequence[str],
     tokens: Sequence[int],
 ) -> list[Job]:
-    """List the GEMMs that serving runs, without duplicates: layers of several models may have the same shape."""
-    jobs: dict[tuple[str, Problem], Job] = {}
-    for library in libraries:
-        for layer in layers:
-            for dtype in dtypes:
-                for out, scale in served_outputs(library, dtype):
-                    for k, blocks in _packed_columns(library, layer, patterns):
-                        problem = Problem(dtype, out, layer.n, k, tokens[0], scale, blocks=blocks)
-                        jobs.setdefault((library.name, problem), Job(library, problem, tuple(tokens)))
+    """List what serving runs of the layers of models, without duplicates: several may have the same shapes."""
+    jobs: dict[tuple[str, tuple[Problem, ...]], Job] = {}
+    for library, layers, dtype in product(libraries, models, dtypes):
+        for out, scale in served_outputs(library, dtype):
+            for pattern in map(parse_pattern, patterns):
+                columns = [found for layer in layers if (found := _packed_columns(library, layer, pattern))]
+                problems = [
+                    Problem(dtype, out, layer.n, k, tokens[0], scale, blocks=blocks)
+                    for layer, (k, blocks) in zip(layers, columns, strict=False)
+                ]
+                slid = pattern if isinstance(pattern, SlidePattern) else None
+                if library.fuses and problems:
+                    job = Job(library, tuple(problems), tuple(tokens), tuple(layers), slid)
+                    jobs.setdefault((library.name, job.problems), job)
+                    continue
+                for problem in problems:
+                    job = Job(library, (problem,), tuple(tokens))
+                    jobs.setdefault((library.name, job.problems), job)
     return list(jobs.values())
 
 
-def _packed_columns(library: CudaBackend, layer: Layer, patterns: Sequence[str]) -> list[tuple[int, str]]:
-    """Return the columns of a layer's packed weight at each pattern, and the kind of its blocks."""
-    padded = round_up(layer.k, library.alignment)
-    columns = []
-    for pattern in map(parse_pattern, patterns):
-        if isinstance(pattern, SlidePattern):
-            columns.append(packed_columns(layer.k, pattern.ratio, library.alignment, library.coded))
-        elif library.takes_dense:
-            columns.append((padded, MIXED if pattern.share else ALL_DENSE))
-    return list(dict.fromkeys(columns))
+def _packed_columns(library: CudaBackend, layer: Layer, pattern: Pattern) -> tuple[int, str] | None:
+    """Return the columns of a layer's packed weight and the kind of its blocks; None if the library has no such."""
+    if isinstance(pattern, SlidePattern):
+        return packed_columns(layer.k, pattern.ratio, library.alignment, library.coded)
+    if library.takes_dense:
+        return round_up(layer.k, library.alignment), MIXED if pattern.share else ALL_DENSE
+    return None
 
 
 def tune(session: Session, todo: Sequence[Job], force: bool = False) -> tuple[bool, dict[str, int]]:
@@ -115,27 +130,54 @@ def tune(session: Session, todo: Sequence[Job], force: bool = False) -> tuple[bo
 
 def _tune_job(session: Session, job: Job, force: bool, counts: Counter[str]) -> bool:
     """Tune one job; return False if the deadline passed."""
-    subject, inputs = session.gpu.subject(job.library), session.inputs
-    weights: list[Tensor] = []
-    for problem in (replace(job.problem, m=m) for m in job.tokens):
-        if not force and problem.m in tuned_tokens(subject, problem):
-            counts["known"] += 1
-        elif time.monotonic() >= session.deadline:
-            return False
-        else:
-            try:
-                if not weights:
-                    smallest = replace(job.problem, m=min(job.tokens))
-                    weights = inputs.packed(job.library, smallest, inputs.copies(smallest))
-                # As a layer runs: a GEMM that loads weights while the kernel before it quantizes has other optima
-                operands = inputs.operands(problem, weights, quantized=not job.library.fuses)
-                result = search(job.library, problem, operands, session.clock, session.gpu.device)
-                save(subject, [(problem, Tuned(result.algorithm, result.timing.p50))])
-                tried = {"algorithms": result.tried, "refused": result.refused, "wrong": result.wrong}
-                counts.update(tuned=1, **tried)
-            except LibraryError as error:
-                session.skipped.append(f"{job.library.name}: {error}")
-        session.advance(f"{job.library.name} {problem.dtype} {problem.n}x{problem.k} M={problem.m}")
-    if weights:
+    subject = session.gpu.subject(job.library)
+    make = cache(partial(_block_search if job.layers else _gemm_search, session, job))
+    try:
+        for m in job.tokens:
+            problems = [replace(problem, m=m) for problem in dict.fromkeys(job.problems)]
+            if not force and all(m in tuned_tokens(subject, problem) for problem in problems):
+                counts["known"] += len(problems)
+            elif time.monotonic() >= session.deadline:
+                return False
+            else:
+                try:
+                    found = make()(m)
+                    save(subject, [(p, Tuned(r.algorithm, r.timing.p50)) for p, r in found.items()])
+                    for result in found.values():
+                        tried = {"algorithms": result.tried, "refused": result.refused, "wrong": result.wrong}
+                        counts.update(tuned=1, **tried)
+                except LibraryError as error:
+                    session.skipped.append(f"{job.library.name}: {error}")
+            for problem in problems:
+                session.advance(f"{job.library.name} {problem.dtype} {problem.n}x{problem.k} M={m}")
+    finally:
+        if job.layers:
+            cast("Hopper", job.library).forget()
+        make.cache_clear()
         torch.cuda.empty_cache()  # so that other sizes fit
     return True
+
+
+_Search = Callable[[int], dict[Problem, SearchResult]]  # from the number of tokens
+
+
+def _gemm_search(session: Session, job: Job) -> _Search:
+    """Return the search of a GEMM alone.  Raises LibraryError."""
+    problem, inputs = job.problems[0], session.inputs
+    smallest = replace(problem, m=min(job.tokens))
+    weights = inputs.packed(job.library, smallest, inputs.copies(smallest))
+
+    def tune_gemm(m: int) -> dict[Problem, SearchResult]:
+        here = replace(problem, m=m)
+        contest = gemm_contest(job.library, here, inputs.operands(here, weights), session.gpu.device)
+        return {here: search(contest, session.clock)}
+
+    return tune_gemm
+
+
+def _block_search(session: Session, job: Job) -> _Search:
+    """Return the search of the layers of a block together.  Raises LibraryError."""
+    library = cast("Hopper", job.library)
+    block = Block(library, job.layers, job.problems, job.pattern, session.inputs)
+    known = partial(tuned_algorithm, session.gpu.subject(library))
+    return lambda m: block.tune(m, session.clock, session.gpu.device, known)

@@ -25,8 +25,8 @@ from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
 from slidesparse.pattern import PatternError, SlidePattern
 from slidesparse.tune import machine, measure, shapes
 from slidesparse.tune.inputs import Inputs
-from slidesparse.tune.search import SearchResult, outputs_agree, search
-from slidesparse.tune.session import gemm_jobs, tune
+from slidesparse.tune.search import MARGIN, SearchResult, gemm_contest, outputs_agree, search
+from slidesparse.tune.session import plan_jobs, tune
 from slidesparse.tune.shapes import Layer, ShapeError
 
 LAYERS = (Layer("a", 64, 64), Layer("b", 32, 128))
@@ -42,7 +42,7 @@ def find(library: FakeLibrary, problem: Problem, clock: FakeClock | None = None)
     inputs = Inputs(CPU, GPU.l2_bytes)
     weights = inputs.packed(library, problem, inputs.copies(problem))
     operands = inputs.operands(problem, weights)
-    return search(library, problem, operands, clock or FakeClock(library), CPU)
+    return search(gemm_contest(library, problem, operands, CPU), clock or FakeClock(library))
 
 
 INT8 = Problem("int8", "int32", 64, 64, 16)
@@ -66,11 +66,41 @@ def test_a_host_that_is_late_hides_no_algorithm() -> None:
     assert find(library, INT8, FakeClock(library, {"good": 1e4, "slow": 1e4})).algorithm == "middle"
 
 
-def test_a_backend_that_fuses_is_tuned_with_its_quantization() -> None:
-    """A GEMM alone, whose weights load behind other GEMMs, has other optima than a layer, by up to 17%."""
-    library = FakeLibrary(fuses=True, outs=("bf16",), scale="both")
-    _, counts = tune(session(library), gemm_jobs([library], LAYERS[:1], ["int8"], ["2:4"], [16]))
-    assert (counts["tuned"], counts["wrong"]) == (1, 0)
+BLOCK = (Layer("qkv", 96, 32), Layer("o", 32, 32), Layer("gate_up", 128, 32), Layer("down", 32, 64))
+
+
+def test_a_backend_that_fuses_is_tuned_by_blocks() -> None:
+    """What is the fastest in a layer alone is not if a second layer beside it has it, too."""
+
+    def block_us(served: list[str]) -> float:
+        return sum(library.times[name] for name in served) + 100.0 * max(0, served.count("good") - 1)
+
+    times = {"slow": 30.0, "refused": 1.0, "wrong": 2.0, "good": 10.0, "middle": 20.0}
+    library = FakeLibrary(fuses=True, outs=("bf16",), scale="both", times=times, block_us=block_us)
+    todo = plan_jobs([library], [BLOCK, BLOCK], ["int8", "fp8"], ["2:4", "6:8"], [1, 16])
+    assert [len(job.problems) for job in todo] == [4] * 4
+    run = session(library)
+    finished, counts = tune(run, todo)
+    assert (finished, counts["tuned"], counts["refused"], run.skipped) == (True, 32, 32, [])
+    assert counts["wrong"] >= 32
+    assert (library.served, run.cells) == ({}, 32)
+    for problem in (problem for job in todo for problem in job.problems):
+        best = "good" if problem.n == 128 else "middle"
+        assert tuned.tuned_algorithm(GPU.subject(library), problem) == best
+
+
+def test_what_is_served_stays_unless_another_is_clearly_faster() -> None:
+    """Each search begins with the tables, and repetitions differ by about MARGIN."""
+    library = FakeLibrary(
+        fuses=True, outs=("bf16",), scale="both", times={"a": 10.0, "b": 10 * (1 - MARGIN / 2)}
+    )
+    library.block_us = lambda served: sum(library.times[name] for name in served)
+    todo = plan_jobs([library], [BLOCK], ["int8"], ["2:4"], [16])
+    for faster, best in ((library.times["b"], "a"), (10 * (1 - 8 * MARGIN), "b"), (10.0, "b")):
+        library.times["b"] = faster
+        tune(session(library), todo, force=True)
+        found = [tuned.tuned_algorithm(GPU.subject(library), problem) for problem in todo[0].problems]
+        assert found == [best] * 4
 
 
 def test_search_fails_without_a_usable_algorithm() -> None:
@@ -79,7 +109,7 @@ def test_search_fails_without_a_usable_algorithm() -> None:
         find(FakeLibrary(times={"refused": 1.0, "wrong": 1.0}), INT8)
     library = FakeLibrary(times={})
     run = session(library)
-    finished, counts = tune(run, gemm_jobs([library], LAYERS[:1], ["fp8"], ["2:4"], [16]))
+    finished, counts = tune(run, plan_jobs([library], [LAYERS[:1]], ["fp8"], ["2:4"], [16]))
     assert (counts["tuned"], finished, len(run.skipped)) == (0, True, 1)
     assert "of the 0 algorithms" in run.skipped[0]
 
@@ -105,11 +135,13 @@ def test_outputs_agree_up_to_rounding_only(dtype: str, out: str, scale: str) -> 
     assert not outputs_agree(first, lacking, problem)
 
 
-def test_gemm_jobs_are_distinct_problems() -> None:
+def test_plan_jobs_are_distinct_problems() -> None:
     """6:8 of K = 64 has K' = 96; two equal layers, and two patterns with the same K', are one job."""
     sparse, dense = FakeLibrary(), FakeLibrary("cublaslt", sparse=False, outs=("int32",))
-    jobs = gemm_jobs([sparse, dense], [*LAYERS, LAYERS[0]], ["int8"], ["2:4", "6:8", "14:16"], [16, 32])
-    problems = [(job.library.name, job.problem.out, job.problem.n, job.problem.k) for job in jobs]
+    jobs = plan_jobs(
+        [sparse, dense], [[*LAYERS, LAYERS[0]], LAYERS], ["int8"], ["2:4", "6:8", "14:16"], [16, 32]
+    )
+    problems = [(job.library.name, p.out, p.n, p.k) for job in jobs for p in job.problems]
     assert len(problems) == len(set(problems))
     sparse_k = {(64, 64), (64, 96), (64, 128), (32, 128), (32, 192), (32, 224)}
     assert {(n, k) for name, _, n, k in problems if name == "cusparselt"} == sparse_k
@@ -119,7 +151,7 @@ def test_gemm_jobs_are_distinct_problems() -> None:
 
 def test_tune_saves_resumes_and_can_be_forced() -> None:
     library = FakeLibrary(times={"refused": 1.0, "wrong": 2.0, "good": 10.0, "slow": 30.0})
-    todo = gemm_jobs([library], LAYERS, ["int8"], ["6:8"], [16, 48])
+    todo = plan_jobs([library], [LAYERS], ["int8"], ["6:8"], [16, 48])
     steps: list[str] = []
     run = session(library)
     run.show = steps.append
@@ -135,12 +167,12 @@ def test_tune_saves_resumes_and_can_be_forced() -> None:
     assert (second["tuned"], second["known"], library.searched) == (0, 8, [])
     library.times["slow"] = 1.0
     assert tune(session(library), todo, force=True)[1]["tuned"] == 8
-    assert tuned.tuned_algorithm(GPU.subject(library), todo[0].problem) == "slow"
+    assert tuned.tuned_algorithm(GPU.subject(library), todo[0].problems[0]) == "slow"
 
 
 def test_tune_keeps_results_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     library = FakeLibrary()
-    todo = gemm_jobs([library], LAYERS, ["fp8"], ["2:4", "6:8"], [16, 32])
+    todo = plan_jobs([library], [LAYERS], ["fp8"], ["2:4", "6:8"], [16, 32])
     with monkeypatch.context() as patch:
         ticks = SimpleNamespace(monotonic=itertools.count(1).__next__)
         patch.setattr("slidesparse.tune.session.time", ticks)
@@ -158,7 +190,7 @@ def test_command_tunes_a_converted_checkpoint(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(machine, "require_gpu", lambda: GPU)
     monkeypatch.setattr(machine, "require_libraries", lambda gpu, names: [])
     monkeypatch.setattr(gemm, "choose", lambda path, device: ("hopper", ""))
-    monkeypatch.setattr("slidesparse.tune.session.gemm_jobs", lambda *a: received.append(a[2:4]) or [])
+    monkeypatch.setattr("slidesparse.tune.session.plan_jobs", lambda *a: received.append(a[2:4]) or [])
     monkeypatch.setattr(measure, "own_stream", lambda device: nullcontext(FakeClock(FakeLibrary())))
     defaults = (("int8", "fp8"), (*shapes.PATTERNS, *shapes.MIXED_PATTERNS))
     for folder, options, expected in (

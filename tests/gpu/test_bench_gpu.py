@@ -13,17 +13,14 @@ from typer.testing import CliRunner
 
 from benchmarks.cli import app as benchmarks
 from benchmarks.conditions import usable_libraries
-from slidesparse import ops
 from slidesparse.cli.main import app
 from slidesparse.gemm import tuned
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.problem import ALL_2_4, CODED, DTYPES, LibraryError, Problem, Tensors
-from slidesparse.pattern import SlidePattern
-from slidesparse.prune import prune
+from slidesparse.gemm.problem import ALL_2_4, CODED, LibraryError, Problem
 from slidesparse.tune.inputs import Inputs
 from slidesparse.tune.machine import require_gpu
 from slidesparse.tune.measure import own_stream
-from slidesparse.tune.search import outputs_agree, search
+from slidesparse.tune.search import gemm_contest, search
 
 pytestmark = pytest.mark.gpu
 
@@ -64,7 +61,7 @@ def test_search_finds_an_algorithm_with_a_correct_result(name: str, dtype: str) 
             inputs = Inputs(gpu.device, gpu.l2_bytes)
             weight = inputs.weight(dtype, 256, 512, library.sparse)
             operands = inputs.operands(problem, [library.operand(weight)])
-            result = search(library, problem, operands, clock, gpu.device)
+            result = search(gemm_contest(library, problem, operands, gpu.device), clock)
             operands.launch(library.plan(problem, gpu.device, result.algorithm))(0)
         assert result.tried > result.refused + result.wrong
         assert result.timing.graphed
@@ -75,23 +72,21 @@ def test_search_finds_an_algorithm_with_a_correct_result(name: str, dtype: str) 
         assert error <= (0 if out == "int32" else 2.0**-8)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "fp8"])
-@pytest.mark.parametrize(("ratio", "blocks"), [("2:4", ALL_2_4), ("6:8", CODED)])
-def test_tune_times_the_layer_that_is_served(ratio: str, blocks: str, dtype: str) -> None:
-    """A plan of one configuration that is given BF16 activations runs the whole layer."""
+def test_tune_searches_a_block_by_the_operators_that_serve_it() -> None:
+    """With a norm, an activation and another kernel between its layers; each problem gets a configuration that runs."""
     require_hopper()
-    hopper, pattern, device = Hopper(), SlidePattern.parse(ratio), gpu()
-    n, k, m = 256, 512, 40
-    inputs = Inputs(device, require_gpu().l2_bytes)
-    weight = prune(inputs.weight(dtype, n, k, sparse=False), pattern)
-    x, scale_w = inputs.floats((m, k), torch.bfloat16), inputs.scale(n)
-    packed = hopper.pack(weight, pattern)
-    served = hopper.layer(n, k, pattern, 0, DTYPES[dtype])
-    expected = ops.linear(x, packed, scale_w.view(-1, 1), None, served, "hopper")
-    out = torch.empty_like(expected)
-    problem = Problem(dtype, "bf16", n, k, m, "both", blocks=blocks)
-    hopper.plan(problem, device)(Tensors(x, packed, out, scale_w))
-    assert torch.equal(out, expected) if dtype == "int8" else outputs_agree(out, expected, problem)
+    shapes, ratios = "6144x2048,2048x2048,8192x2048,2048x4096", ("2:4", "4:6", "6:8", "2:4@50%")
+    words = ["tune", "--shapes", shapes, "--pattern", ",".join(ratios), "--m", "48", "--library", "hopper"]
+    result = CliRunner().invoke(app, [*words, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.stderr
+    summary = json.loads(result.stdout)
+    assert (summary["tuned"], summary["wrong"], summary["skipped"]) == (4 * len(ratios) * 2, 0, [])
+    hopper, device = Hopper(), gpu()
+    for blocks in (ALL_2_4, CODED):
+        problem = Problem("int8", "bf16", 6144, 2048, 48, "both", blocks=blocks)
+        found = tuned.tuned_algorithm(require_gpu().subject(hopper), problem)
+        assert found
+        hopper.plan(problem, device, found)
 
 
 def test_tune_and_benchmark_commands_fill_their_tables(tmp_path: Path) -> None:

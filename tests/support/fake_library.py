@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from slidesparse.gemm.problem import ALL_2_4, DTYPES, TWO_FOUR, LibraryError, Problem, Tensors
+from slidesparse.gemm.problem import ALL_2_4, DTYPES, TWO_FOUR, Layer, LibraryError, Problem, Tensors
 from slidesparse.slide import obeys
 from slidesparse.tune.inputs import Inputs
 from slidesparse.tune.machine import Gpu
@@ -28,7 +30,6 @@ class FakePlan:
 
     def __call__(self, tensors: Tensors) -> None:
         activations, weight, out, scale_w, scale_x, _ = tensors
-        assert not self.library.fuses or (activations.dtype, scale_x) == (torch.bfloat16, None)
         self.library.ran.append(self.algorithm)
         if self.algorithm.startswith("fails"):
             raise LibraryError(f"{self.algorithm} failed")
@@ -62,6 +63,8 @@ class FakeLibrary:
     ran: list[str] = field(default_factory=list)
     searched: list[Problem] = field(default_factory=list)
     packed: list[tuple[int, ...]] = field(default_factory=list)
+    served: dict[Layer, str] = field(default_factory=dict)  # the algorithms of layers that operators run
+    block_us: Callable[[list[str]], float] | None = None  # what a block takes with them
 
     @property
     def takes_dense(self) -> bool:
@@ -82,6 +85,20 @@ class FakeLibrary:
         assert not self.sparse or obeys(weight, TWO_FOUR)
         self.packed.append(tuple(weight.shape))
         return weight
+
+    def layer(self, *layer: Any) -> Layer:
+        return Layer.of(*layer, self.alignment)
+
+    def layer_plan(self, layer: Layer, algorithm: str) -> tuple[Layer, str]:
+        if algorithm.startswith("refused"):
+            raise LibraryError(f"{algorithm} is refused")
+        return layer, algorithm
+
+    def serve(self, plan: tuple[Layer, str]) -> None:
+        self.served[plan[0]] = plan[1]
+
+    def forget(self) -> None:
+        self.served.clear()
 
     def algorithms(self, problem: Problem, device: torch.device) -> list[str]:
         self.searched.append(problem)
@@ -106,11 +123,13 @@ class FakeClock:
     def _run(self, launch: Launch) -> float:
         self._library.ran.clear()
         launch(0)
+        if self._library.block_us:
+            return self._library.block_us(list(self._library.served.values()))
         return self._library.times[self._library.ran[0]]
 
     def time_once(self, launch: Launch) -> float:
         us = self._run(launch)
-        return us + self._host_us.get(self._library.ran[0], 4.0)
+        return us + self._host_us.get(self._library.ran[0] if self._library.ran else "", 4.0)
 
     def prepare(self, launch: Launch, copies: int, about_us: float, target_us: float) -> Replay:
         us = self._run(launch)

@@ -42,7 +42,7 @@ from slidesparse.slide import require_pattern
 
 HOPPER_CAPABILITY = (9, 0)  # sm_90a: neither earlier nor later GPUs have its instructions
 VERSION = "4"  # version of the configurations; tables of other versions are not read
-CANDIDATES = 24  # configurations that tuning tries for a problem
+CANDIDATES = 32  # configurations that tuning tries for a problem
 MAX_SHAPE_DISTANCE = 1.0  # see `tuned.tuned_algorithm`
 # How much slower than the best one, by the cost model, a configuration of another shape may be.  One more row of tiles
 # can need a second wave of clusters, which takes up to 1.9 times as long: the model foresees that.
@@ -65,25 +65,17 @@ class HopperPlan(native.Plan):
 
 
 def multiply(plan: int, tensors: Tensors) -> None:
-    """Multiply and scale by the plan with this handle, on torch's current stream, without any checks.
-
-    Activations of BF16 or FP16, which have no scales, are quantized first.
-    """
-    x, weight, out, scale_w, scale_x, bias = tensors
+    """Multiply and scale by the plan with this handle, on torch's current stream, without any checks."""
+    q, weight, out, scale_w, scale_x, bias = tensors
     assert scale_w is not None
-    scratch = x.new_empty(native.library().slidesparse_hopper_scratch_bytes(plan, len(x)), dtype=torch.uint8)
-    no_prologue = (0, 0.0, None, None, 0, None)
+    assert scale_x is not None
+    scratch = q.new_empty(native.library().slidesparse_hopper_scratch_bytes(plan, len(q)), dtype=torch.uint8)
     native.call(
-        "linear" if scale_x is None else "product",
-        *(plan, len(x), x.data_ptr()),
-        *(
-            (TYPES[x.dtype], x.stride(0), *no_prologue)
-            if scale_x is None
-            else (x.shape[1], scale_x.data_ptr())
-        ),
+        "product",
+        *(plan, len(q), q.data_ptr(), q.shape[1], scale_x.data_ptr()),
         *(weight.data_ptr(), weight.numel(), scale_w.data_ptr()),
         *((None, 0) if bias is None else (bias.data_ptr(), TYPES[bias.dtype])),
-        *(out.data_ptr(), TYPES[out.dtype], scratch.data_ptr(), cuda.current_stream(x.get_device())),
+        *(out.data_ptr(), TYPES[out.dtype], scratch.data_ptr(), cuda.current_stream(q.get_device())),
     )
 
 
@@ -153,6 +145,18 @@ class Hopper(CudaBackend):
         self._require_supported(problem)
         with cuda.on_device(cuda.device_index(device)):
             return HopperPlan(product_layer(problem), algorithm or _candidates(problem, 1)[0][0])
+
+    def layer_plan(self, layer: Layer, algorithm: str) -> native.Plan:
+        """Make a plan of a layer as operators are called with it, on the current device, by one configuration."""
+        return native.Plan(layer, algorithm)
+
+    def serve(self, plan: native.Plan) -> None:
+        """Have operators run the plan's layer by it; it must be kept until another one does, or `forget`."""
+        native.library().slidesparse_hopper_serve(plan.handle)
+
+    def forget(self) -> None:
+        """Have operators make new plans, from the tuned tables, for the layers that they run from now on."""
+        native.library().slidesparse_hopper_forget()
 
     def _require_supported(self, problem: Problem) -> None:
         self.require(problem)
