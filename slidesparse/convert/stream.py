@@ -192,13 +192,14 @@ def _planner(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Planner, 
     planner, calibration = Planner(checkpoint, options), options.calibration
     if calibration is None or calibration.rotate == "off":
         return planner, ""
-    quant = planner.plan().quant  # refuses weights that the model cannot be run with
-    nothing = options.pattern.density == 1 and not options.budget
-    loses = quant == "fp8" and not options.budget and options.pattern.density > ROTATED_IN_FP8.density
+    plan = planner.plan()  # refuses weights that the model cannot be run with
+    nothing = not options.budget and all(pattern.density == 1 for pattern in plan.patterns.values())
+    ratio, density = plan.commonest
+    loses = plan.quant == "fp8" and not options.budget and density > ROTATED_IN_FP8.density
     if calibration.rotate == "auto" and nothing and (loses or not isinstance(planner.source, Floats)):
         return planner, ""
     if calibration.rotate == "auto" and loses:
-        return planner, f"not rotated: in FP8 it costs more than it gains at {options.pattern.ratio}"
+        return planner, f"not rotated: in FP8 it costs more than it gains if most weights are {ratio}"
     if planner.source.quantization.kv_cache:
         why_not = "the scales of its quantized KV cache hold for its own values"
     elif not isinstance(planner.source, Quantized):

@@ -209,6 +209,26 @@ def test_mild_patterns_are_not_rotated_in_fp8(source: Path, tmp_path: Path, ids:
         assert bool(report.rotation) == bool(said)
 
 
+def test_the_pattern_of_most_weights_decides_in_fp8(tmp_path: Path, ids: str) -> None:
+    """And not that of --sparsity, which few layers or none may have; the report names it."""
+    options: dict[str, Any] = {"samples": 2, "seqlen": 8, "dry_run": True, "quant": "fp8", "rotate": "auto"}
+    source, rotated = llama(tmp_path / "source"), "the residual stream"
+    for pattern, layer, said in (
+        ("6:8", [".=2:4"], rotated),
+        ("dense", ["mlp=2:4"], rotated),
+        ("2:4", [".=6:8"], "not rotated: in FP8 it costs more than it gains if most weights are 6:8"),
+        ("2:4", ["mlp=dense"], "not rotated: in FP8 it costs more than it gains if most weights are dense"),
+        (
+            "dense",
+            ["o_proj=2:4"],
+            "not rotated: in FP8 it costs more than it gains if most weights are dense",
+        ),
+        ("2:4", ["o_proj=6:8", "lm_head=dense"], rotated),
+    ):
+        report = calibrated(source, tmp_path / "out", ids, pattern=pattern, layer=layer, **options)
+        assert report.rotation.startswith(said), (pattern, layer)
+
+
 def test_models_that_must_not_be_rotated(tmp_path: Path) -> None:
     """`auto` says why, `on` is refused: a sparse layer, hidden states that are used, a head that must stay tied."""
     sparse = llama(tmp_path / "sparse")
