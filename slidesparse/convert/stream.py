@@ -216,13 +216,11 @@ def _planner(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Planner, 
 
 
 def _sparse(planner: Planner, reader: Reader) -> str | None:
-    """Return the reason not to rotate a model that has a layer already pruned to the pattern, or None."""
-    pattern = planner.options.pattern
-    if pattern.density == 1 or pattern.length is None:  # nothing is pruned
-        return None
-    for spec in (planner.checkpoint.require(name + WEIGHT) for name in planner.skeleton.layers):
-        prunable = spec.columns >= pattern.length and spec.dtype in FLOATS
-        if prunable and obeys(reader.rows(spec.name, next(spec.chunks())), pattern):
+    """Return the reason not to rotate a model that has a layer already pruned to its pattern, or None."""
+    for name, pattern in planner.plan().patterns.items():
+        spec = planner.checkpoint.require(name + WEIGHT)
+        prunable = pattern.length is not None and spec.columns >= pattern.length and spec.dtype in FLOATS
+        if prunable and pattern.density < 1 and obeys(reader.rows(spec.name, next(spec.chunks())), pattern):
             return f"{spec.name} already satisfies {pattern.ratio}, which rotation would undo"
     return None
 

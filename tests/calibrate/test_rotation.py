@@ -213,20 +213,29 @@ def test_the_pattern_of_most_weights_decides_in_fp8(tmp_path: Path, ids: str) ->
     """And not that of --sparsity, which few layers or none may have; the report names it."""
     options: dict[str, Any] = {"samples": 2, "seqlen": 8, "dry_run": True, "quant": "fp8", "rotate": "auto"}
     source, rotated = llama(tmp_path / "source"), "the residual stream"
+    unrotated = "not rotated: in FP8 it costs more than it gains if most weights are"
     for pattern, layer, said in (
         ("6:8", [".=2:4"], rotated),
         ("dense", ["mlp=2:4"], rotated),
-        ("2:4", [".=6:8"], "not rotated: in FP8 it costs more than it gains if most weights are 6:8"),
-        ("2:4", ["mlp=dense"], "not rotated: in FP8 it costs more than it gains if most weights are dense"),
-        (
-            "dense",
-            ["o_proj=2:4"],
-            "not rotated: in FP8 it costs more than it gains if most weights are dense",
-        ),
+        ("2:4", [".=6:8"], f"{unrotated} 6:8"),
+        ("2:4", ["mlp=dense"], f"{unrotated} dense"),
+        ("dense", ["o_proj=2:4"], f"{unrotated} dense"),
         ("2:4", ["o_proj=6:8", "lm_head=dense"], rotated),
     ):
         report = calibrated(source, tmp_path / "out", ids, pattern=pattern, layer=layer, **options)
         assert report.rotation.startswith(said), (pattern, layer)
+
+
+def test_a_layer_that_satisfies_its_own_pattern_is_not_rotated(tmp_path: Path, ids: str) -> None:
+    """Whatever pattern the other layers have, or none."""
+    source = llama(tmp_path / "source")
+    tensors = tensors_of(source)
+    tensors[f"{DOWN}.weight"] = prune(tensors[f"{DOWN}.weight"], PATTERN)
+    write(source, config_of(source), tensors)
+    options: dict[str, Any] = {"samples": 2, "seqlen": 8, "dry_run": True, "layer": ["down_proj=6:8"]}
+    for pattern in ("2:4", "dense"):
+        report = calibrated(source, tmp_path / "out", ids, pattern=pattern, rotate="auto", **options)
+        assert report.rotation.startswith(f"not rotated: {DOWN}.weight already satisfies 6:8"), pattern
 
 
 def test_models_that_must_not_be_rotated(tmp_path: Path) -> None:
