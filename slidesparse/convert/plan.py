@@ -293,11 +293,16 @@ class Planner:
             patterns |= {name: by_budget[name] for name in chosen if name in by_budget}
             reasons |= dict.fromkeys(by_budget, BY_BUDGET)
         groups = self._groups(chosen)
+        blocks = range(len(self.skeleton.blocks))
+        places = {name: place for block in blocks for name, place in self.skeleton.experts(block).items()}
         for names in self.routed.values():  # gate and up are one matrix in vLLM, down another
-            shapes = {name: self.checkpoint.require(name + WEIGHT).shape for name in names}
-            groups += (
-                tuple(n for n in names if shapes[n] == shape) for shape in dict.fromkeys(shapes.values())
-            )
+            kinds = {
+                name: places[name].parameter
+                if name in places
+                else self.checkpoint.require(name + WEIGHT).shape
+                for name in names
+            }
+            groups += (tuple(n for n in names if kinds[n] == kind) for kind in dict.fromkeys(kinds.values()))
         given: dict[str, Pattern | None] = {}  # by all options together
         for regex, pattern in self.options.layer_patterns:
             if self.head and self._names_head(regex):

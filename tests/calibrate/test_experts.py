@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from calibration import calibrated, open_model, task_of, write_ids
-from checkpoints import config_of, tensors_of
-from moe import EXPERTS, LAYERS, MODELS, PRUNED
+from checkpoints import config_of, convert, tensors_of
+from moe import EXPERTS, LAYERS, MODELS, PRUNED, QWEN
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from slidesparse.calibrate import experts
 from slidesparse.calibrate.losses import layer_losses
 from slidesparse.calibrate.sparsegpt import pruner
+from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.convert.budget import PATTERNS, Budget
 from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
@@ -136,6 +138,19 @@ def test_a_budget_counts_experts_that_it_may_prune(tmp_path: Path, asked: bool) 
     assert asked == bool({*patterns} & {*model.experts()})
     written = tensors_of(tmp_path / "out")
     assert all(violations(written[f"{name}.weight"], pattern) is None for name, pattern in patterns.items())
+
+
+def test_second_layers_of_square_experts_have_a_pattern_of_their_own(tmp_path: Path) -> None:
+    """They have the shape of the first ones, with which they are no group."""
+    model = replace(MODELS["qwen3"], config={**QWEN, "moe_intermediate_size": 128})
+    for joined in (False, True):
+        source, out = model.write(tmp_path / str(joined), joined), tmp_path / f"{joined} out"
+        layer = [*PRUNED, r"experts.*down_proj=2:4"]
+        patterns = convert(source, out, layer=layer).plan.patterns
+        assert {patterns[name].ratio for name in model.experts() if "down" in name} == {"2:4"}
+        assert {patterns[name].ratio for name in model.experts() if "down" not in name} == {"6:8"}
+        with pytest.raises(CheckpointError, match="which read the same input"):
+            convert(source, tmp_path / "x", layer=[r"experts.*up_proj=2:4"])
 
 
 def test_distillation_of_pruned_experts_is_refused(tmp_path: Path) -> None:
