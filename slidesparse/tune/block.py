@@ -133,7 +133,10 @@ class Block:
 
             def serve_and_run(i: int) -> object:
                 self._library.serve(plan)
-                return run(i)
+                try:
+                    return run(i)
+                except RuntimeError as error:  # as operators raise it
+                    raise LibraryError(f"a block with {name} for {step.called}: {error}") from error
 
             return serve_and_run
 

@@ -15,7 +15,7 @@ from fake_library import CPU, GPU, FakeClock, FakeLibrary, session
 from tiny import tiny
 from typer.testing import CliRunner
 
-from slidesparse import gemm
+from slidesparse import gemm, ops
 from slidesparse.cli.main import app
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.stream import convert
@@ -101,6 +101,28 @@ def test_what_is_served_stays_unless_another_is_clearly_faster() -> None:
         tune(session(library), todo, force=True)
         found = [tuned.tuned_algorithm(GPU.subject(library), problem) for problem in todo[0].problems]
         assert found == [best] * 4
+
+
+def test_an_operator_that_fails_is_an_algorithm_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C++ raises RuntimeError, which ended the command."""
+    library = FakeLibrary(
+        fuses=True, outs=("bf16",), scale="both", times={"bad": 1.0, "good": 10.0, "slow": 30.0}
+    )
+    library.block_us = lambda served: sum(library.times[name] for name in served)
+    run_layer = ops._linear_by
+
+    def fail(*arguments: Any) -> torch.Tensor:
+        if "bad" in library.served.values():
+            raise RuntimeError("the kernel was not launched")
+        return run_layer(*arguments)
+
+    monkeypatch.setattr(ops, "_linear_by", fail)
+    run, todo = session(library), plan_jobs([library], [BLOCK], ["int8"], ["2:4"], [16])
+    tuned.save(GPU.subject(library), [(problem, tuned.Tuned("slow", 1.0)) for problem in todo[0].problems])
+    finished, counts = tune(run, todo, force=True)
+    assert (finished, counts["tuned"], counts["refused"], run.skipped) == (True, 4, 4, [])
+    found = [tuned.tuned_algorithm(GPU.subject(library), problem) for problem in todo[0].problems]
+    assert found == ["good"] * 4
 
 
 def test_search_fails_without_a_usable_algorithm() -> None:
