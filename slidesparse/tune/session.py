@@ -148,14 +148,23 @@ def _tune_job(session: Session, job: Job, force: bool, counts: Counter[str]) -> 
                         counts.update(tuned=1, **tried)
                 except LibraryError as error:
                     session.skipped.append(f"{job.library.name}: {error}")
+                except torch.OutOfMemoryError:
+                    where = "; give fewer tokens by --m"
+                    session.skipped.append(
+                        f"{_label(job, problems[0])} does not fit into the GPU's memory{where}"
+                    )
             for problem in problems:
-                session.advance(f"{job.library.name} {problem.dtype} {problem.n}x{problem.k} M={m}")
+                session.advance(_label(job, problem))
     finally:
         if job.layers:
             cast("Hopper", job.library).forget()
         make.cache_clear()
         torch.cuda.empty_cache()  # so that other sizes fit
     return True
+
+
+def _label(job: Job, problem: Problem) -> str:
+    return f"{job.library.name} {problem.dtype} {problem.n}x{problem.k} M={problem.m}"
 
 
 _Search = Callable[[int], dict[Problem, SearchResult]]  # from the number of tokens

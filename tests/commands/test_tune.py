@@ -125,6 +125,26 @@ def test_an_operator_that_fails_is_an_algorithm_refused(monkeypatch: pytest.Monk
     assert found == ["good"] * 4
 
 
+def test_what_does_not_fit_into_memory_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one line, and other numbers of tokens are tuned."""
+    for fuses in (True, False):
+        library = FakeLibrary(fuses=fuses, outs=("bf16",), scale="both", block_us=lambda served: 1.0)
+        algorithms = library.algorithms
+
+        def fail(problem: Problem, device: torch.device, of: Any = algorithms) -> list[str]:
+            if problem.m == 32:
+                raise torch.OutOfMemoryError("CUDA out of memory.\nSee the documentation")
+            return of(problem, device)
+
+        monkeypatch.setattr(library, "algorithms", fail)
+        run = session(library)
+        finished, counts = tune(run, plan_jobs([library], [BLOCK[:1]], ["int8"], ["2:4"], [16, 32, 48]), True)
+        assert (finished, counts["tuned"], run.cells) == (True, 2, 3)
+        assert run.skipped == [
+            "cusparselt int8 96x32 M=32 does not fit into the GPU's memory; give fewer tokens by --m"
+        ]
+
+
 def test_search_fails_without_a_usable_algorithm() -> None:
     message = "of the 2 algorithms .* 1 cannot run here and 1 give wrong results"
     with pytest.raises(LibraryError, match=message):
