@@ -135,7 +135,8 @@ def _tune_job(session: Session, job: Job, force: bool, counts: Counter[str]) -> 
     try:
         for m in job.tokens:
             problems = [replace(problem, m=m) for problem in dict.fromkeys(job.problems)]
-            if not force and all(m in tuned_tokens(subject, problem) for problem in problems):
+            known = [problem for problem in problems if m in tuned_tokens(subject, problem)]
+            if known == problems and not force:
                 counts["known"] += len(problems)
             elif time.monotonic() >= session.deadline:
                 return False

@@ -145,6 +145,17 @@ def test_what_does_not_fit_into_memory_is_skipped(monkeypatch: pytest.MonkeyPatc
         ]
 
 
+def test_a_damaged_table_is_refused_before_a_search() -> None:
+    """With --force, too: what was found could not be saved."""
+    library = FakeLibrary()
+    todo = plan_jobs([library], [LAYERS], ["int8"], ["2:4"], [16])
+    tuned.save(GPU.subject(library), [(todo[0].problems[0], tuned.Tuned("good", 1.0))]).write_text("[]")
+    for force in (True, False):
+        with pytest.raises(tuned.TableError, match="delete it"):
+            tune(session(library), todo, force)
+    assert not library.searched
+
+
 def test_search_fails_without_a_usable_algorithm() -> None:
     message = "of the 2 algorithms .* 1 cannot run here and 1 give wrong results"
     with pytest.raises(LibraryError, match=message):
