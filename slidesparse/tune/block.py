@@ -28,6 +28,7 @@ from slidesparse.tune.shapes import Layer
 FLOAT = torch.bfloat16
 EPS = 1e-6
 ROUNDS = 2  # in which each layer is searched with the others as they are
+NORM, SILU, OTHER = "norm", "silu", "other"
 FINALISTS, QUICK_ERROR = 6, 1.05  # by the block's time, of which a layer's is a part
 
 
@@ -40,16 +41,14 @@ class _Step:
     weights: list[Tensor]  # packed, a copy for each copy of the block
     scale_w: Tensor  # [n, 1] float32
     norm: Tensor  # [k]
-    before: int  # out-features of the layer before
+    prologue: str  # what stands before it: NORM, SILU or OTHER
 
 
 class Block:
     """Layers with random weights that run one after the other, in bfloat16.
 
-    What stands between two layers follows from their sizes, as in a decoder: a norm of the sum with the residual where
-    one has as many in-features as the one before has out-features, SiLU of one half times the other where it has half
-    as many, and else a kernel of torch's in the place of attention, during which ours cannot begin.  The last layer
-    stands before the first one.
+    What stands before a layer follows from sizes, as in a decoder, see `_prologues`; the last layer stands before the
+    first one.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class Block:
         packed = {
             problem: inputs.packed(library, problem, self._copies) for problem in dict.fromkeys(problems)
         }
-        before = pairwise((layers[-1], *layers))
+        self._width = layers[-1].n  # of what the first layer's prologue reads
         self._steps = [
             _Step(
                 problem,
@@ -74,9 +73,9 @@ class Block:
                 packed[problem],
                 inputs.scale(layer.n).view(-1, 1),
                 inputs.floats((layer.k,), FLOAT),
-                last.n,
+                prologue,
             )
-            for layer, problem, (last, _) in zip(layers, problems, before, strict=True)
+            for layer, problem, prologue in zip(layers, problems, _prologues(layers), strict=True)
         ]
 
     def tune(
@@ -151,20 +150,37 @@ class Block:
     def _launch(self, m: int) -> Launch:
         """Return what runs the block on m tokens."""
         ours, steps = getattr(torch.ops, ops.NAMESPACE), self._steps
-        widths = {steps[0].before, *(step.called.k for step in steps if step.before != 2 * step.called.k)}
+        widths = {self._width, *(step.called.k for step in steps if step.prologue != SILU)}
         floats = {width: self._inputs.floats((m, width), FLOAT) for width in widths}
 
         def run(i: int) -> object:
-            y, residuals = floats[steps[0].before], dict(floats)
+            y, residual = floats[self._width], floats.get(steps[0].called.k)
             for step in steps:
-                k = step.called.k
                 layer = step.weights[i], step.scale_w, None, [*step.called], FLOAT
-                if step.before == k:
-                    y, residuals[k] = ours.add_rms_norm_linear(y, residuals[k], step.norm, EPS, *layer)
-                elif step.before == 2 * k:
+                if step.prologue == NORM:
+                    y, residual = ours.add_rms_norm_linear(y, residual, step.norm, EPS, *layer)
+                elif step.prologue == SILU:
                     y = ours.silu_mul_linear(y, *layer)
                 else:
-                    y = ours.linear(floats[k].clone(), *layer)
+                    y = ours.linear(floats[step.called.k].clone(), *layer)
             return y
 
         return run
+
+
+def _prologues(layers: Sequence[Layer]) -> list[str]:
+    """Return what stands before each layer of a block.
+
+    A norm of the sum with the residual, which is as wide as what the first layer reads, before one that reads as much
+    if the one before gives it.  SiLU of one half times the other before the last layer that reads half of what the one
+    before gives: attention may, too.  Else a kernel of torch's in the place of attention, during which ours cannot
+    begin.
+    """
+    prologues = list[str]()
+    for last, layer in pairwise((layers[-1], *layers)):
+        if last.n == 2 * layer.k:
+            prologues = [OTHER if prologue == SILU else prologue for prologue in prologues]
+            prologues.append(SILU)
+        else:
+            prologues.append(NORM if last.n == layer.k == layers[0].k else OTHER)
+    return prologues

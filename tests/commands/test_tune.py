@@ -15,7 +15,7 @@ from fake_library import CPU, GPU, FakeClock, FakeLibrary, session
 from tiny import tiny
 from typer.testing import CliRunner
 
-from slidesparse import gemm, ops
+from slidesparse import gemm, ops, reference
 from slidesparse.cli.main import app
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.stream import convert
@@ -154,6 +154,42 @@ def test_a_damaged_table_is_refused_before_a_search() -> None:
         with pytest.raises(tuned.TableError, match="delete it"):
             tune(session(library), todo, force)
     assert not library.searched
+
+
+@pytest.mark.parametrize(
+    ("layers", "silu", "norms"),
+    [
+        (BLOCK, {64}, {32}),
+        # half as many keys and values as queries: attention has half the inputs that it gives
+        ((Layer("qkv", 256, 32), Layer("o", 32, 128), *BLOCK[2:]), {64}, {32}),
+        # an MLP without a gate
+        ((*BLOCK[:2], Layer("up", 160, 32), Layer("down", 32, 160)), set(), {32}),
+        ((Layer("alone", 32, 32),), set(), {32}),
+        ((Layer("alone", 64, 32),), {32}, set()),
+        ((Layer("alone", 96, 32),), set(), set()),
+    ],
+    ids=["decoder", "grouped queries", "no gate", "square", "wide", "other"],
+)
+def test_what_stands_between_the_layers_of_a_block(
+    layers: tuple[Layer, ...], silu: set[int], norms: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By sizes alone, what stands there in a model."""
+    library = FakeLibrary(fuses=True, outs=("bf16",), scale="both", block_us=lambda served: 1.0)
+    silu_mul, rms_norm, found = reference.silu_mul, reference.rms_norm, (set[int](), set[int]())
+
+    def note_silu(x: torch.Tensor) -> torch.Tensor:
+        found[0].add(x.shape[-1] // 2)
+        return silu_mul(x)
+
+    def note_norm(x: torch.Tensor, *others: Any) -> Any:
+        found[1].add(x.shape[-1])
+        return rms_norm(x, *others)
+
+    monkeypatch.setattr(reference, "silu_mul", note_silu)
+    monkeypatch.setattr(reference, "rms_norm", note_norm)
+    run = session(library)
+    assert tune(run, plan_jobs([library], [layers], ["int8"], ["2:4"], [16]))[1]["tuned"] == len(layers)
+    assert (found, run.skipped) == ((silu, norms), [])
 
 
 def test_search_fails_without_a_usable_algorithm() -> None:
