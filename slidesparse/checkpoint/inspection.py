@@ -14,7 +14,7 @@ from slidesparse.checkpoint.converted import DamagedError, natural, open_checkpo
 from slidesparse.checkpoint.metadata import Metadata, sparsity_of
 from slidesparse.checkpoint.names import SCALE, WEIGHT, is_expert, layer_names
 from slidesparse.checkpoint.skeleton import Skeleton
-from slidesparse.checkpoint.storage import Checkpoint, Reader
+from slidesparse.checkpoint.storage import Checkpoint, Reader, TensorSpec
 from slidesparse.pattern import MixedPattern, SlidePattern
 from slidesparse.slide import obeys
 
@@ -48,6 +48,7 @@ class CheckpointReport:
     layout: str | None  # also a format of compressed-tensors, as in `sparsity_of`
     layers: tuple[LayerReport, ...]
     experts: Mapping[str, int]  # dtype -> number of routed experts' matrices
+    expert_patterns: Mapping[str, int]  # the sparsest pattern that they satisfy -> number of them, if any
     unread: int  # number of matrices in another tool's format, such as 4-bit ones
 
     @property
@@ -62,13 +63,30 @@ def inspect(folder: str | Path) -> CheckpointReport:
     names = sorted(metadata.layers if metadata else Skeleton(checkpoint).layers, key=natural)
     with checkpoint.reader() as reader:
         layers = tuple(_inspect_layer(checkpoint, reader, metadata, name) for name in names)
+        routed = [
+            checkpoint.tensors[name + WEIGHT].spec
+            for name in layer_names(checkpoint.tensors)
+            if is_expert(name)
+        ]
+        satisfied = Counter(_satisfied(reader, spec) for spec in routed)
     claimed = metadata.pattern.ratio if metadata else None
     stored = sparsity_of(checkpoint.quantization_config() or {})
     layout = metadata.layout if metadata else stored[0] if stored else None
     unread = sum(name.endswith(_UNREAD) for name in checkpoint.tensors)
-    routed = filter(is_expert, layer_names(checkpoint.tensors))
-    experts = Counter(checkpoint.tensors[name + WEIGHT].spec.dtype for name in routed)
-    return CheckpointReport(str(folder), claimed, layout, layers, dict(experts), unread)
+    experts = Counter(spec.dtype for spec in routed)
+    patterns = {ratio: satisfied[ratio] for ratio in RATIOS if satisfied[ratio]}
+    return CheckpointReport(str(folder), claimed, layout, layers, dict(experts), patterns, unread)
+
+
+def _satisfied(reader: Reader, spec: TensorSpec) -> str | None:
+    """Return the sparsest pattern that a matrix obeys, if any; a dense one is read in part."""
+    candidates = [SlidePattern.parse(ratio) for ratio in RATIOS]
+    for rows in spec.chunks():
+        values = reader.rows(spec.name, rows)
+        candidates = [pattern for pattern in candidates if obeys(values, pattern)]
+        if not candidates:
+            return None
+    return candidates[0].ratio
 
 
 def _inspect_layer(

@@ -136,6 +136,8 @@ def _show_layers(report: CheckpointReport) -> None:
             out.print(escape(layer.first_violation), style="red")
     for dtype, count in report.experts.items():
         out.print(f"{count} weights of routed experts in {dtype}")
+    for pattern, count in report.expert_patterns.items():
+        out.print(f"{count} of them satisfy {pattern}")
     if report.unread:
         out.print(f"weights in another tool's format, which are not read: {report.unread}")
     total = sum(layer.bytes for layer in report.layers)

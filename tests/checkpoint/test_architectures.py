@@ -12,14 +12,24 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, HEAD, MROPE, QWEN_VISION, multimodal
-from checkpoints import assert_same_tensors, block_of, config_of, convert, refused, tensors_of, write
+from checkpoints import (
+    assert_same_tensors,
+    block_of,
+    config_of,
+    convert,
+    refused,
+    rewrite,
+    tensors_of,
+    write,
+)
 from commands import Done
-from moe import LAYERS, PRUNED, ROUTERS
+from moe import EXPERTS, LAYERS, PRUNED, ROUTERS
 from moe import MODELS as MIXTURES
 from strategies import assert_same_bits
 from tiny import build, fill, tiny
 from torch import nn
 
+from slidesparse.checkpoint.inspection import inspect
 from slidesparse.checkpoint.names import is_expert
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
@@ -115,6 +125,25 @@ def test_ignored_experts_are_ignored_by_the_names_of_vllm(tmp_path: Path, name: 
     assert not vllm_ignores(tmp_path / "out", "model.layers.1.mlp.shared_expert.gate_proj")
     routers = {name.removesuffix(".weight") for name in before if name.endswith(ROUTERS)}
     assert {"lm_head", *routers} <= set(block_of(tmp_path / "out")["ignore"])
+
+
+def test_inspect_shows_the_patterns_of_experts(tmp_path: Path) -> None:
+    """Which no metadata tell by name, so that a damaged one was not seen."""
+    source = MIXTURES["qwen3"].write(tmp_path / "source")
+    assert not inspect(source).expert_patterns
+    convert(
+        source,
+        tmp_path / "out",
+        layer=[*PRUNED, "experts.*down_proj=2:4", r"layers\.1\..*(gate|up)_proj=dense"],
+    )
+    found = inspect(tmp_path / "out").expert_patterns
+    assert found == {"2:4": LAYERS * EXPERTS, "6:8": 2 * EXPERTS}
+    name = "model.layers.0.mlp.experts.3.up_proj.weight"
+    rewrite(tmp_path / "out", **{name: torch.ones_like(tensors_of(tmp_path / "out")[name])})
+    assert inspect(tmp_path / "out").expert_patterns == {**found, "6:8": 2 * EXPERTS - 1}
+    result = Done("inspect", tmp_path / "out")
+    assert "24 weights of routed experts in I8" in result.out
+    assert "8 of them satisfy 2:4\n7 of them satisfy 6:8\n" in result.out
 
 
 @pytest.mark.vllm
