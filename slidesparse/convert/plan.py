@@ -369,7 +369,7 @@ class Planner:
                     )
                 kept[name] = JOINED
         chosen = [name for name in candidates if name not in kept]
-        if not chosen:
+        if not chosen and {*self.experts} <= kept.keys():
             raise CheckpointError("every linear layer is ignored, so nothing is left to prune; ignore fewer")
         return chosen, kept
 

@@ -153,6 +153,23 @@ def test_second_layers_of_square_experts_have_a_pattern_of_their_own(tmp_path: P
             convert(source, tmp_path / "x", layer=[r"experts.*up_proj=2:4"])
 
 
+@pytest.mark.parametrize("budget", [None, Budget(0.5, tokens=(16,))])
+def test_experts_are_pruned_alone(tmp_path: Path, budget: Budget | None) -> None:
+    """All other layers of Qwen3-MoE are ignored."""
+    model = MODELS["qwen3"]
+    source, ids = model.write(tmp_path / "source"), write_ids(tmp_path / "ids.npy", 24)
+    layer = [r"\.experts\.=budget"] if budget else PRUNED
+    options = {"layer": layer, "ignore": ["self_attn"], "budget": budget, "epochs": 0, "rotate": "auto"}
+    report = calibrated(source, tmp_path / "out", ids, **options)
+    assert {*report.plan.patterns} == {*model.experts()}
+    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    assert all(torch.equal(after[f"{name}.weight"], before[f"{name}.weight"]) for name in model.linears())
+    with pytest.raises(CheckpointError, match="nothing is left to prune"):
+        convert(source, tmp_path / "x", ignore=["self_attn", "experts"])
+    with pytest.raises(CheckpointError, match="no linear layer is left to prune"):
+        convert(source, tmp_path / "x", ignore=["self_attn"])
+
+
 def test_distillation_of_pruned_experts_is_refused(tmp_path: Path) -> None:
     source, ids = MODELS["qwen3"].write(tmp_path / "source"), write_ids(tmp_path / "ids.npy")
     with pytest.raises(CalibrationError, match="--distill does not train routed experts"):
