@@ -91,12 +91,12 @@ class Source(ABC):
         A layer has a weight, a bias and a scale, and possibly scales of the KV cache.  Raises CheckpointError for a
         tensor that no quantizer left, such as an adapter's: without it, the layer may have other outputs.
         """
-        known = (WEIGHT, BIAS)
+        known, named = (WEIGHT, BIAS), {*layers}
         dropped = {}
         for name in self.checkpoint.tensors:
             parts = name.split(".")
             prefixes = (".".join(parts[:count]) for count in range(1, len(parts)))
-            layer = next((prefix for prefix in prefixes if prefix in layers), None)
+            layer = next((prefix for prefix in prefixes if prefix in named), None)
             suffix = name.removeprefix(layer or "")
             if layer and suffix not in known and not kv_scale_names(name) and not self.keeps(layer, suffix):
                 if not _OF_QUANTIZATION.search(suffix):
