@@ -134,6 +134,8 @@ class Block:
                 self._library.serve(plan)
                 try:
                     return run(i)
+                except torch.OutOfMemoryError:  # for any algorithm
+                    raise
                 except RuntimeError as error:  # as operators raise it
                     raise LibraryError(f"a block with {name} for {step.called}: {error}") from error
 

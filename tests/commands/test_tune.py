@@ -125,6 +125,21 @@ def test_an_operator_that_fails_is_an_algorithm_refused(monkeypatch: pytest.Monk
     assert found == ["good"] * 4
 
 
+def test_memory_that_an_operator_lacks_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's error is a RuntimeError, too: all algorithms seemed to be refused."""
+    library = FakeLibrary(fuses=True, outs=("bf16",), scale="both", block_us=lambda served: 1.0)
+
+    def fail(*arguments: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ops, "_linear_by", fail)
+    run = session(library)
+    tune(run, plan_jobs([library], [BLOCK], ["int8"], ["2:4"], [16]))
+    assert [note.partition(";")[0] for note in run.skipped] == [
+        "cusparselt int8 96x32 M=16 does not fit into the GPU's memory"
+    ]
+
+
 def test_what_does_not_fit_into_memory_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """By one line, and other numbers of tokens are tuned."""
     for fuses in (True, False):
