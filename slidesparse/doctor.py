@@ -262,13 +262,13 @@ class Layers:
 
 @dataclass
 class Report:
-    """The answer whether and by what a checkpoint is served here; of one that cannot be read, the error alone."""
+    """The answer whether and by what a checkpoint is served here."""
 
     model: str
-    architecture: str | None = None
-    layout: str = ""
-    vllm: str = ""
-    gpu: str = ""
+    architecture: str | None
+    layout: str
+    vllm: str
+    gpu: str
     backend: str | None = None
     backend_reason: str = ""
     layers: list[Layers] = field(default_factory=list)

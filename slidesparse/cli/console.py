@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +32,17 @@ LIBRARIES = ("datasets", "huggingface_hub", "numpy", "pyarrow", "regex", "torch"
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+AS_JSON = "as JSON"  # in what the contexts of a command share: whether JSON was asked for
+
+
+def _note_json(context: typer.Context, asked: bool) -> bool:
+    context.meta[AS_JSON] = asked
+    return asked
+
+
+Json = Annotated[
+    bool, typer.Option("--json", help="Print the result, or the error, as JSON.", callback=_note_json)
+]
 Layout = Annotated[
     str,
     typer.Option(
@@ -58,8 +69,10 @@ def whole(table: Table) -> Console:
     return Console(highlight=False, width=natural, height=1)
 
 
-def fail(code: int, message: object) -> NoReturn:
-    """Print an error and end the command with exit code ``code``."""
+def fail(code: int, message: object, as_json: bool = False) -> NoReturn:
+    """Print an error, with ``as_json`` on stdout, too, and end the command with exit code ``code``."""
+    if as_json:
+        print(json.dumps({"code": code, "verdict": str(message)}, indent=2))
     err.print(f"[bold red]error:[/] {escape(str(message))}")
     raise typer.Exit(code)
 
@@ -72,17 +85,19 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except SlideSparseError as error:
-            fail(error.exit_code, error)
+            fail(error.exit_code, error, ctx.meta.get(AS_JSON, False))
         except ImportError as error:
             missing = (error.name or "").partition(".")[0]
             if missing not in LIBRARIES:
                 raise
             reason = f"this command needs {missing}, which cannot be imported ({error})"
-            fail(ENVIRONMENT, f"{reason}: pip install {missing}, or upgrade it")
+            words = f"{reason}: pip install {missing}, or upgrade it"
+            fail(ENVIRONMENT, words, ctx.meta.get(AS_JSON, False))
         except BrokenPipeError:
             raise  # its reader, such as `head`, has closed the pipe: Typer ends the command without a message
         except OSError as error:
-            fail(ENVIRONMENT, f"{error.strerror or error}: {error.filename or 'while reading or writing'}")
+            words = f"{error.strerror or error}: {error.filename or 'while reading or writing'}"
+            fail(ENVIRONMENT, words, ctx.meta.get(AS_JSON, False))
         except KeyboardInterrupt as error:  # its arguments may say how to continue
             err.print(escape("; ".join(["interrupted", *map(str, error.args)])))
             raise typer.Exit(INTERRUPTED) from None

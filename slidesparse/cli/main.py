@@ -22,8 +22,8 @@ from rich.table import Table
 from slidesparse import __version__
 from slidesparse.build.compile import TARGETS, build, cache_folder, target_path
 from slidesparse.cli import convert, evaluate, tune
-from slidesparse.cli.console import Json, Layout, application, byte_progress, err, out, show, whole
-from slidesparse.errors import FAILED, EnvironmentFault, SlideSparseError
+from slidesparse.cli.console import Json, Layout, application, byte_progress, err, fail, out, show, whole
+from slidesparse.errors import ENVIRONMENT, FAILED, EnvironmentFault, SlideSparseError
 from slidesparse.pattern import parse_pattern
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def doctor(
 
     With MODEL: exit 0 if SlideSparse serves it here, 1 if not, 3 if this machine lacks something for it.
     """
-    from slidesparse.doctor import Report, announce_compiling, collect, examine, lines, render
+    from slidesparse.doctor import announce_compiling, collect, examine, lines, render
 
     announce_compiling()
     if model is None:
@@ -78,17 +78,9 @@ def doctor(
         return
     from slidesparse.checkpoint.hub import local_folder
 
-    def print_json(report: Report) -> None:
-        print(json.dumps({**asdict(report), "patterns": report.patterns}, indent=2))
-
-    try:
-        report = examine(model, local_folder(model))
-    except SlideSparseError as error:
-        if as_json:
-            print_json(Report(model, code=error.exit_code, verdict=str(error)))
-        raise
+    report = examine(model, local_folder(model))
     if as_json:
-        print_json(report)
+        print(json.dumps({**asdict(report), "patterns": report.patterns}, indent=2))
     else:
         for line in lines(report):
             out.print(escape(line))
@@ -176,8 +168,8 @@ def build_targets(
             out.print(escape(f"{name:<12} {state:<10} {results[-1]['seconds']:>6} s  {result['path']}"))
     if as_json:
         print(json.dumps({"cache": str(cache_folder()), "targets": results}, indent=2))
-    if failed:
-        raise EnvironmentFault("could not compile " + "\n".join(failed))
+    if failed:  # the JSON document has the reasons
+        fail(ENVIRONMENT, "could not compile " + "\n".join(failed))
 
 
 def synth(

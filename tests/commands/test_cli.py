@@ -187,6 +187,22 @@ def test_wrong_use_exits_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comm
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["doctor none", "inspect none", "build none", "tune none", "eval perplexity none --data ids.npy"],
+)
+def test_an_error_is_a_json_document_where_one_is_asked_for(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that reads stdout finds it, and one document alone."""
+    monkeypatch.chdir(tmp_path)
+    result = Done(*command.split(), "--json")
+    document = json.loads(result.out)
+    assert (result.code, document["code"]) == (2, 2)
+    assert result.err == f"error: {document['verdict']}\n"
+    assert "none" in document["verdict"]
+
+
 def test_interrupted_convert_resumes(
     source: Path, tmp_path: Path, calib: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
