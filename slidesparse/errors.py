@@ -11,6 +11,7 @@ Standard library only.  A message says what was found, what is allowed, and what
 from __future__ import annotations
 
 import reprlib
+import shlex
 from collections.abc import Sequence
 
 from slidesparse.versions import VLLM_ON_GPUS
@@ -56,6 +57,12 @@ def shown(value: object) -> str:
 def listed(names: Sequence[str]) -> str:
     """Return the first MAX_NAMES names, separated by commas, and whether there are more."""
     return f"{', '.join(names[:MAX_NAMES])}{', ...' if len(names) > MAX_NAMES else ''}"
+
+
+def argument(path: object) -> str:
+    """Return a path as an argument of a shell's command, which no command takes for an option."""
+    text = str(path)
+    return shlex.quote(f"./{text}" if text.startswith("-") else text)
 
 
 _SHOWN = reprlib.Repr()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter, defaultdict
 from contextlib import nullcontext
 from functools import partial
@@ -13,7 +12,7 @@ import typer
 from rich.table import Table
 
 from slidesparse.cli.console import Layout, byte_progress, out, show, warn
-from slidesparse.errors import SlideSparseError, listed
+from slidesparse.errors import SlideSparseError, argument, listed
 from slidesparse.pattern import Pattern, parse_pattern
 
 if TYPE_CHECKING:
@@ -291,7 +290,7 @@ def _summarize(report: Report, dry_run: bool) -> None:
         "size", f"{size} in {report.seconds:.1f} s, {plan.bytes_in / 1e6 / report.seconds:.0f} MB/s of input"
     )
     arguments = [f"--{name} {value}" for name, value in serving_options(plan.config).items()]
-    show("serve", " ".join(["vllm serve", shlex.quote(str(report.out)), *arguments]))
+    show("serve", " ".join(["vllm serve", argument(report.out), *arguments]))
 
 
 def _show_budget(outcome: Outcome) -> None:

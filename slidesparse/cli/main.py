@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import shlex
 import sys
 import time
 from dataclasses import asdict
@@ -23,7 +22,7 @@ from slidesparse import __version__
 from slidesparse.build.compile import TARGETS, build, cache_folder, target_path
 from slidesparse.cli import convert, evaluate, tune
 from slidesparse.cli.console import Json, Layout, application, byte_progress, err, fail, out, show, whole
-from slidesparse.errors import ENVIRONMENT, FAILED, EnvironmentFault, SlideSparseError
+from slidesparse.errors import ENVIRONMENT, FAILED, EnvironmentFault, SlideSparseError, argument
 from slidesparse.pattern import parse_pattern
 
 if TYPE_CHECKING:
@@ -233,7 +232,7 @@ def synth(
     show("weights", "random: for measuring speed only, the output is meaningless")
     files = len(plan.checkpoint.files)
     show("size", f"{plan.bytes_out / 1e6:.1f} MB in {files} file{'s' if files > 1 else ''}")
-    folder = shlex.quote(str(target))
+    folder = argument(target)
     show("tokenizer", "a placeholder whose tokens are the words t0, t1, t2, ...")
     if quant == "bf16":
         show("convert", f"slidesparse convert {folder} PRUNED --sparsity 6:8 --calib random")

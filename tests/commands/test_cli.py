@@ -86,6 +86,17 @@ def test_convert_summarizes_on_stdout(source: Path, tmp_path: Path, sparsity: st
     assert "\nlayers    14 linear layers, INT8 W8A8, dense layout\n" in unpruned
 
 
+def test_hints_for_a_name_with_a_dash_can_be_pasted(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else vLLM takes the folder for an option."""
+    monkeypatch.chdir(tmp_path)
+    assert Done(*convert_command(source, "./-v2")).out.endswith("\nserve     vllm serve ./-v2\n")
+    lines = Done("synth", source, "--quant", "bf16", "--", "-v 3").out.splitlines()
+    assert lines[-2].startswith("convert   slidesparse convert './-v 3' PRUNED ")
+    assert lines[-1] == "serve     vllm serve './-v 3' --tokenizer './-v 3'/tokenizer"
+
+
 def test_convert_does_not_warn_of_pruning_weights_that_are_sparse(tmp_path: Path) -> None:
     """llmcompressor 0.14 writes 2:4 models of SparseGPTModifier as ordinary W8A8; 6:8 keeps all of their weights."""
     source = w8a8(tmp_path / "source")
