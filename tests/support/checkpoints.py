@@ -28,7 +28,7 @@ from slidesparse.pattern import SlidePattern, parse_pattern
 from slidesparse.progress import Progress, no_progress
 from slidesparse.serving import Skeletons
 
-TOKENIZER = '{"version": "1.0"}'
+TOKENIZER = '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"w0": 0}, "unk_token": "w0"}}'
 MODEL, INDEX = models.MODEL, "model.safetensors.index.json"
 LLAMA = Decoder("LlamaForCausalLM", hidden=64, intermediate=88, heads=2, kv_heads=1, layers=2, vocabulary=40)
 DOWN = "model.layers.0.mlp.down_proj"
