@@ -207,6 +207,24 @@ def require_resumable(out: Path, state: Mapping[str, Any], resume: bool) -> bool
         return _is_resumable(folder, state, resume)
 
 
+def leftover(out: Path) -> str:
+    """Return a note on the work of an interrupted run, for one without calibration; "" if there is none to keep.
+
+    Raises CalibrationError if a calibration is writing ``out`` at this moment.
+    """
+    folder = work_folder(out)
+    if folder.is_symlink() or not folder.is_dir():
+        return ""
+    with files.locked(folder, _busy(out)) as held:
+        if held and not _holds_work(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            return ""
+    return (
+        f"{folder} holds the finished layers of an interrupted run with --calib, which this one does not use; remove "
+        f"it, or move {out} away and continue that run with --resume"
+    )
+
+
 def _busy(out: Path) -> CalibrationError:
     return CalibrationError(
         f"another calibration is writing {out} (in {work_folder(out)}); wait for it or stop it"
@@ -215,8 +233,7 @@ def _busy(out: Path) -> CalibrationError:
 
 def _is_resumable(folder: Path, state: Mapping[str, Any], resume: bool) -> bool:
     """Return whether a locked folder holds work to continue from."""
-    kept = [CHOICE, ROTATION, SMOOTHING] + [LOSSES] * resume  # losses are in the user's cache, too
-    if not any(folder.glob(f"layer-*{SUFFIX}")) and not any((folder / name).exists() for name in kept):
+    if not _holds_work(folder) and not (resume and (folder / LOSSES).exists()):
         return False
     if not resume:
         raise CalibrationError(
@@ -240,6 +257,12 @@ def _is_resumable(folder: Path, state: Mapping[str, Any], resume: bool) -> bool:
             "the folder to start over"
         )
     return True
+
+
+def _holds_work(folder: Path) -> bool:
+    """Return whether a folder holds more than losses, which are in the user's cache, too."""
+    kept = [folder / name for name in (CHOICE, ROTATION, SMOOTHING)]
+    return any(path.exists() for path in (*kept, *folder.glob(f"layer-*{SUFFIX}")))
 
 
 def _sums(path: Path, name: str) -> tuple[bytes, bytes]:

@@ -32,7 +32,7 @@ from slidesparse.calibrate.distill import disk_bytes as distillation_bytes
 from slidesparse.calibrate.learning import LOSSES, find_rotation
 from slidesparse.calibrate.permutation import ordered_reader
 from slidesparse.calibrate.pipeline import calibrate
-from slidesparse.calibrate.resume import DIGEST, DISTILLED, WorkFolder, open_work, require_resumable
+from slidesparse.calibrate.resume import DIGEST, DISTILLED, WorkFolder, leftover, open_work, require_resumable
 from slidesparse.calibrate.roles import roles_of
 from slidesparse.calibrate.rotation import rotated_reader, rotation_obstacle, untie_head
 from slidesparse.calibrate.smoothing import find_smoothing, smoothed_reader
@@ -90,7 +90,7 @@ class Report:
     out: Path
     seconds: float = 0.0
     samples: str = ""  # description of the calibration samples; "" if weights were pruned by magnitude
-    note: str = ""  # hint about the samples
+    note: str = ""  # hint about the samples, or what an interrupted run left
     rotation: str = ""  # with calibration: how the model was rotated, or why not
     smoothing: str = ""  # with calibration: what smoothing does, if it does anything
     budget: Outcome | None = None  # result of a budget
@@ -163,6 +163,8 @@ def convert(
     if not dry_run:
         if task:
             require_resumable(out, _state(task, options, rotation), task.calibration.resume)
+        else:
+            report = replace(report, note=leftover(out))
         remove_stale(out)
         if not (task and task.calibration.resume):  # the run before has written some of it
             # The codes of finished blocks are as large as the output

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from calibration import DEVICES, Killed, calibrated, set_clock, write_ids
-from checkpoints import killed, snapshot
+from checkpoints import convert, killed, snapshot
 
 from slidesparse import files
 from slidesparse.calibrate import distill, learning
@@ -202,9 +202,28 @@ def test_concurrent_calibration_is_refused(source: Path, tmp_path: Path, ids: st
             with pytest.raises(CalibrationError, match="another calibration is writing") as error:
                 calibrated(source, tmp_path / "out", ids, epochs=0, resume=resume)
             messages.append(str(error.value))
+            with pytest.raises(CalibrationError, match="another calibration is writing"):
+                convert(source, tmp_path / "out", "6:8")  # which would take its place
 
     calibrated(source, tmp_path / "out", ids, epochs=0, progress=interfere)
     assert len(messages) == 1
+
+
+def test_work_of_an_interrupted_run_is_named_by_a_conversion_that_does_not_use_it(
+    source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder is hidden.  Nothing is said of one without finished layers, which is removed."""
+    for saves, name in ((1, "unused"), (4, "out")):
+        out = tmp_path / name
+        with dying(monkeypatch, saves), pytest.raises(Killed):
+            calibrated(source, out, ids, epochs=0)
+        before = snapshot(work_folder(out))
+        report = convert(source, out, "6:8")
+        assert ("\n" not in report.note, f"{work_folder(out)} holds" in report.note) == (True, name == "out")
+        assert work_folder(out).exists() == (name == "out")
+    assert snapshot(work_folder(out)) == before
+    out.rename(tmp_path / "elsewhere")  # as the note says
+    calibrated(source, out, ids, epochs=0, resume=True)
 
 
 def test_folders_of_others(source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch) -> None:
