@@ -11,10 +11,12 @@ and refuses codes that break their pattern.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -63,6 +65,7 @@ from slidesparse.checkpoint.storage import (
     Reader,
     TensorSpec,
     Writer,
+    bytes_of,
     is_inside,
 )
 from slidesparse.convert.budget import Choice, times_digest
@@ -247,8 +250,10 @@ def _asked(options: ConvertOptions, calibration: Calibration) -> dict[str, Any]:
 
 
 def _state(task: Task, options: ConvertOptions, rotation: str) -> dict[str, Any]:
-    """Return the values that must be equal for a run to resume another."""
-    return {**_asked(options, task.calibration), **task.state(), "rotated": rotation == ROTATED}
+    """Return the values that must be equal for a run to resume another, but for the digest of the source's weights."""
+    state = {**_asked(options, task.calibration), **task.state(), "rotated": rotation == ROTATED}
+    times = {f"{file} of the source" for file in task.model.checkpoint.files}
+    return {key: value for key, value in state.items() if key not in times}
 
 
 def _prune_and_write(planner: Planner, task: Task | None, report: Report, progress: Progress) -> Report:
@@ -260,10 +265,11 @@ def _prune_and_write(planner: Planner, task: Task | None, report: Report, progre
     )
     plan, out = report.plan, report.out
     with full_disk_explained(out, plan.disk_bytes(), advice), plan.checkpoint.reader() as reader:
-        report = replace(report, was_sparse=_check_values(plan, reader, progress))
+        was_sparse, weights = _check_values(plan, reader, progress)
+        report = replace(report, was_sparse=was_sparse)
         if task:
             try:
-                return _write_calibrated(planner, task, report, reader, progress)
+                return _write_calibrated(planner, task, report, reader, weights, progress)
             except torch.OutOfMemoryError as error:
                 raise CalibrationError(
                     f"calibration does not fit into the memory of {task.device} ({error}); use fewer --samples, a "
@@ -274,12 +280,13 @@ def _prune_and_write(planner: Planner, task: Task | None, report: Report, progre
 
 
 def _write_calibrated(
-    planner: Planner, task: Task, report: Report, reader: Reader, progress: Progress
+    planner: Planner, task: Task, report: Report, reader: Reader, weights: str, progress: Progress
 ) -> Report:
-    """Calibrate the layers and write the output."""
+    """Calibrate the layers and write the output; ``weights`` is the digest of the source's."""
     plan, out, rotate = report.plan, report.out, report.rotation == ROTATED
     options, outcome, distilled = plan.options, None, None
-    with open_work(out, _state(task, options, report.rotation), task.calibration.resume) as work:
+    state = {**_state(task, options, report.rotation), "the weights of the source": weights}
+    with open_work(out, state, task.calibration.resume) as work:
         dense = _transformed(task, reader, work, rotate, progress)
         reader = dense.reader
         if rotate and not dense.rotated and not planner.head:  # a tied lm_head stays tied
@@ -436,12 +443,17 @@ def _each_chunk(
     yield from pool.map(run, jobs)
 
 
-def _check_values(plan: ConversionPlan, reader: Reader, progress: Progress) -> bool:
-    """Check all tensors by `_check_chunk`; return whether all weights to prune obey their patterns already."""
-    done, dense = 0, list[str]()
+def _check_values(plan: ConversionPlan, reader: Reader, progress: Progress) -> tuple[bool, str]:
+    """Check all tensors by `_check_chunk`.
+
+    Returns whether all weights to prune obey their patterns already, and for calibration a digest of all tensors.
+    """
+    done, dense, sums = 0, list[str](), dict[tuple[str, int], int]()
 
     def check(output: Output, rows: slice) -> None:
         values = _check_chunk(plan, reader, output, rows)
+        if plan.options.calibration:
+            sums[output.source.name, rows.start] = zlib.crc32(bytes_of(values))
         if not (plan.source.metadata or dense or output.pattern is None or obeys(values, output.pattern)):
             dense.append(output.source.name)
 
@@ -449,7 +461,7 @@ def _check_values(plan: ConversionPlan, reader: Reader, progress: Progress) -> b
         for size in _each_chunk(plan.outputs, pool, check):
             done += size
             progress("checking", done, plan.bytes_in)
-    return not dense
+    return not dense, DIGEST + hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()
 
 
 def _check_chunk(plan: ConversionPlan, reader: Reader, output: Output, rows: slice) -> Tensor:

@@ -171,10 +171,23 @@ def test_other_options_are_refused_before_anything_is_read(
         calibrated(source, tmp_path / "out", ids, resume=True, epochs=0, distill=(ids,))
     with pytest.raises(CalibrationError, match="the data of --calib changed"):
         calibrated(source, tmp_path / "out", *text, resume=True, **options)
+
+
+def test_a_source_is_known_by_its_weights(
+    source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was fetched again has another time; one whose weights were changed in place may have the same."""
+    with dying(monkeypatch, 4), pytest.raises(Killed):
+        calibrated(source, tmp_path / "out", ids, epochs=0)
     other = shutil.copytree(source, tmp_path / "other")
-    os.utime(other / "model.safetensors")
-    with pytest.raises(CalibrationError, match=r"inputs .model.safetensors of the source changed.; repeat"):
-        calibrated(other, tmp_path / "out", ids, resume=True, **options)
+    weights, time = other / "model.safetensors", (source / "model.safetensors").stat().st_mtime_ns
+    flip(weights, -2)
+    os.utime(weights, ns=(time, time))
+    with pytest.raises(CalibrationError, match=r"inputs .the weights of the source changed.; repeat"):
+        calibrated(other, tmp_path / "out", ids, epochs=0, resume=True)
+    flip(weights, -2)
+    os.utime(weights, ns=(time + 1, time + 1))
+    calibrated(other, tmp_path / "out", ids, epochs=0, resume=True)
 
 
 def test_rotation_that_was_not_used_is_not_used_on_request(
