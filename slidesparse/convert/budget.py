@@ -109,9 +109,9 @@ class Budget:
         return f"--max-loss {percent(self.max_loss)}"
 
 
-def percent(share: float) -> str:
-    """Format 0.0125 as ``1.25%``."""
-    return f"{100 * share:.4g}%"
+def percent(share: float, sign: str = "") -> str:
+    """Format 0.0125 as ``1.25%``, or with the ``sign`` "+" as ``+1.25%``."""
+    return f"{100 * share:{sign}.4g}%"
 
 
 def parse_percent(option: str, text: str) -> float:

@@ -89,7 +89,7 @@ class Outcome:
         """The measured losses as text; empty in a dry run."""
         metric, sign = ("perplexity", "+") if self.in_nats else ("1 - cosine", "")
         parts = [
-            f"{sign}{percent(self.shown(loss))} on {kind}"
+            f"{percent(self.shown(loss), sign)} on {kind}"
             for kind, loss in zip(self.kinds, self.measured or (), strict=False)
         ]
         if not parts:
