@@ -39,7 +39,7 @@ def require_free_name(source: Path, out: Path) -> None:
         problem = "is a file; name a new folder"
     elif not parent.is_dir():
         problem = f"lies below {parent}, which is a file; name another folder"
-    elif place.is_relative_to(source.resolve()):
+    elif place.is_relative_to(os.path.realpath(source)):  # which may be a link to itself
         problem = f"lies inside the source {source}; name one elsewhere"
     elif out.is_dir() and out.samefile("."):  # the shell would stay in a folder that is deleted
         problem = "is the current folder, which would be replaced; run the command in another one"

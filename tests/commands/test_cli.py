@@ -159,6 +159,7 @@ INVALID = [
     ("convert source out -s 6:8 --layer down_proj", "--layer 'down_proj' is not REGEX=PATTERN"),
     ("synth BitNet-2B out --quant fp8", "INT8 activations"),
     ("synth Qwen9-7B out", "'Qwen9-7B'"),
+    ("synth looped out", "'looped' is neither one of"),
     ("synth unnamed.json out", "architectures is None; let it list the model"),
     ("synth source out --quant int4", "int8, fp8, bf16"),
     ("synth source out --layout slided", "--layout slided"),
@@ -190,6 +191,7 @@ INVALID = [
 @pytest.mark.parametrize(("command", "fact"), INVALID)
 def test_wrong_use_exits_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, fact: str) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("looped").symlink_to("looped")
     Path("unnamed.json").write_text('{"model_type": "llama"}')
     result = Done(*shlex.split(command))
     assert (result.code, result.out) == (2, "")
