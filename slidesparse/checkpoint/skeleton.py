@@ -30,6 +30,7 @@ from slidesparse.errors import shown
 # transformers' parameters that join the matrices of experts, and vLLM's names of these
 JOINED_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 TIED = "tie_word_embeddings"  # key of config.json: whether the output head is the embedding
+INCOMPLETE = "the checkpoint is incomplete, or the config another model's: fetch it again"
 MAX_LAYERS = 1024  # blocks and other counts of modules, which take time to make; 126 in Llama 3.1 405B
 
 
@@ -102,8 +103,14 @@ class Skeleton:
         return [name for name in _linears(self.blocks[number]) if prefix + name + WEIGHT in self.stored]
 
     def layer(self, number: int, name: str) -> str:
-        """Return the checkpoint's name of a linear layer of a block, without ``.weight``."""
-        return self.stored[self.prefix(number) + name + WEIGHT].removesuffix(WEIGHT)
+        """Return the checkpoint's name of a linear layer of a block, without ``.weight``.
+
+        Raises CheckpointError if it has none.
+        """
+        parameter = self.prefix(number) + name + WEIGHT
+        if parameter not in self.stored:
+            raise CheckpointError(f"{parameter} is missing; {INCOMPLETE}")
+        return self.stored[parameter].removesuffix(WEIGHT)
 
     @cached_property
     def layers(self) -> list[str]:
@@ -212,10 +219,7 @@ class Skeleton:
                 raise CheckpointError(
                     f"tensor names begin with {wrapped.removesuffix(missing[0])!r}; save the model without its wrapper"
                 )
-            raise CheckpointError(
-                f"{missing[0]} is missing ({len(missing)} such); the checkpoint is incomplete, or the config another "
-                "model's: fetch it again"
-            )
+            raise CheckpointError(f"{missing[0]} is missing ({len(missing)} such); {INCOMPLETE}")
         for name, target in self._targets.items():
             if not self.converted(name) and self.stored[target] != name:
                 raise CheckpointError(

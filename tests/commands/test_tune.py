@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import bert, block_of, edit_block
+from checkpoints import bert, block_of, edit_block, edit_json, llama
 from fake_library import CPU, GPU, FakeClock, FakeLibrary, session
 from tiny import tiny
 from typer.testing import CliRunner
 
 from slidesparse import gemm, ops, reference
+from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.cli.main import app
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.stream import convert
@@ -319,6 +320,13 @@ def test_layer_shapes_of_stored_weights(tmp_path: Path) -> None:
     assert found(tmp_path / "out") == [(48, 32), (96, 32)]
     with pytest.raises(ShapeError, match="Llama9"):
         shapes.find_model("Llama9")
+
+
+def test_an_incomplete_model_is_refused_in_words(tmp_path: Path) -> None:
+    """Here the config is that of a model with one more block."""
+    edit_json(llama(tmp_path) / "config.json", num_hidden_layers=3)
+    with pytest.raises(CheckpointError, match=r"model.layers.2.self_attn.q_proj.weight is missing"):
+        shapes.find_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("named", [True, False])
