@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
@@ -13,7 +14,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from slidesparse.checkpoint.storage import parse_json
+from slidesparse.checkpoint.storage import CheckpointError, parse_json
 from slidesparse.errors import SlideSparseError, shown
 
 TOKENIZER = "tokenizer.json"
@@ -271,7 +272,9 @@ def _fast(folder: Path, instead: str = "") -> Any:
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_file(str(folder / TOKENIZER))
+        return Tokenizer.from_buffer(
+            (folder / TOKENIZER).read_bytes()
+        )  # from_file takes names in UTF-8 alone
     except Exception as error:  # the library raises plain Exception
         raise _unreadable(folder, error, instead) from error
 
@@ -281,11 +284,15 @@ def require_readable(folder: Path) -> None:
 
     Of other files it depends on the model, and on code that may be trusted, which of them is read.
     """
-    for path in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
-        if path.is_file():
+    for path in (folder / TOKENIZER, folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
+        if not os.path.lexists(path):
+            continue
+        if not path.is_file():
+            raise CheckpointError(f"{path} is not a file, or a link to none; fetch it again")
+        if path.name == TOKENIZER:
+            _fast(folder)
+        else:
             parse_json(path.read_bytes(), path)
-    if (folder / TOKENIZER).is_file():
-        _fast(folder)
 
 
 def _text(document: Document, folder: Path, open_chat: Callable[[Path], Any]) -> str:

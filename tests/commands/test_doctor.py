@@ -20,6 +20,7 @@ from commands import Done
 from slidesparse import doctor, gemm, versions
 from slidesparse.build import compile, find
 from slidesparse.checkpoint.metadata import KEY
+from slidesparse.checkpoint.tokens import require_readable
 
 ROOT = Path(__file__).parents[2]
 BLOCKED = ("torch", "vllm", "triton", "numpy", "rich", "typer")
@@ -381,14 +382,30 @@ def test_doctor_recommends_only_a_conversion_that_is_not_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["two words"]
 
 
+def truncate(path: Path) -> None:
+    path.write_text('{"version": "1.0", "trunc')
+
+
+def dangle(path: Path) -> None:
+    """Leave a link whose file is gone, as in a cache of the Hub that was cleaned."""
+    path.unlink(missing_ok=True)
+    path.symlink_to("gone")
+
+
+@pytest.mark.parametrize("damage", [truncate, dangle])
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
-def test_a_tokenizer_that_vllm_cannot_read_is_no_yes(name: str, tmp_path: Path) -> None:
+def test_a_tokenizer_that_vllm_cannot_read_is_no_yes(name: str, damage: Any, tmp_path: Path) -> None:
     """It ends while vLLM starts, after the weights were examined."""
     folder = converted(llama(tmp_path / "source"), tmp_path / "out", "6:8")
-    (folder / name).write_text('{"version": "1.0", "trunc')
+    damage(folder / name)
     result = Done("doctor", folder)
     assert (result.code, result.out) == (2, "")
     assert re.match(rf"error: .*{re.escape(str(folder))}.* fetch it again\n\Z", result.err)
+
+
+def test_a_tokenizer_in_a_folder_of_any_name_is_read(tmp_path: Path) -> None:
+    """Such as one in another encoding than that of the terminal."""
+    require_readable(llama(tmp_path / os.fsdecode(b"m\xfcller")))
 
 
 @pytest.mark.usefixtures("machine")
