@@ -151,7 +151,9 @@ def _config(config: str | Path, quant: str, layers: int | None) -> dict[str, Any
     text: Any = text_config(values)
     total = text.get("num_hidden_layers")
     if layers is not None:
-        if type(total) is not int or not 1 <= layers <= total:
+        if type(total) is not int:
+            raise CheckpointError(f"{config}: num_hidden_layers is {shown(total)}; let it be a number")
+        if not 1 <= layers <= total:
             raise CheckpointError(f"--layers {layers} must be from 1 to {total}, the layers of the model")
         text["num_hidden_layers"] = layers
         if isinstance(text.get("layer_types"), list):  # one entry a layer

@@ -164,6 +164,7 @@ INVALID = [
     ("synth source out --quant int4", "int8, fp8, bf16"),
     ("synth source out --layout slided", "--layout slided"),
     ("synth source out --layers 3", "--layers 3 must be from 1 to 2"),
+    ("synth text.json out --layers 1", "num_hidden_layers is '2'; let it be a number"),
     ("synth source out --layers 0", "--layers 0"),
     ("synth source out --quant bf16 --sparsity 6:8", "--quant bf16"),
     ("synth source out --quant bf16 --layout slided", "--quant bf16"),
@@ -191,6 +192,7 @@ INVALID = [
 @pytest.mark.parametrize(("command", "fact"), INVALID)
 def test_wrong_use_exits_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, fact: str) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("text.json").write_text('{"architectures": ["LlamaForCausalLM"], "num_hidden_layers": "2"}')
     Path("looped").symlink_to("looped")
     Path("unnamed.json").write_text('{"model_type": "llama"}')
     result = Done(*shlex.split(command))
