@@ -103,8 +103,8 @@ def convert(
         str | None,
         _calibration_option(
             help="Rotate the weights, permute channels and, for INT8, scale those of MLPs, so that pruning and "
-            "quantization lose less. auto (the default) does what leaves the model's outputs as they are; on is an "
-            "error if it cannot be rotated; off does none of it.",
+            "quantization lose less. auto (the default) does what leaves the model's outputs as they are, and rotates "
+            "no FP8 model; on is an error if it cannot be rotated; off does none of it.",
             metavar="WHEN",
         ),
     ] = None,

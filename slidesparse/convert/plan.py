@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
 from itertools import filterfalse
 from typing import Any
@@ -30,7 +29,7 @@ from slidesparse.checkpoint.w8a8 import KINDS, quantize_head
 from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.source import Floats, Source, source_of
 from slidesparse.errors import CalibrationError, shown
-from slidesparse.pattern import DENSE_WEIGHT, Pattern, SlidePattern
+from slidesparse.pattern import Pattern, SlidePattern
 from slidesparse.serving import NotServedError, Skeletons
 from slidesparse.serving import stored as stored_specs
 
@@ -89,17 +88,6 @@ class ConversionPlan:
     def unpruned(self) -> list[str]:
         """The linear layers of blocks that are quantized but not pruned."""
         return [name for name in self.skipped if name != self.head]
-
-    @property
-    def commonest(self) -> tuple[str, Fraction]:
-        """The pattern of most weights in the linear layers of blocks that are quantized, and its density."""
-        weights: Counter[tuple[str, Fraction]] = Counter()
-        for output in self.outputs:
-            if output.layer and output.layer != self.head:
-                pattern = output.pattern
-                kind = (pattern.ratio, pattern.density) if pattern else (DENSE_WEIGHT, Fraction(1))
-                weights[kind] += output.source.rows * output.source.columns
-        return weights.most_common(1)[0][0]
 
     @property
     def rewritten(self) -> str:
