@@ -272,9 +272,8 @@ def _fast(folder: Path, instead: str = "") -> Any:
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_buffer(
-            (folder / TOKENIZER).read_bytes()
-        )  # from_file takes names in UTF-8 alone
+        # from_file takes names in UTF-8 alone
+        return Tokenizer.from_buffer((folder / TOKENIZER).read_bytes())
     except Exception as error:  # the library raises plain Exception
         raise _unreadable(folder, error, instead) from error
 

@@ -25,9 +25,7 @@ ROUNDS = 5  # in which the finalists take turns, every other one in reverse
 # Of all finalists together, from WARM_UP_TOKENS on: without one, a layer of 512 tokens took 108 us on an H200, in
 # windows that were long enough for the power limit 129.
 WARM_UP_SECONDS, WARM_UP_TOKENS = 0.5, 256
-MARGIN = (
-    0.003  # by which an algorithm must be faster than the one that is served; repetitions differ by as much
-)
+MARGIN = 0.003  # by which an algorithm must be faster than what is served; repetitions differ by as much
 MAX_SLOWDOWN = 2.0  # algorithms slower than this many times the best so far are not timed further
 NOISE_US = 300.0  # of one eager launch, in which the GPU may wait for a host that is in use
 LONG_US = 1000.0  # launches of at least this long are timed without a graph, as gaps do not matter

@@ -71,7 +71,7 @@ BLOCK = (Layer("qkv", 96, 32), Layer("o", 32, 32), Layer("gate_up", 128, 32), La
 
 
 def test_a_backend_that_fuses_is_tuned_by_blocks() -> None:
-    """What is the fastest in a layer alone is not if a second layer beside it has it, too."""
+    """An algorithm that is the fastest in a layer alone is slow if a second layer beside it has it, too."""
 
     def block_us(served: list[str]) -> float:
         return sum(library.times[name] for name in served) + 100.0 * max(0, served.count("good") - 1)
