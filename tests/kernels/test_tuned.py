@@ -59,7 +59,8 @@ def test_far_more_tokens_use_a_neighbouring_shape() -> None:
     assert choose(replace(PROBLEM, m=128)) is None
     many = replace(PROBLEM, m=2000)
     assert choose(many) is None
-    assert tuned.tuned_algorithm(SUBJECT, many, more_tokens=True) == "few"
+    assert tuned.select_algorithm(SUBJECT, many, 0.01) == ("few", "that for fewer tokens")
+    assert tuned.select_algorithm(SUBJECT, many, 0.01, lambda name: name != "few")[0] is None
     lone = replace(PROBLEM, n=64)
     save_results((8192, "large"), problem=lone)
     assert tuned.select_algorithm(SUBJECT, replace(lone, m=16), 0.5) == (None, "its own heuristic")
