@@ -175,8 +175,8 @@ def synth(
     config: Annotated[
         str,
         typer.Argument(
-            help="A config.json, a folder that holds one, or Qwen2.5-7B, Qwen2.5-14B, Llama3.2-1B, Llama3.2-3B,"
-            " BitNet-2B; of mixtures Qwen3-30B-A3B, Qwen1.5-MoE-A2.7B, Mixtral-8x7B.",
+            help="A config.json, a folder that holds one, or Qwen2.5-7B, Qwen2.5-14B, Llama3.1-8B, Llama3.2-1B,"
+            " Llama3.2-3B, BitNet-2B; of mixtures Qwen3-30B-A3B, Qwen1.5-MoE-A2.7B, Mixtral-8x7B.",
             metavar="CONFIG",
         ),
     ],

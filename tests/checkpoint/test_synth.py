@@ -166,6 +166,7 @@ def test_ternary_weights_have_the_zeros_of_trained_ones(tmp_path: Path) -> None:
 PARAMETERS = {
     "Llama3.2-1B": 1_235_814_400,
     "Llama3.2-3B": 3_212_749_824,
+    "Llama3.1-8B": 8_030_261_248,
     "Qwen2.5-7B": 7_615_616_512,
     "Qwen2.5-14B": 14_770_033_664,
     "BitNet-2B": 2_412_820_480,
