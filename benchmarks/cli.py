@@ -162,10 +162,9 @@ def linear(
     provider: Providers = None,
     as_json: Json = False,
 ) -> None:
-    """Time whole linear layers (quantize, GEMM, scale) with tuned algorithms; writes OUT/linear.csv."""
+    """Time the linear layers of models' blocks in a row, with tuned algorithms; writes OUT/linear.csv."""
     began = time.monotonic()
-    from benchmarks.kernel import model_groups
-    from benchmarks.linear import add_sums, jobs
+    from benchmarks.linear import jobs, model_groups
     from benchmarks.records import LINEAR, Records
     from slidesparse.tune import machine
     from slidesparse.tune.shapes import parse_choice
@@ -174,17 +173,12 @@ def linear(
     patterns = _parse_patterns(pattern, mixed=True)
     groups = model_groups(parse_models(model, shapes), dtypes, parse_token_counts(m))
     gpu, libraries, stock = _subjects(out / "linear.json", provider)
-    records = Records(out, LINEAR)
 
     def make(session: Session, gauge: Gauge) -> Iterable[Job]:
-        yield from jobs(session, gauge, groups, libraries, stock, patterns)
+        return jobs(session, gauge, groups, libraries, stock, patterns)
 
     count = sum(len(group.tokens) for group in groups)
-    try:
-        _fill(began, time_limit, gpu, records, count, make, as_json)
-    finally:
-        if shapes is None:
-            add_sums(records, groups)
+    _fill(began, time_limit, gpu, Records(out, LINEAR), count, make, as_json)
 
 
 @app.command()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 
 from benchmarks.e2e.plan import CUSPARSELT, DENSE, PREFILL, SPARSE
 from benchmarks.kernel import MODEL, SQUARE, STOCK
-from benchmarks.linear import SUM_LAYER
 from benchmarks.records import (
     E2E,
     ENERGY,
@@ -45,16 +46,9 @@ GOALS = {  # least speed-ups of `layers`
     "1 to 64": (1, 1, 1.14, 1.22, 1.4),
     "512 and more": (1, 1, 1, 1.08, 1.35),
 }
+SUM_LAYER = "sum"  # in h100/linear.csv: the times of a block's layers, each measured alone, together
 QWEN, BITNET = "Qwen2.5-7B", "BitNet-2B"
 CODER, WIKITEXT = "qwen-coder", "wikitext2"  # in REAL_MODELS
-SHAPES = "shapes"  # the model of layers in linear.csv that are named by their N x K
-POPULAR = {  # models by their four linear layers of SHAPES
-    "Llama-3.1-8B, Mistral-7B": ("6144x4096", "4096x4096", "28672x4096", "4096x14336"),
-    "Qwen3-8B": ("6144x4096", "4096x4096", "24576x4096", "4096x12288"),
-    "Qwen3-14B": ("7168x5120", "5120x5120", "34816x5120", "5120x17408"),
-    "Gemma-2-9B": ("8192x3584", "3584x4096", "28672x3584", "3584x14336"),
-    "Llama-3.1-70B, one of four GPUs": ("2560x8192", "8192x2048", "14336x8192", "8192x7168"),
-}
 MAX_FEW_TOKENS = 256  # tokens up to which a layer is bound by reading its weights
 STEPS = {"prefill": "prefill, {} tokens per step", "decode": "decode, batch size {}"}
 # Rounds of h200/e2e.csv (h200/e2e.json): those of the table, and of other runs
@@ -109,18 +103,14 @@ def layer_us(rows: pd.DataFrame, value: str = "p50_us") -> pd.DataFrame:
 
 @cache
 def model_layers(folder: Path) -> pd.DataFrame:
-    """Return the microseconds of the four layers of each model: rows (model, dtype, M)."""
+    """Return the microseconds of the layers of each model's block together: rows (model, dtype, M)."""
     wide = layer_us(read(folder, LINEAR))
-    sums = wide[wide.index.get_level_values("layer") == SUM_LAYER].droplevel("layer")
-    shapes = (
-        wide.loc[[SHAPES]].droplevel("model") if SHAPES in wide.index else wide.iloc[:0].droplevel("model")
-    )
-    parts = [sums]
-    for name, layers in POPULAR.items():
-        four = shapes[shapes.index.get_level_values("layer").isin(layers)]
-        summed = four.groupby(level=["dtype", "M"]).sum(min_count=len(set(layers)))
-        parts.append(pd.concat({name: summed}, names=["model"]))
-    return pd.concat([part for part in parts if len(part)]).sort_index()
+    return wide[[_is_block(name) for name in wide.index.get_level_values("layer")]].droplevel("layer")
+
+
+def _is_block(layer: str) -> bool:
+    """Whether a row of linear.csv is of all layers of a block."""
+    return layer == SUM_LAYER or "+" in layer
 
 
 @cache
@@ -258,27 +248,27 @@ def layers() -> str:
     """Layers of Qwen2.5-7B by version 0.3.0: unpruned ones over the libraries', patterns over those, and the goals."""
     lines: list[tuple[object, ...]] = []
     for folder in (H100, H200):
-        measured = read_conditions(folder / "linear.json")["rows"][QWEN]
         us = model_layers(folder).loc[QWEN]
         bases = {f"not pruned over {name}": over(us, name, HOPPER).get(DENSE) for name in (STOCK, CUBLASLT)}
         patterns = over(us, HOPPER, HOPPER)[[*SERVED[::-1]]].add_suffix(" over not pruned")
         cells = patterns.assign(**bases)[[*bases, *patterns]].astype(float)
-        for dtype, tokens in measured.items():
-            for m in tokens:
-                label = f"{folder.name.upper()}, {dtype.upper()}" if m == tokens[0] else ""
-                lines.append((label, m, *map(ratio, cells.loc[dtype, m])))
+        for dtype in DTYPES[:2]:
+            for number, (m, figures) in enumerate(cells.loc[dtype].iterrows()):
+                label = "" if number else f"{folder.name.upper()}, {dtype.upper()}"
+                lines.append((label, m, *map(ratio, figures)))
     goals = [("goal", name, *map(ratio, least)) for name, least in GOALS.items()]
     return table(("", "tokens", *cells), [*lines, *goals], 2)
 
 
 def popular() -> str:
-    """Layers of more models by `hopper` over stock vLLM's, from the sums of their shapes' times."""
+    """Layers of more models on an H200 by `hopper` over stock vLLM's."""
     rows = []
-    ms = (1, 16, 64, 256, 2048, 8192)
-    for model in POPULAR:
+    us = model_layers(H200).drop(index=QWEN, level="model")
+    ms = sorted(set(us.index.get_level_values("M")))
+    for model in us.index.unique("model"):
         for dtype in DTYPES[:2]:
-            cells = over(model_layers(H200).loc[model, dtype], STOCK, HOPPER)
-            for pattern in (DENSE, "4:6", TWO_FOUR):
+            cells = over(us.loc[model, dtype], STOCK, HOPPER)
+            for pattern in (DENSE, *SERVED[::-1]):
                 name = f"{model}, {dtype.upper()}" if pattern == DENSE else ""
                 rows.append((name, NOT_PRUNED.get(pattern, pattern), *(ratio(cells[pattern][m]) for m in ms)))
     return table(("", "M", *ms), rows, 2)
@@ -466,8 +456,7 @@ def _e2e_page(folder: Path) -> Iterator[str]:
 
 def _layer_page(folder: Path) -> Iterator[str]:
     rows = read(folder, LINEAR)
-    for (model, dtype), part in rows[rows["model"] != SHAPES].groupby(["model", "dtype"], sort=False):
-        part = part[part["layer"] == SUM_LAYER] if (part["layer"] == SUM_LAYER).any() else part
+    for (model, dtype), part in rows[rows["layer"].map(_is_block)].groupby(["model", "dtype"], sort=False):
         for value, words in (("p50_us", "Microseconds"), (ENERGY, "Millijoules")):
             wide = layer_us(part, value).loc[model].droplevel("dtype").dropna(axis=1, how="all")
             base = (STOCK, DENSE) if (STOCK, DENSE) in wide else (CUBLASLT, DENSE)
@@ -507,13 +496,21 @@ def write_page(folder: Path) -> Path:
 # --- docs
 
 
-def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Fit y = a + b x with a, b >= 0 by least squares of the relative errors; return (a, b)."""
-    # minimise sum (a / y + b x / y - 1)^2
-    aa = sum(1 / y**2 for _, y in points)
-    ab = sum(x / y**2 for x, y in points)
-    bb = sum((x / y) ** 2 for x, y in points)
-    a1, b1 = sum(1 / y for _, y in points), sum(x / y for x, y in points)
+class Measured(NamedTuple):
+    """The layers of a row of linear.csv."""
+
+    layers: int
+    weights: float  # millions
+    us: float
+
+
+def fit(points: Sequence[Measured]) -> tuple[float, float]:
+    """Fit us = a layers + b weights with a, b >= 0 by least squares of the relative errors; return (a, b)."""
+    # minimise sum (a n / y + b x / y - 1)^2
+    aa = sum((n / y) ** 2 for n, _, y in points)
+    ab = sum(n * x / y**2 for n, x, y in points)
+    bb = sum((x / y) ** 2 for _, x, y in points)
+    a1, b1 = sum(n / y for n, _, y in points), sum(x / y for _, x, y in points)
     determinant = aa * bb - ab * ab
     if len(points) == 1 or determinant <= 0 or a1 * bb < b1 * ab:
         return 0.0, b1 / bb
@@ -521,26 +518,36 @@ def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return (a, b) if b >= 0 else (a1 / aa, 0.0)
 
 
-def measured_layers(folder: Path) -> dict[tuple[str, str, int], dict[tuple[int, int], float]]:
-    """Return the microseconds of layers by (type, pattern or stock, tokens) and shape (N, K).
+def measured_layers(folder: Path) -> dict[tuple[str, str, int], dict[tuple[str, str], Measured]]:
+    """Return what was measured by (type, pattern or stock, tokens), and by (model, names of the layers).
 
-    Where linear.json names the tokens of its version's `rows` of a model, those count alone at 6:8: other models were
-    measured by an older version, which stored such weights as windows.
+    Only where there are several rows to fit.
     """
-    shapes = {(model, layer.name): (layer.n, layer.k) for model, layers in MODELS.items() for layer in layers}
-    times: dict[tuple[str, str, int], dict[tuple[int, int], float]] = {}
+    sizes = {
+        (model, layer.name): layer.n * layer.k / 1e6 for model, layers in MODELS.items() for layer in layers
+    }
     rows = read(folder, LINEAR)
-    for model, measured in read_conditions(folder / "linear.json").get("rows", {}).items():
-        for dtype, tokens in measured.items():
-            cells = (rows["dtype"] == dtype) & rows["M"].isin(tokens) & (rows["pattern"] == "6:8")
-            rows = rows[(rows["model"] == model) | ~cells]
-    rows = rows[(rows["layer"] != SUM_LAYER) & rows["pattern"].isin((DENSE, *SERVED))]
-    for row in rows[rows["provider"].isin((STOCK, HOPPER))].itertuples():
-        n, _, k = row.layer.partition("x")
-        shape = shapes.get((row.model, row.layer)) or (int(n), int(k))
-        pattern = STOCK if row.provider == STOCK else row.pattern
-        times.setdefault((row.dtype, pattern, row.M), {})[shape] = row.p50_us
-    return times
+    rows = rows[rows["provider"].isin((STOCK, HOPPER)) & (rows["layer"] != SUM_LAYER)]
+    found: dict[tuple[str, str, int], dict[tuple[str, str], Measured]] = {}
+    for row in rows.itertuples():
+        names = row.layer.split("+")
+        measured = Measured(len(names), sum(sizes[row.model, name] for name in names), row.p50_us)
+        case = row.dtype, row.pattern if row.provider == HOPPER else STOCK, row.M
+        found.setdefault(case, {})[row.model, row.layer] = measured
+    return {case: measured for case, measured in found.items() if len(measured) > 1}
+
+
+def fit_case(
+    measured: Mapping[tuple[str, str, int], Mapping[tuple[str, str], Measured]], case: tuple[str, str, int]
+) -> tuple[float, float]:
+    """Fit what was measured of a case; as dense layers times their mean ratio where it lacks some of theirs."""
+    dtype, _, tokens = case
+    ours, dense = measured[case], measured[dtype, DENSE, tokens]
+    if ours.keys() >= dense.keys():
+        return fit([*ours.values()])
+    ratio = statistics.fmean(ours[key].us / dense[key].us for key in ours)
+    a, b = fit([*dense.values()])
+    return a * ratio, b * ratio
 
 
 def layer_fits() -> str:
@@ -548,7 +555,8 @@ def layer_fits() -> str:
     lines = [",".join(budget.COLUMNS)]
     for folder in sorted(FOLDERS):
         gpu = slug(read_conditions(folder / "linear.json")["gpu"])
-        for (dtype, pattern, tokens), us in sorted(measured_layers(folder).items()):
-            a, b = fit([(n * k / 1e6, time) for (n, k), time in us.items()])
-            lines.append(f"{gpu},{dtype},{pattern},{tokens},{a:.4g},{b:.4g}")
+        measured = measured_layers(folder)
+        for case in sorted(measured):
+            a, b = fit_case(measured, case)
+            lines.append(",".join(map(str, (gpu, *case, f"{a:.4g}", f"{b:.4g}"))))
     return "\n".join([*lines, ""])

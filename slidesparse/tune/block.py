@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from slidesparse import ops
+from slidesparse.gemm.cuda import CudaBackend
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.native import Plan
-from slidesparse.gemm.problem import DTYPES, LibraryError, Problem
+from slidesparse.gemm.problem import ALL_DENSE, DTYPES, MIXED, LibraryError, Problem
 from slidesparse.gemm.problem import Layer as Called
-from slidesparse.pattern import SlidePattern
+from slidesparse.pattern import Pattern, SlidePattern, round_up
 from slidesparse.tune.inputs import Inputs
 from slidesparse.tune.measure import CudaClock, Launch
 from slidesparse.tune.search import Contest, SearchResult, gemm_contest, search
-from slidesparse.tune.shapes import Layer
+from slidesparse.tune.shapes import Layer, packed_columns
 
 FLOAT = torch.bfloat16
 EPS = 1e-6
@@ -47,8 +48,12 @@ class _Step:
 class Block:
     """Layers with random weights that run one after the other, in bfloat16.
 
-    What stands before a layer follows from sizes, as in a decoder, see `_prologues`; the last layer stands before the
-    first one.
+    What stands before a layer follows from sizes, as in a decoder, see `prologues`; the last layer stands before the
+    first one.  Their operators run by the tuned tables but while `tune` searches.
+
+    Args:
+        problems: of the layers, from `block_problems`, with any m.
+        pattern: of all weights.
     """
 
     def __init__(
@@ -56,26 +61,28 @@ class Block:
         library: Hopper,
         layers: Sequence[Layer],
         problems: Sequence[Problem],
-        pattern: SlidePattern | None,
+        pattern: Pattern,
         inputs: Inputs,
     ) -> None:
         self._library, self._inputs = library, inputs
         self._plans: dict[Called, Plan] = {}  # what is served, which must not be deleted
-        self._copies = inputs.copies_exceeding_l2(sum(layer.n * layer.k for layer in layers))
+        slid, share = (pattern, 0.0) if isinstance(pattern, SlidePattern) else (None, float(pattern.share))
+        self.copies = inputs.copies_exceeding_l2(sum(layer.n * layer.k for layer in layers))
         packed = {
-            problem: inputs.packed(library, problem, self._copies) for problem in dict.fromkeys(problems)
+            problem: inputs.packed(library, problem, self.copies, share)
+            for problem in dict.fromkeys(problems)
         }
         self._width = layers[-1].n  # of what the first layer's prologue reads
         self._steps = [
             _Step(
                 problem,
-                library.layer(layer.n, layer.k, pattern, 0, DTYPES[problem.dtype]),
+                library.layer(layer.n, layer.k, slid, 0, DTYPES[problem.dtype]),
                 packed[problem],
                 inputs.scale(layer.n).view(-1, 1),
                 inputs.floats((layer.k,), FLOAT),
                 prologue,
             )
-            for layer, problem, prologue in zip(layers, problems, _prologues(layers), strict=True)
+            for layer, problem, prologue in zip(layers, problems, prologues(layers), strict=True)
         ]
 
     def tune(
@@ -90,7 +97,7 @@ class Block:
 
         Raises LibraryError.
         """
-        run = self._launch(m)
+        run = self.launch(m)
         steps = {replace(step.problem, m=m): step for step in reversed(self._steps)}
         by_size = sorted(steps, key=lambda problem: -problem.n * problem.k)
         contests = {problem: self._contest(steps[problem], problem, device, run) for problem in by_size}
@@ -144,13 +151,13 @@ class Block:
         return replace(
             gemm_contest(self._library, problem, operands, device),
             launch=launch,
-            copies=self._copies,
+            copies=self.copies,
             finalists=FINALISTS,
             quick_error=QUICK_ERROR,
         )
 
-    def _launch(self, m: int) -> Launch:
-        """Return what runs the block on m tokens."""
+    def launch(self, m: int) -> Launch:
+        """Return what runs copy i of the block on m tokens."""
         ours, steps = getattr(torch.ops, ops.NAMESPACE), self._steps
         widths = {self._width, *(step.called.k for step in steps if step.prologue != SILU)}
         floats = {width: self._inputs.floats((m, width), FLOAT) for width in widths}
@@ -170,19 +177,44 @@ class Block:
         return run
 
 
-def _prologues(layers: Sequence[Layer]) -> list[str]:
-    """Return what stands before each layer of a block.
+def prologues(layers: Sequence[Layer]) -> list[str]:
+    """Return what stands before each layer of a block: NORM, SILU or OTHER.
 
     A norm of the sum with the residual, which is as wide as what the first layer reads, before one that reads as much
     if the one before gives it.  SiLU of one half times the other before the last layer that reads half of what the one
     before gives: attention may, too.  Else a kernel of torch's in the place of attention, during which ours cannot
     begin.
     """
-    prologues = list[str]()
+    found = list[str]()
     for last, layer in pairwise((layers[-1], *layers)):
         if last.n == 2 * layer.k:
-            prologues = [OTHER if prologue == SILU else prologue for prologue in prologues]
-            prologues.append(SILU)
+            found = [OTHER if prologue == SILU else prologue for prologue in found]
+            found.append(SILU)
         else:
-            prologues.append(NORM if last.n == layer.k == layers[0].k else OTHER)
-    return prologues
+            found.append(NORM if last.n == layer.k == layers[0].k else OTHER)
+    return found
+
+
+def block_problems(
+    library: CudaBackend,
+    layers: Sequence[Layer],
+    dtype: str,
+    out: str,
+    pattern: Pattern,
+    m: int = 1,
+    scale: str = "none",
+) -> list[Problem]:
+    """Return the GEMM of each layer at a pattern as a library stores the weights; none if it takes no dense ones."""
+    if isinstance(pattern, SlidePattern):
+        columns = [
+            packed_columns(layer.k, pattern.ratio, library.alignment, library.coded) for layer in layers
+        ]
+    elif library.takes_dense:
+        blocks = MIXED if pattern.share else ALL_DENSE
+        columns = [(round_up(layer.k, library.alignment), blocks) for layer in layers]
+    else:
+        return []
+    return [
+        Problem(dtype, out, layer.n, k, m, scale, blocks=blocks)
+        for layer, (k, blocks) in zip(layers, columns, strict=True)
+    ]

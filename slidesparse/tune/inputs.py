@@ -66,13 +66,13 @@ class Inputs:
         """Make a random weight [n, k], with exactly two of every four non-zero if ``sparse``."""
         return self._random(n * k, dtype, sparse).view(n, k)
 
-    def packed(self, library: CudaBackend, problem: Problem, copies: int) -> list[Tensor]:
-        """Make ``copies`` of a random weight, packed by ``library``."""
+    def packed(self, library: CudaBackend, problem: Problem, copies: int, share: float = 0.5) -> list[Tensor]:
+        """Make ``copies`` of a random weight, packed by ``library``; a ``share`` of mixed blocks is 2:4."""
         weight = self.weight(
             problem.dtype, problem.n, problem.k, library.sparse and problem.blocks == ALL_2_4
         )
         if problem.blocks == MIXED:
-            weight = with_sparse_blocks(weight, 0.5)
+            weight = with_sparse_blocks(weight, share)
         if problem.blocks == CODED:
             weight = prune(weight, SIX_EIGHT)
         return clones(library.operand(weight, problem.blocks), copies)

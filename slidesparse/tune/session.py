@@ -18,15 +18,15 @@ import torch
 
 from slidesparse.gemm.cuda import CudaBackend
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.problem import ALL_DENSE, MIXED, LibraryError, Problem
+from slidesparse.gemm.problem import LibraryError, Problem
 from slidesparse.gemm.tuned import Tuned, save, tuned_algorithm, tuned_tokens
-from slidesparse.pattern import Pattern, SlidePattern, parse_pattern, round_up
-from slidesparse.tune.block import Block
+from slidesparse.pattern import Pattern, parse_pattern
+from slidesparse.tune.block import Block, block_problems
 from slidesparse.tune.inputs import Inputs
 from slidesparse.tune.machine import SERVED_DTYPES, Gpu
 from slidesparse.tune.measure import CudaClock
 from slidesparse.tune.search import SearchResult, gemm_contest, search
-from slidesparse.tune.shapes import Layer, packed_columns
+from slidesparse.tune.shapes import Layer
 
 
 @dataclass
@@ -73,8 +73,8 @@ class Job:
     library: CudaBackend
     problems: tuple[Problem, ...]
     tokens: tuple[int, ...]
+    pattern: Pattern
     layers: tuple[Layer, ...] = ()  # of a block, as many as problems
-    pattern: SlidePattern | None = None  # of the block's weights
 
 
 # What a run counts: problems that were searched, and that the tables had before; algorithms that were tried, of those
@@ -94,29 +94,15 @@ def plan_jobs(
     for library, layers, dtype in product(libraries, models, dtypes):
         for out, scale in served_outputs(library, dtype):
             for pattern in map(parse_pattern, patterns):
-                columns = [found for layer in layers if (found := _packed_columns(library, layer, pattern))]
-                problems = [
-                    Problem(dtype, out, layer.n, k, tokens[0], scale, blocks=blocks)
-                    for layer, (k, blocks) in zip(layers, columns, strict=False)
-                ]
-                slid = pattern if isinstance(pattern, SlidePattern) else None
+                problems = block_problems(library, layers, dtype, out, pattern, tokens[0], scale)
                 if library.fuses and problems:
-                    job = Job(library, tuple(problems), tuple(tokens), tuple(layers), slid)
+                    job = Job(library, tuple(problems), tuple(tokens), pattern, tuple(layers))
                     jobs.setdefault((library.name, job.problems), job)
                     continue
                 for problem in problems:
-                    job = Job(library, (problem,), tuple(tokens))
+                    job = Job(library, (problem,), tuple(tokens), pattern)
                     jobs.setdefault((library.name, job.problems), job)
     return list(jobs.values())
-
-
-def _packed_columns(library: CudaBackend, layer: Layer, pattern: Pattern) -> tuple[int, str] | None:
-    """Return the columns of a layer's packed weight and the kind of its blocks; None if the library has no such."""
-    if isinstance(pattern, SlidePattern):
-        return packed_columns(layer.k, pattern.ratio, library.alignment, library.coded)
-    if library.takes_dense:
-        return round_up(layer.k, library.alignment), MIXED if pattern.share else ALL_DENSE
-    return None
 
 
 def tune(session: Session, todo: Sequence[Job], force: bool = False) -> tuple[bool, dict[str, int]]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_library import FakeLibrary, session
 
-from benchmarks import measure
+from benchmarks import linear, measure
 from benchmarks.energy import EnergyCounter
-from benchmarks.measure import Figures, Window, take_turns
+from benchmarks.measure import Figures, Window, fill, take_turns
+from benchmarks.records import LINEAR, Records
+from slidesparse.tune.shapes import Layer
 
 
 def test_providers_take_turns_in_alternating_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,3 +50,24 @@ def test_power_is_that_between_ticks_of_the_counter(monkeypatch: pytest.MonkeyPa
     for now[0] in (0.05, 0.1, 0.15, 0.2, 0.3, 0.35):
         assert counter.poll()
     assert counter.watts == pytest.approx((50 + 60) / 0.2)
+
+
+def test_layers_are_timed_in_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers of a block are one row of the table; what cannot run has a row without figures and a note."""
+    monkeypatch.setattr(linear, "find", lambda: None)
+    library = FakeLibrary(fuses=True, outs=("bf16",))
+    run, layers = session(library), (Layer("up", 128, 32), Layer("down", 32, 64))
+    gauge: Any = SimpleNamespace(
+        prepare=lambda launch, copies: [launch(i) for i in range(copies)] and SimpleNamespace(graphed=True),
+        window=lambda replay, seconds: Window([1.0], 100.0),
+    )
+    libraries: Any = [library, FakeLibrary("cublaslt", sparse=False)]
+    groups = linear.model_groups([("shapes", layers)], ["int8", "fp8"], [1, 16])
+    records = Records(tmp_path, LINEAR)
+    assert fill(run, records, linear.jobs(run, gauge, groups, libraries, None, ["2:4", "4:6"]))
+    cells = [(row["layer"], row["pattern"], row["dtype"], row["M"], row["p50_us"]) for row in records.rows]
+    expected = itertools.product(["int8", "fp8"], ["1", "16"], ["2:4", "4:6"])
+    assert cells == [("up+down", pattern, dtype, m, "1.000") for dtype, m, pattern in expected]
+    assert set(run.skipped) == {
+        "cublaslt: norms and activations between its layers are vLLM's, which is not installed"
+    }

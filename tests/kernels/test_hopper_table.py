@@ -69,7 +69,7 @@ def test_each_row_is_for_the_tokens_that_a_tuned_configuration_serves(
 def test_dense_blocks_have_their_own_configurations() -> None:
     """Above the tuned token counts and without tuning, they use those of 2:4 blocks; others have none.
 
-    What was tuned for a sixteenth of the tokens or less serves more only if the cost model agrees.
+    What was tuned for fewer tokens serves more only if the cost model agrees.
     """
     save((64, "sparse"))
     save((16, "dense"), problem=replace(PROBLEM, blocks=ALL_DENSE))
