@@ -9,11 +9,11 @@ convex hull of loss over saving are connected by steps of increasing slope.  Tak
 slope yields the frontier: the choices that no convex combination of others improves on.
 
 The time of a linear layer is a + b N K, by GPU, pattern and number of tokens.  ``slidesparse/layer_times.csv`` ships
-with the package; `python -m benchmarks docs` writes it.  Each of its rows is a fit to the times of whole layers from
-bfloat16 to bfloat16, including quantization and scaling, that were measured on one GPU at one pattern and number of
-tokens: pruned and dense layers by our kernels, and dense ones by vLLM's own ("stock"), the baseline.  Measured layers
-differ from their fit by 9% on average on an H200 (64 shapes, or 4 of one model) and 6% on an H100 (8, or 4), at most by
-15% on average at one pattern and number of tokens, and by 52% at worst.
+with the package; `python -m benchmarks docs` writes it.  Each of its rows is a fit to times, from bfloat16 to bfloat16,
+that were measured on one GPU at one pattern and number of tokens: pruned and dense layers by our kernels, and dense
+ones by vLLM's own ("stock"), the baseline.  On an H200 they are of the layers of a block in a row, with norms and
+activations (five models, from which they differ by 1.4% on average, 3.2% on average at one pattern and number of
+tokens, and 6.5% at worst); on an H100 of single layers (four of one model; 4%, 8.3% and 18%).
 """
 
 from __future__ import annotations
