@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from slidesparse.calibrate.task import Calibration
     from slidesparse.convert.budget import Budget, Choice
     from slidesparse.convert.choose import Outcome
+    from slidesparse.convert.plan import ConversionPlan
     from slidesparse.convert.stream import Report
 
 FRONTIER_ROWS = 8  # rows of the table of losses and savings
@@ -251,6 +252,8 @@ def _summarize(report: Report, dry_run: bool) -> None:
             few = sum(row.get("pooled", False) for row in report.layers)
             by = f"; {few} of these by all tokens of their layer, as few were routed to them" if few else ""
             show("", f"{experts} of them matrices of routed experts{by}")
+        elif speed := _speed(plan):
+            show("speed", speed)
     for title, text in {
         "source": plan.rewritten,
         "method": report.samples and f"{METHOD}, calibrated with {report.samples}",
@@ -291,6 +294,25 @@ def _summarize(report: Report, dry_run: bool) -> None:
     )
     arguments = [f"--{name} {value}" for name, value in serving_options(plan.config).items()]
     show("serve", " ".join(["vllm serve", argument(report.out), *arguments]))
+
+
+def _speed(plan: ConversionPlan) -> str:
+    """Estimate the speed of linear layers; "" for types, or models, of which it is not known."""
+    from slidesparse.checkpoint.names import WEIGHT
+    from slidesparse.checkpoint.w8a8 import KINDS
+    from slidesparse.convert.budget import LayerTimes, Shape, default_gpu
+
+    if plan.source.metadata or plan.quant not in KINDS or not plan.groups:
+        return ""
+    specs = [[plan.checkpoint.require(name + WEIGHT) for name in group] for group in plan.groups]
+    shapes = [Shape(sum(spec.rows for spec in group), group[0].columns) for group in specs]
+    layers = [(shape, plan.patterns.get(group[0])) for shape, group in zip(shapes, plan.groups, strict=True)]
+    gpu = default_gpu()
+    parts = [
+        f"{ours:.2f}x at {tokens} tokens a step{f' (not pruned {dense:.2f}x)' if ours != dense else ''}"
+        for tokens, (ours, dense) in LayerTimes(gpu, plan.quant).speeds(layers).items()
+    ]
+    return f"of linear layers relative to stock vLLM's: {', '.join(parts)}; estimated for {gpu}"
 
 
 def _show_budget(outcome: Outcome) -> None:

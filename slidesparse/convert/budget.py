@@ -35,7 +35,7 @@ from slidesparse.calibrate.losses import Losses
 from slidesparse.calibrate.model import LayerGroup
 from slidesparse.errors import CalibrationError
 from slidesparse.gemm.tuned import slug
-from slidesparse.pattern import DENSE_WEIGHT, SlidePattern
+from slidesparse.pattern import DENSE_WEIGHT, Pattern, SlidePattern
 
 FILE = Path(__file__).parent.parent / "layer_times.csv"
 COLUMNS = ("gpu", "dtype", "pattern", "tokens", "us", "us_per_million_weights")
@@ -218,6 +218,37 @@ class AllocationProblem:
         return (b.loss - a.loss) / gained if gained > 0 else math.inf
 
 
+class LayerTimes:
+    """The times of linear layers in ``quant``, "int8" or "fp8", as measured on a GPU: see this module."""
+
+    def __init__(self, gpu: str, quant: str) -> None:
+        self._quant, self._fits = quant, layer_fits(gpu)
+
+    def us(self, name: str, shape: Shape, tokens: int) -> float:
+        """Return the microseconds of layers at a pattern of PATTERNS, DENSE_WEIGHT or STOCK, for a step's tokens."""
+        reached = sum(1 - (1 - share) ** tokens for share in shape.shares)  # of independent tokens
+        of_each = tokens * sum(shape.shares) / reached
+        measured = [m for dtype, pattern, m in self._fits if (dtype, pattern) == (self._quant, name)]
+        a, b = self._fits[
+            self._quant, name, min((m for m in measured if m >= of_each), default=max(measured))
+        ]
+        return a + b * reached * shape.rows * shape.columns
+
+    def speeds(
+        self, layers: Sequence[tuple[Shape, Pattern | None]], tokens: Sequence[int] = DEFAULT_TOKENS
+    ) -> dict[int, tuple[float, float]]:
+        """Return by tokens how many times as fast as stock vLLM's dense layers ours are, and ours without a pattern."""
+        kept = [(shape, pattern if pattern in PATTERNS else None) for shape, pattern in layers]
+        found = {}
+        for m in tokens:
+            stock, dense = (
+                sum(self.us(name, shape, m) for shape, _ in kept) for name in (STOCK, DENSE_WEIGHT)
+            )
+            ours = sum(self.us(name_of(pattern), shape, m) for shape, pattern in kept)
+            found[m] = stock / ours, stock / dense
+        return found
+
+
 def allocation_problem(
     losses: Losses, shapes: Mapping[LayerGroup, Shape], quant: str, budget: Budget, fixed: Sequence[Shape]
 ) -> AllocationProblem:
@@ -228,16 +259,8 @@ def allocation_problem(
         quant: "int8" or "fp8".
         fixed: [N, K] of the linear layers that stay dense, whose time and weights count, too.
     """
-    fits = layer_fits(budget.gpu)
+    us = LayerTimes(budget.gpu, quant).us
     all_shapes = [*shapes.values(), *fixed]
-
-    def us(name: str, shape: Shape, tokens: int) -> float:
-        reached = sum(1 - (1 - share) ** tokens for share in shape.shares)  # of independent tokens
-        of_each = tokens * sum(shape.shares) / reached
-        measured = [m for dtype, pattern, m in fits if (dtype, pattern) == (quant, name)]
-        a, b = fits[quant, name, min((m for m in measured if m >= of_each), default=max(measured))]
-        return a + b * reached * shape.rows * shape.columns
-
     baseline = {m: sum(us(STOCK, shape, m) for shape in all_shapes) for m in budget.tokens}
 
     def share(pattern: SlidePattern | None, shape: Shape) -> float:

@@ -73,6 +73,8 @@ class ConversionPlan:
     config: dict[str, Any]  # the config.json to write
     head: str | None  # the lm_head, if floats of it are quantized
     source_of: Callable[[str], Source]  # what makes the codes of a layer
+    # the quantized linear layers of blocks, those together that vLLM may fuse; () if transformers cannot run the model
+    groups: tuple[tuple[str, ...], ...]
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -264,6 +266,7 @@ class Planner:
             config=self._config(block, metadata),
             head=self.head,
             source_of=self._source,
+            groups=self._groups({name for name in patterns if name != self.head}),
         )
 
     # The choice of layers and patterns
@@ -280,7 +283,7 @@ class Planner:
         if by_budget is not None:
             patterns |= {name: by_budget[name] for name in chosen if name in by_budget}
             reasons |= dict.fromkeys(by_budget, BY_BUDGET)
-        groups = self._groups(chosen)
+        groups = [*self._groups(chosen)]
         blocks = range(len(self.skeleton.blocks))
         places = {name: place for block in blocks for name, place in self.skeleton.experts(block).items()}
         for names in self.routed.values():  # gate and up are one matrix in vLLM, down another
@@ -323,7 +326,7 @@ class Planner:
                 "such models cannot be converted"
             )
         layers = [*candidates, *self.experts]
-        groups = self._groups(candidates) if self.options.ignore else []
+        groups = [*self._groups(candidates)] if self.options.ignore else []
         groups += map(tuple, self.routed.values())
         # Other tools are told to ignore lm_head, which is left as it is here unless --layer names it
         of_head = {text for text in self.options.ignore if self._names_head(text, BY_IGNORE)}
@@ -361,16 +364,16 @@ class Planner:
             raise CheckpointError("every linear layer is ignored, so nothing is left to prune; ignore fewer")
         return chosen, kept
 
-    def _groups(self, layers: Collection[str]) -> list[tuple[str, ...]]:
-        """Return the groups of ``layers`` that vLLM may fuse; none of a model that transformers cannot run."""
+    def _groups(self, layers: Collection[str]) -> tuple[tuple[str, ...], ...]:
+        """Return ``layers``, those together that vLLM may fuse; none of a model that transformers cannot run."""
         try:
             fused = self.model.fused()
         except CalibrationError:
             if self.options.calibration:
                 raise
-            return []  # vLLM itself refuses a part of a fused layer
+            return ()  # vLLM itself refuses a part of a fused layer
         groups = (tuple(name for name in group if name in layers) for group in fused)
-        return [group for group in groups if len(group) > 1]
+        return tuple(filter(None, groups))
 
     def _commonest(self, entries: Mapping[str, LayerEntry]) -> Pattern:
         """Return the pattern of most weights."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 from typer.testing import CliRunner
 
 from benchmarks import report
 from benchmarks.cli import app
 from benchmarks.docs import MARKED, MARKED_PAGES
 from benchmarks.report import measured_layers
-from slidesparse.convert.budget import layer_fits
+from slidesparse.convert.budget import LayerTimes, Shape, layer_fits
+from slidesparse.pattern import SlidePattern
+from slidesparse.tune.shapes import MODELS
 
 
 def test_tables_of_the_docs_equal_those_of_the_csvs() -> None:
@@ -16,6 +19,18 @@ def test_tables_of_the_docs_equal_those_of_the_csvs() -> None:
     assert result.exit_code == 0, result.stderr
     names = [name for path in MARKED_PAGES for _, name, _ in MARKED.findall(path.read_text())]
     assert sorted(names) == sorted(report.TABLES)
+
+
+def test_estimated_speeds_are_those_measured() -> None:
+    """To within twice the largest error of a fit, as both sides of a ratio have one."""
+    us = report.model_layers(report.H200).loc["Qwen2.5-7B", "int8"]
+    for pattern, name in ((None, "dense"), (SlidePattern(8), "6:8"), (SlidePattern(4), "2:4")):
+        layers = [(Shape(layer.n, layer.k), pattern) for layer in MODELS["Qwen2.5-7B"]]
+        for m, (ours, dense) in LayerTimes("nvidia-h200", "int8").speeds(layers, (16, 8192)).items():
+            measured = us.loc[m, ("stock", "dense")] / us.loc[m, "hopper"]
+            assert ours == pytest.approx(measured[name], rel=0.13)
+            assert dense == pytest.approx(measured["dense"], rel=0.13)
+            assert (ours > dense) == (measured[name] > measured["dense"])
 
 
 def test_shipped_fits_are_as_close_to_the_measured_layers_as_stated() -> None:
