@@ -105,12 +105,8 @@ def layer_us(rows: pd.DataFrame, value: str = "p50_us") -> pd.DataFrame:
 def model_layers(folder: Path) -> pd.DataFrame:
     """Return the microseconds of the layers of each model's block together: rows (model, dtype, M)."""
     wide = layer_us(read(folder, LINEAR))
-    return wide[[_is_block(name) for name in wide.index.get_level_values("layer")]].droplevel("layer")
-
-
-def _is_block(layer: str) -> bool:
-    """Whether a row of linear.csv is of all layers of a block."""
-    return layer == SUM_LAYER or "+" in layer
+    blocks = [name == SUM_LAYER or "+" in name for name in wide.index.get_level_values("layer")]
+    return wide[blocks].droplevel("layer")
 
 
 @cache
@@ -456,7 +452,8 @@ def _e2e_page(folder: Path) -> Iterator[str]:
 
 def _layer_page(folder: Path) -> Iterator[str]:
     rows = read(folder, LINEAR)
-    for (model, dtype), part in rows[rows["layer"].map(_is_block)].groupby(["model", "dtype"], sort=False):
+    for (model, dtype), part in rows.groupby(["model", "dtype"], sort=False):
+        part = part[part["layer"] == SUM_LAYER] if (part["layer"] == SUM_LAYER).any() else part
         for value, words in (("p50_us", "Microseconds"), (ENERGY, "Millijoules")):
             wide = layer_us(part, value).loc[model].droplevel("dtype").dropna(axis=1, how="all")
             base = (STOCK, DENSE) if (STOCK, DENSE) in wide else (CUBLASLT, DENSE)
