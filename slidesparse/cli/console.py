@@ -22,7 +22,7 @@ from rich.progress import (
 from rich.table import Table
 from typer.core import TyperGroup
 
-from slidesparse.errors import ENVIRONMENT, INTERRUPTED, SlideSparseError
+from slidesparse.errors import ENVIRONMENT, INTERRUPTED, USAGE, SlideSparseError
 
 LINE_SECONDS = 30.0  # least time between two lines of progress in a log
 MAX_COLUMNS = 1000  # characters of a table's line
@@ -32,17 +32,10 @@ LIBRARIES = ("datasets", "huggingface_hub", "numpy", "pyarrow", "regex", "torch"
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
-AS_JSON = "as JSON"  # in what the contexts of a command share: whether JSON was asked for
+USAGE_ERROR: Any = typer.BadParameter.__base__  # of click, or of the copy of it in newer releases of typer
+JSON = "--json"
 
-
-def _note_json(context: typer.Context, asked: bool) -> bool:
-    context.meta[AS_JSON] = asked
-    return asked
-
-
-Json = Annotated[
-    bool, typer.Option("--json", help="Print the result, or the error, as JSON.", callback=_note_json)
-]
+Json = Annotated[bool, typer.Option(JSON, help="Print the result, or the error, as JSON.")]
 Layout = Annotated[
     str,
     typer.Option(
@@ -82,22 +75,27 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the requested command; turn an error that a user can act on into a message and its class's exit code."""
+        as_json = JSON in ctx.args  # also where options are wrong, so that none is known to be set
         try:
             return super().invoke(ctx)
+        except USAGE_ERROR as error:
+            if not as_json:
+                raise
+            fail(USAGE, error.format_message(), as_json)
         except SlideSparseError as error:
-            fail(error.exit_code, error, ctx.meta.get(AS_JSON, False))
+            fail(error.exit_code, error, as_json)
         except ImportError as error:
             missing = (error.name or "").partition(".")[0]
             if missing not in LIBRARIES:
                 raise
             reason = f"this command needs {missing}, which cannot be imported ({error})"
             words = f"{reason}: pip install {missing}, or upgrade it"
-            fail(ENVIRONMENT, words, ctx.meta.get(AS_JSON, False))
+            fail(ENVIRONMENT, words, as_json)
         except BrokenPipeError:
             raise  # its reader, such as `head`, has closed the pipe: Typer ends the command without a message
         except OSError as error:
             words = f"{error.strerror or error}: {error.filename or 'while reading or writing'}"
-            fail(ENVIRONMENT, words, ctx.meta.get(AS_JSON, False))
+            fail(ENVIRONMENT, words, as_json)
         except KeyboardInterrupt as error:  # its arguments may say how to continue
             err.print(escape("; ".join(["interrupted", *map(str, error.args)])))
             raise typer.Exit(INTERRUPTED) from None

@@ -205,7 +205,10 @@ def test_wrong_use_exits_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comm
 
 @pytest.mark.parametrize(
     "command",
-    ["doctor none", "inspect none", "build none", "tune none", "eval perplexity none --data ids.npy"],
+    [
+        *("doctor none", "inspect none", "build none", "tune none", "eval perplexity none --data ids.npy"),
+        *("none", "inspect . --none", "eval none"),
+    ],
 )
 def test_an_error_is_a_json_document_where_one_is_asked_for(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
