@@ -33,7 +33,6 @@ from torch import Tensor
 
 from slidesparse import files
 from slidesparse.checkpoint.storage import (
-    CONFIG,
     NAMES,
     SUFFIX,
     Checkpoint,
@@ -52,18 +51,6 @@ SUM, SUM_BYTES = "sha256", 32  # the last tensor of each file, of the file's nam
 PIECE = 2**20  # bytes of a file that are read at a time
 ELSEWHERE = "name another output folder"
 DIGEST = "sha256:"  # begins the values of a state that nobody can read
-
-
-def fingerprints(checkpoint: Checkpoint) -> dict[str, str]:
-    """Hash the names and shapes of a source's tensors, its config, and file sizes and times, but not the weights."""
-    facts = {"tensors": repr(sorted(checkpoint.tensors.values())).encode()}
-    facts[CONFIG] = (checkpoint.folder / CONFIG).read_bytes()
-    for file in checkpoint.files:
-        status = (checkpoint.folder / file).stat()
-        facts[file] = f"{status.st_size} {status.st_mtime_ns}".encode()
-    return {
-        f"{name} of the source": DIGEST + hashlib.sha256(fact).hexdigest() for name, fact in facts.items()
-    }
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +13,7 @@ import torch
 
 import slidesparse
 from slidesparse.calibrate.model import LayerGroup, Model
-from slidesparse.calibrate.resume import DIGEST, fingerprints
+from slidesparse.calibrate.resume import DIGEST
 from slidesparse.calibrate.samples import REFERENCE, SAMPLES, Samples, join, load_sources
 from slidesparse.checkpoint.bitnet import is_bitnet
 from slidesparse.checkpoint.names import is_expert
@@ -131,9 +133,10 @@ class Task:
 
     def state(self) -> dict[str, Any]:
         """Return the values that must be equal for a run to resume another; the keys are the words for them."""
+        config = json.dumps(dict(self.model.checkpoint.config))
         return {
             "slidesparse": slidesparse.__version__,
-            **fingerprints(self.model.checkpoint),
+            "config.json of the source": DIGEST + hashlib.sha256(config.encode()).hexdigest(),
             "layers": {name: pattern.ratio for name, pattern in sorted(self.layers.items())},
             "skipped": sorted(self.skipped),
             "the data of --calib": DIGEST + self.samples.digest,

@@ -28,8 +28,6 @@ from slidesparse import files
 from slidesparse.build.compile import cache_folder, make_folder
 from slidesparse.calibrate.inputs import free_bytes
 from slidesparse.calibrate.model import Model
-from slidesparse.calibrate.resume import fingerprints
-from slidesparse.checkpoint.storage import Checkpoint
 from slidesparse.checkpoint.tokens import automatic_tokenizer, require_ids
 from slidesparse.errors import CalibrationError, SlideSparseError
 from slidesparse.evaluate.engine import run
@@ -63,7 +61,7 @@ def write(model: Model, samples: int, length: int, progress: Progress, option: s
         )
     prompts, note = _prompts(model, max(samples, 2), length)
     require_ids(prompts, model.vocabulary, f"{option} self: the chat template", model.checkpoint.folder)
-    known = f"2 {fingerprints(Checkpoint.open(model.checkpoint.folder))} {length} {prompts[:2]}"
+    known = f"2 {model.checkpoint.fingerprint} {length} {prompts[:2]}"
     make_folder(cache_folder() / "texts")
     folder = cache_folder() / "texts" / hashlib.sha256(known.encode()).hexdigest()[:32]
     make_folder(folder)

@@ -183,6 +183,11 @@ class Checkpoint:
         with checkpoint.reader() as reader:
             return replace(checkpoint, tensors=_joined(checkpoint, reader))
 
+    @property
+    def fingerprint(self) -> str:
+        """Names, sizes and times of the files: a key for what is cached of a model, whose weights are not read."""
+        return repr([(file, *state[1:]) for file, state in self.opened.items()])
+
     def quantization_config(self) -> dict[str, Any] | None:
         """Return ``quantization_config`` of config.json, or its older form ``compression_config``, or None.
 

@@ -147,7 +147,8 @@ def _losses(task: Task, reader: Reader, work: WorkFolder, rotate: bool, progress
     They are kept in ``work``, so that a resumed run decides as before, and in the user's cache for other budgets.
     """
     state = {key: value for key, value in task.state().items() if key not in ("layers", HELD_BACK, TEXTS)}
-    state |= {"layers": sorted(task.layers), "rotate": rotate, "patterns": [p.ratio for p in PATTERNS]}
+    state |= {"source": task.model.checkpoint.fingerprint, "layers": sorted(task.layers), "rotate": rotate}
+    state |= {"patterns": [p.ratio for p in PATTERNS]}
     cached = loss_cache() / f"{hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]}.json"
     entries = work.read_json(LOSSES)
     if entries is None:

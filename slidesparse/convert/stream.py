@@ -247,9 +247,7 @@ def _asked(options: ConvertOptions, calibration: Calibration) -> dict[str, Any]:
 
 def _state(task: Task, options: ConvertOptions, rotation: str) -> dict[str, Any]:
     """Return the values that must be equal for a run to resume another, but for the digest of the source's weights."""
-    state = {**_asked(options, task.calibration), **task.state(), "rotated": rotation == ROTATED}
-    times = {f"{file} of the source" for file in task.model.checkpoint.files}
-    return {key: value for key, value in state.items() if key not in times}
+    return {**_asked(options, task.calibration), **task.state(), "rotated": rotation == ROTATED}
 
 
 def _prune_and_write(planner: Planner, task: Task | None, report: Report, progress: Progress) -> Report:
@@ -444,12 +442,12 @@ def _check_values(plan: ConversionPlan, reader: Reader, progress: Progress) -> t
 
     Returns whether all weights to prune obey their patterns already, and for calibration a digest of all tensors.
     """
-    done, dense, sums = 0, list[str](), dict[tuple[str, int], int]()
+    done, dense, sums = 0, list[str](), dict[tuple[TensorSpec, int], int]()
 
     def check(output: Output, rows: slice) -> None:
         values = _check_chunk(plan, reader, output, rows)
         if plan.options.calibration:
-            sums[output.source.name, rows.start] = zlib.crc32(bytes_of(values))
+            sums[output.source, rows.start] = zlib.crc32(bytes_of(values))
         if not (plan.source.metadata or dense or output.pattern is None or obeys(values, output.pattern)):
             dense.append(output.source.name)
 

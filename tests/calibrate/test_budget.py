@@ -296,7 +296,7 @@ def test_worst_text_counts(model: Path, tmp_path: Path, ids: str, monkeypatch: p
 
 
 def test_losses_are_cached(model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are cached, and measured again where the cache is damaged, or about other layers."""
+    """They are cached, and measured again where the cache is damaged, or about other layers or weights."""
     before = snapshot(tmp_path)
     options: dict[str, Any] = {"budget": BUDGET, "dry_run": True}
     first = outcome(calibrated(model, tmp_path / "out", ids, **options))
@@ -323,6 +323,11 @@ def test_losses_are_cached(model: Path, tmp_path: Path, ids: str, monkeypatch: p
         result = outcome(calibrated(model, tmp_path / "out", ids, **options))
         assert result.problem == first.problem
         assert cache.read_text() == entries
+    weights = shutil.copytree(model, tmp_path / "other") / "model.safetensors"
+    for written, count in ((0, 1), (1, 2)):  # a copy that keeps the time is the same model
+        os.utime(weights, ns=(0, (model / weights.name).stat().st_mtime_ns + written))
+        calibrated(weights.parent, tmp_path / "out", ids, **options)
+        assert len([*cache.parent.iterdir()]) == count
     cache.unlink()
     cache.mkdir()  # in which nothing can be written
     assert outcome(calibrated(model, tmp_path / "out", ids, **options)).problem == first.problem
