@@ -300,14 +300,12 @@ def examine(model: str, folder: Path) -> Report:
     from slidesparse.checkpoint.bitnet import BitNetCheckpoint
     from slidesparse.checkpoint.converted import open_checkpoint
     from slidesparse.checkpoint.names import architecture_of, serving_options
-    from slidesparse.checkpoint.skeleton import require_few_layers
     from slidesparse.checkpoint.tokens import require_readable
     from slidesparse.resolve import unread_storage
     from slidesparse.serving import NotServedError, Skeletons, stored
 
     Flags.from_environment()
     checkpoint, metadata = open_checkpoint(folder)
-    require_few_layers(checkpoint.config, folder)
     require_readable(folder)
     raw = checkpoint.source if isinstance(checkpoint, BitNetCheckpoint) else checkpoint
     distribution, words, supported = vllm()

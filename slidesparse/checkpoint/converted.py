@@ -10,6 +10,7 @@ from torch import Tensor
 from slidesparse.checkpoint.bitnet import as_int8
 from slidesparse.checkpoint.metadata import KEY, Metadata
 from slidesparse.checkpoint.names import BIAS, SCALE, WEIGHT
+from slidesparse.checkpoint.skeleton import require_few_layers
 from slidesparse.checkpoint.storage import INDEX, SUFFIX, Checkpoint, CheckpointError
 from slidesparse.checkpoint.w8a8 import parse_block, require_quantized
 from slidesparse.errors import CheckFailed
@@ -39,6 +40,7 @@ def open_checkpoint(folder: str | Path) -> tuple[Checkpoint, Metadata | None]:
     CheckpointError, which names the layer, for a contradiction.
     """
     checkpoint = as_int8(Checkpoint.open(folder))
+    require_few_layers(checkpoint.config, checkpoint.folder)
     block = checkpoint.quantization_config()
     metadata = Metadata.of_config(block)
     if metadata is None or block is None:

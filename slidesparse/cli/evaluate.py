@@ -60,13 +60,15 @@ def perplexity(
     as_json: Json = False,
 ) -> None:
     """Measure the perplexity of a language model; with --against, also how much it rises over another's."""
+    from slidesparse.checkpoint.converted import open_checkpoint
     from slidesparse.checkpoint.hub import local_folder
-    from slidesparse.checkpoint.tokens import has_tokenizer
-    from slidesparse.evaluate.perplexity import config_of, measure, window_of, windows
+    from slidesparse.checkpoint.tokens import has_tokenizer, require_readable
+    from slidesparse.evaluate.perplexity import measure, window_of, windows
 
     folders = [local_folder(name) for name in (model, against) if name is not None]
     for folder in folders:
-        config_of(folder)  # raises an error unless it is a checkpoint
+        open_checkpoint(folder)  # raises an error unless it is a whole checkpoint
+        require_readable(folder)
     length = window_of(*folders) if seqlen is None else seqlen
     ids = windows(data, folders[0], length, samples)
     if against and has_tokenizer(folders[1]) and windows(data, folders[1], length, samples) != ids:

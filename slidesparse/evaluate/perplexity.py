@@ -35,21 +35,10 @@ def window_of(*folders: Path) -> int:
 def config_number(folder: Path, key: str) -> int | None:
     """Return a number from config.json, or from its text_config, or None if there is none."""
     try:
-        config = config_of(folder)
+        config = parse_json((folder / CONFIG).read_bytes(), CONFIG)
         return int({**config, **text_config(config)}[key])
-    except (SlideSparseError, ValueError, TypeError, KeyError, OverflowError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return None  # vLLM will report what is wrong
-
-
-def config_of(folder: Path) -> dict[str, Any]:
-    """Read config.json of a checkpoint.  Raises SlideSparseError if it is missing or not a JSON object."""
-    path = folder / CONFIG
-    try:
-        return parse_json(path.read_bytes(), path)
-    except OSError as error:
-        raise SlideSparseError(
-            f"{folder} is no checkpoint folder: its {CONFIG} cannot be read ({error})"
-        ) from error
 
 
 def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) -> list[list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from checkpoints import converted, write_tokenizer
 from commands import Done
 from engines import Engines
-from models import LLAMA, write_float
+from models import LLAMA, MODEL, write, write_float
 from transformers import AutoModelForCausalLM
 
 from slidesparse.errors import SlideSparseError
@@ -54,10 +55,9 @@ def test_perplexity_and_its_comparison() -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Two checkpoint folders, one inside the other, whose tokenizer has a token per letter."""
-    write_tokenizer(tmp_path, "abcdefghijklmnopqrstuvwxyz")
-    (tmp_path / "other").mkdir()
     for path in (tmp_path, tmp_path / "other"):
-        (path / "config.json").write_text('{"vocab_size": 26}')
+        write(path, {"vocab_size": 26}, {"norm.weight": torch.ones(2)})
+    write_tokenizer(tmp_path, "abcdefghijklmnopqrstuvwxyz")
     return tmp_path
 
 
@@ -154,6 +154,16 @@ def test_eval_perplexity(folder: Path, without_engine: list[Any]) -> None:
     assert "  (95%: 7.3891 to 7.3891)" in process.out
     alone = Done(*command, "--samples", 1)  # resampled, one window is always itself
     assert "7.3891  (of one window, which has no interval)" in alone.out
+
+
+@pytest.mark.parametrize("name", [MODEL, "tokenizer.json"])
+def test_broken_checkpoints_start_no_engine(name: str, folder: Path, without_engine: list[Any]) -> None:
+    """Nor does the reference, which would be read after the model was scored."""
+    np.save(folder / "ids.npy", np.arange(6).reshape(2, 3))
+    (folder / "other" / name).write_text("{")
+    process = Done("eval", "perplexity", folder, "--against", folder / "other", "--data", folder / "ids.npy")
+    assert (process.code, without_engine) == (2, [])
+    assert re.match(rf"error: .*{re.escape(str(folder / 'other'))}.* fetch it again\n\Z", process.err)
 
 
 def test_models_of_different_tokenizers_are_not_compared(folder: Path, without_engine: list[Any]) -> None:

@@ -173,7 +173,7 @@ INVALID = [
     ("eval perplexity source --data ids.npy --seqlen 9 --option logprobs_mode=raw_logits", "logprobs_mode"),
     ("eval perplexity source --data ids.npy --seqlen 1", "--seqlen 1"),
     ("eval perplexity source --data ids.npy --samples 0", "--samples 0"),
-    ("eval perplexity source --data ids.npy --against nowhere", "nowhere is no checkpoint folder"),
+    ("eval perplexity source --data ids.npy --against nowhere", "nowhere is not a folder"),
     ("eval perplexity source --data ids.npy --against ''", "the model has no name"),
     *((f"{command} ''", "the model has no name") for command in ("doctor", "inspect")),
     ("tune Llama9", "Llama9"),
