@@ -68,6 +68,7 @@ from slidesparse.checkpoint.storage import (
     bytes_of,
     is_inside,
 )
+from slidesparse.checkpoint.tokens import require_readable
 from slidesparse.convert.budget import Choice, times_digest
 from slidesparse.convert.choose import Outcome, estimate, loss_cache, prune_within, require_usable
 from slidesparse.convert.options import BUDGET, ConvertOptions
@@ -141,6 +142,7 @@ def convert(
     if options.calibration and not dry_run:
         require_resumable(out, _asked(options, options.calibration), options.calibration.resume)
     checkpoint, _ = open_checkpoint(source)
+    require_readable(source)
     planner, rotation = _planner(checkpoint, options)
     unserved = ask(planner, skeletons) if skeletons else ""
     plan = planner.plan()

@@ -177,12 +177,12 @@ def test_encoder_with_files_beside_the_weights_but_no_code_or_links_out(tmp_path
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text("beside")
     (source / "added_tokens.json").symlink_to(tmp_path / "secret.json")
-    (source / "special_tokens_map.json").symlink_to("vocab.txt")
+    (source / "notes.json").symlink_to("vocab.txt")
     edit_json(source / "config.json", auto_map={"AutoConfig": "modeling_bert.Config"})  # names code
     modules = [{"path": path} for path in ("", "1_Pooling", "2_Dense")]
     (source / "modules.json").write_text(json.dumps(modules))
     report = convert(source, tmp_path / "out", "4:6", ignore=["1.intermediate", "0.attention.self"])
-    names = {*beside, "1_Pooling/config.json", "modules.json", "special_tokens_map.json"}
+    names = {*beside, "1_Pooling/config.json", "modules.json", "notes.json"}
     assert set(snapshot(tmp_path / "out")) == names | {"config.json", "tokenizer.json", MODEL}
     assert set(report.left_out) == {*left_out, "added_tokens.json"}
     ignore = set(block_of(tmp_path / "out")["ignore"])

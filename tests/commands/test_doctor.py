@@ -395,12 +395,13 @@ def dangle(path: Path) -> None:
 @pytest.mark.parametrize("damage", [truncate, dangle])
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
 def test_a_tokenizer_that_vllm_cannot_read_is_no_yes(name: str, damage: Any, tmp_path: Path) -> None:
-    """It ends while vLLM starts, after the weights were examined."""
+    """It ends while vLLM starts, after the weights were examined; and no output with it is written."""
     folder = converted(llama(tmp_path / "source"), tmp_path / "out", "6:8")
     damage(folder / name)
-    result = Done("doctor", folder)
-    assert (result.code, result.out) == (2, "")
-    assert re.match(rf"error: .*{re.escape(str(folder))}.* fetch it again\n\Z", result.err)
+    for command in (("doctor", folder), ("convert", folder, tmp_path / "again", "-s", "6:8")):
+        result = Done(*command)
+        assert (result.code, result.out) == (2, "")
+        assert re.match(rf"error: .*{re.escape(str(folder))}.* fetch it again\n\Z", result.err)
 
 
 def test_a_tokenizer_in_a_folder_of_any_name_is_read(tmp_path: Path) -> None:
