@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from slidesparse.blocks import STRIP, dense_blocks, missing
 from slidesparse.checkpoint.converted import DamagedError, natural, open_checkpoint, restore
 from slidesparse.checkpoint.metadata import Metadata, sparsity_of
 from slidesparse.checkpoint.names import SCALE, WEIGHT, is_expert, layer_names
+from slidesparse.checkpoint.output import workers
 from slidesparse.checkpoint.skeleton import Skeleton
 from slidesparse.checkpoint.storage import Checkpoint, Reader, TensorSpec
-from slidesparse.pattern import MixedPattern, SlidePattern
+from slidesparse.pattern import MixedPattern, Pattern, SlidePattern
 from slidesparse.slide import obeys
 
 RATIOS = ("2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16")  # sparsest first
@@ -61,32 +64,36 @@ def inspect(folder: str | Path) -> CheckpointReport:
     """Examine all linear layers of a checkpoint, converted or not.  Raises CheckpointError for a broken one."""
     checkpoint, metadata = open_checkpoint(folder)
     names = sorted(metadata.layers if metadata else Skeleton(checkpoint).layers, key=natural)
-    with checkpoint.reader() as reader:
-        layers = tuple(_inspect_layer(checkpoint, reader, metadata, name) for name in names)
+    with checkpoint.reader() as reader, workers() as pool:
+        layers = tuple(pool.map(partial(_inspect_layer, checkpoint, reader, metadata), names))
         routed = [
             checkpoint.tensors[name + WEIGHT].spec
             for name in layer_names(checkpoint.tensors)
             if is_expert(name)
         ]
-        satisfied = Counter(_satisfied(reader, spec) for spec in routed)
+        obeyed = [*pool.map(lambda spec: _sparsest(spec, partial(reader.rows, spec.name)), routed)]
     claimed = metadata.pattern.ratio if metadata else None
     stored = sparsity_of(checkpoint.quantization_config() or {})
     layout = metadata.layout if metadata else stored[0] if stored else None
     unread = sum(name.endswith(_UNREAD) for name in checkpoint.tensors)
     experts = Counter(spec.dtype for spec in routed)
+    satisfied = Counter(pattern.ratio for pattern in obeyed if pattern)
     patterns = {ratio: satisfied[ratio] for ratio in RATIOS if satisfied[ratio]}
     return CheckpointReport(str(folder), claimed, layout, layers, dict(experts), patterns, unread)
 
 
-def _satisfied(reader: Reader, spec: TensorSpec) -> str | None:
-    """Return the sparsest pattern that a matrix obeys, if any; a dense one is read in part."""
-    candidates = [SlidePattern.parse(ratio) for ratio in RATIOS]
-    for rows in spec.chunks():
-        values = reader.rows(spec.name, rows)
-        candidates = [pattern for pattern in candidates if obeys(values, pattern)]
-        if not candidates:
-            return None
-    return candidates[0].ratio
+def _sparsest(
+    spec: TensorSpec, read: Callable[[slice], Tensor], known: Pattern | None = None
+) -> SlidePattern | None:
+    """Return the sparsest pattern that a matrix obeys, if any, such as the ``known`` one; a dense one is read in part.
+
+    Args:
+        read: a function that returns rows of the matrix, [rows, K].
+    """
+    patterns = map(SlidePattern.parse, RATIOS)
+    return next(
+        (p for p in patterns if p == known or all(obeys(read(rows), p) for rows in spec.chunks())), None
+    )
 
 
 def _inspect_layer(
@@ -94,22 +101,23 @@ def _inspect_layer(
 ) -> LayerReport:
     spec = checkpoint.tensors[name + WEIGHT].spec
     entry = metadata.layers.get(name) if metadata else None
-    candidates = [SlidePattern.parse(ratio) for ratio in RATIOS]
     mixed = entry.pattern if entry and isinstance(entry.pattern, MixedPattern) else None
     broken, first, dense = 0, None, []
-    for rows in spec.chunks(STRIP if mixed else 1):
+
+    def read(rows: slice) -> Tensor:
         values = reader.rows(spec.name, rows)
-        if entry and metadata:
-            try:
-                values = restore(values, metadata, name, rows.start)
-            except DamagedError as error:
-                broken, first = broken + error.violation.total, first or str(error)
-                candidates = []
-        candidates = [pattern for pattern in candidates if obeys(values, pattern)]
-        dense += [dense_blocks(values)] if mixed else []
+        return restore(values, metadata, name, rows.start) if metadata and entry else values
+
+    for rows in spec.chunks(STRIP if mixed else 1) if entry else ():
+        try:
+            values = read(rows)
+        except DamagedError as error:
+            broken, first = broken + error.violation.total, first or str(error)
+        else:
+            dense += [dense_blocks(values)] if mixed else []
+    satisfied = None if broken else _sparsest(spec, read, entry.pattern if entry else None)
     if mixed and (broken := missing(torch.cat(dense), mixed)):
         first = f"{name}: {broken} blocks more must be 2:4; convert the original model again"
-    satisfied = candidates[0] if candidates else None
     in_features = entry.in_features if entry else spec.columns
     shown = entry.pattern if entry else satisfied
     slided = shown.layout(in_features).slided if isinstance(shown, SlidePattern) else in_features
