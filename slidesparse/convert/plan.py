@@ -313,7 +313,8 @@ class Planner:
         if self.head:  # after the options, so that those for layers of blocks do not prune it
             patterns[self.head] = None
         skipped = {name: reasons.get(name, BY_LAYER) for name, pattern in patterns.items() if pattern is None}
-        if not any(patterns.values()):
+        quantizes_experts = experts and self.options.pattern.density == 1
+        if not any(patterns.values()) and not quantizes_experts:
             raise CheckpointError("no linear layer is left to prune; leave fewer of them dense")
         return patterns, kept, skipped
 
@@ -456,7 +457,9 @@ class Planner:
         block["quant_method"] = COMPRESSED_TENSORS if metadata.layout == "dense" else QUANT_METHOD
         block.pop("sparsity_config", None)  # refused by newer vLLM; our metadata replace it
         block.pop(STAMP, None)
-        block[KEY] = metadata.to_json()
+        block.pop(KEY, None)
+        if metadata.layers or metadata.experts:  # else quantized experts alone, as of any other tool
+            block[KEY] = metadata.to_json()
         config["quantization_config"] = block
         return config
 
@@ -508,7 +511,7 @@ def ask(planner: Planner, skeletons: Skeletons) -> str:
             for weight in layer.weights:
                 names.setdefault(weight, []).append(layer.name)
         planned = {output.layer for output in plan.outputs if output.layer} & {*planner.skeleton.layers}
-        if not planned & serving.quantized:
+        if planned and not planned & serving.quantized:  # of experts it does not say
             raise CheckpointError(
                 "vLLM, which is installed here, quantizes no linear layer of this model: it would load the converted "
                 "weights as if they were floats, or not at all; serve the original checkpoint"

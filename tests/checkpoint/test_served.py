@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from architectures import ARCHITECTURES, HYBRIDS
 from checkpoints import block_of, convert, tensors_of
 from commands import Done
+from moe import MODELS, PRUNED
 from strategies import assert_same_bits
 from tiny import tiny
 
+from slidesparse.checkpoint.inspection import inspect
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.serving import Skeletons
 
@@ -73,6 +76,18 @@ def test_lm_head_is_untied_if_served(tmp_path: Path, skeletons: Skeletons, name:
     else:
         report = convert(source, tmp_path / "out", **options)
         assert (report.plan.head, bool(report.unserved)) == ("lm_head", name == "qwen2")
+
+
+@pytest.mark.parametrize("options", [{"pattern": "dense"}, {"layer": PRUNED}])
+def test_experts_alone_are_quantized(tmp_path: Path, skeletons: Skeletons, options: dict[str, Any]) -> None:
+    """All other layers of Qwen3-MoE are ignored; vLLM says nothing of its experts' weights."""
+    model = MODELS["qwen3"]
+    model.write(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "out", ignore=["self_attn"], skeletons=skeletons, **options)
+    assert not inspect(tmp_path / "out").violations
+    stored = tensors_of(tmp_path / "out")
+    codes = {name for name in stored if stored[name].dtype == torch.int8}
+    assert codes == {f"{name}.weight" for name in model.experts()}
 
 
 @pytest.mark.parametrize("name", ["mamba", "modernbert"])
