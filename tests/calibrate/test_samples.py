@@ -285,6 +285,8 @@ REFUSED: dict[str, tuple[bytes | str, str]] = {
     "empty.npy": (b"", "empty.npy is not an array of numbers"),
     "zip.npy": (b"PK\3\4", "zip.npy is not an array of numbers"),
     "none.npy": (npy("(0,)"), "gives no sample of 500 tokens; give more text"),
+    "text.npy": (b"hi", "text.npy is not an array of numbers that NumPy wrote: EOF"),
+    "damaged.npy": (npy("(1, 'a"), "damaged.npy is not an array of numbers"),
     "large.npy": (npy(f"({2**50},)"), "large.npy is not an array of numbers"),
     "larger.npy": (npy(f"({2**62}, 8)"), "larger.npy is not an array of numbers"),
     "largest.npy": (npy(f"({10**30},)"), "largest.npy is not an array of numbers"),
