@@ -554,10 +554,6 @@ def tensor(suffix: str, change: Callable[[Tensor], Tensor | None]) -> Change:
     return lambda source: rewrite(source, **{name: change(tensors_of(source)[name])})
 
 
-def cache(**changed: Any) -> Change:
-    return block(kv_cache_scheme={**CACHE, **changed})
-
-
 # A change of a W8A8 source in INT8, and words of the message
 INT8_SOURCES: dict[str, tuple[Change, str]] = {
     "method": (block(quant_method="gptq"), "'gptq'"),
@@ -583,9 +579,8 @@ INT8_SOURCES: dict[str, tuple[Change, str]] = {
     "ignore a text": (block(ignore="lm_head"), "ignore list"),
     "bad regex": (block(ignore=["re:mlp.(down"]), "'mlp.(down'"),
     "slow regex": (block(ignore=[DOWN, "re:(.|.)*q$"]), "ignore list: '(.|.)*q$' takes more than"),
-    "INT8 cache": (cache(type="int"), "is not served by vLLM"),
     "FP4 cache": (
-        cache(num_bits=4),
+        block(kv_cache_scheme={**CACHE, "num_bits": 4}),
         "{'num_bits': 4, 'strategy': 'tensor', 'symmetric': True, 'type': 'float'}",
     ),
     "cache a text": (block(kv_cache_scheme="static"), "kv_cache_scheme 'static'"),
