@@ -128,20 +128,22 @@ def test_ignored_experts_are_ignored_by_the_names_of_vllm(tmp_path: Path, name: 
 
 
 def test_inspect_shows_the_patterns_of_experts(tmp_path: Path) -> None:
-    """Which no metadata tell by name, so that a damaged one was not seen."""
+    """No metadata tell them by name, so that a damaged one was not seen; here they list no layer at all."""
     source = MIXTURES["qwen3"].write(tmp_path / "source")
     assert not inspect(source).expert_patterns
     convert(
         source,
         tmp_path / "out",
-        layer=[*PRUNED, "experts.*down_proj=2:4", r"layers\.1\..*(gate|up)_proj=dense"],
+        layer=["attn=dense", *PRUNED, "experts.*down_proj=2:4", r"layers\.1\..*(gate|up)_proj=dense"],
     )
+    assert block_of(tmp_path / "out")["slidesparse"]["layers"] == {}
     found = inspect(tmp_path / "out").expert_patterns
     assert found == {"2:4": LAYERS * EXPERTS, "6:8": 2 * EXPERTS}
     name = "model.layers.0.mlp.experts.3.up_proj.weight"
     rewrite(tmp_path / "out", **{name: torch.ones_like(tensors_of(tmp_path / "out")[name])})
     assert inspect(tmp_path / "out").expert_patterns == {**found, "6:8": 2 * EXPERTS - 1}
     result = Done("inspect", tmp_path / "out")
+    assert result.code == 0, result.err
     assert "24 weights of routed experts in I8" in result.out
     assert "8 of them satisfy 2:4\n7 of them satisfy 6:8\n" in result.out
 
@@ -205,11 +207,3 @@ def test_head_may_be_tied_by_the_language_models_config_alone(tmp_path: Path) ->
     convert(write(source, config, tensors), tmp_path / "out")
     assert config_of(tmp_path / "out")["text_config"]["tie_word_embeddings"] is True
     assert not any("lm_head" in name for name in tensors_of(tmp_path / "out"))
-
-
-def test_experts_alone_may_be_pruned(tmp_path: Path) -> None:
-    """The metadata then list no layer."""
-    convert(MIXTURES["qwen3"].write(tmp_path / "source"), tmp_path / "out", layer=["attn=dense", *PRUNED])
-    assert block_of(tmp_path / "out")["slidesparse"]["layers"] == {}
-    result = Done("inspect", tmp_path / "out")
-    assert result.code == 0, result.err
