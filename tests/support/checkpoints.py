@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -129,19 +128,6 @@ def rewrite(folder: Path, **changed: Tensor | None) -> None:
     """Replace tensors of a checkpoint of one file, or remove them with None."""
     tensors = {name: x for name, x in {**tensors_of(folder), **changed}.items() if x is not None}
     write(folder, config_of(folder), tensors)
-
-
-def edit_header(path: Path, text: str | None = None, **changed: dict[str, Any]) -> None:
-    """Rewrite the entries of tensors in a safetensors header, or its whole JSON text; the data stay unchanged."""
-    raw = path.read_bytes()
-    length = struct.unpack("<Q", raw[:8])[0]
-    if text is None:
-        header = json.loads(raw[8 : 8 + length])
-        for name, entry in changed.items():
-            header[name].update(entry)
-        text = json.dumps(header)
-    encoded = text.encode()
-    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + raw[8 + length :])
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
