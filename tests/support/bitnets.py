@@ -18,23 +18,11 @@ OFFLINE = {**ONLINE, "quantization_mode": "offline"}
 INVERSE = {**OFFLINE, "linear_class": "bitlinear"}
 
 SMALL = {
-    "architectures": ["BitNetForCausalLM"],
-    "model_type": "bitnet",
-    "hidden_size": 128,
-    "intermediate_size": 320,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 512,
+    **models.Decoder("BitNetForCausalLM").config(),
     "hidden_act": "relu2",
     "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
     "attention_bias": False,
     "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
 
 

@@ -34,7 +34,7 @@ class Decoder:
 
     @property
     def model_type(self) -> str:
-        return {"Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}[self.architecture]
+        return self.architecture.removesuffix("ForCausalLM").lower()
 
     @property
     def biased(self) -> tuple[str, ...]:
