@@ -6,9 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from checkpoints import MODEL, edit_block, tensors_of
+from checkpoints import edit_block, rewrite
 from engines import Engines, Request
-from safetensors.torch import save_file
 from torch import Tensor
 
 SPARSE_FLAGS = {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"}
@@ -17,9 +16,7 @@ SPARSE_FLAGS = {"USE_CUSPARSELT": "1", "SPARSITY": "2_8"}
 def edited(source: Path, out: Path, tensors: dict[str, Tensor | None], quantization: dict[str, Any]) -> str:
     """Copy ``source`` with tensors and entries of quantization_config replaced, or removed where None."""
     shutil.copytree(source, out)
-    replaced = {**tensors_of(source), **tensors}
-    merged = {name: tensor for name, tensor in replaced.items() if tensor is not None}
-    save_file(merged, out / MODEL, metadata={"format": "pt"})
+    rewrite(out, **tensors)
     edit_block(out, **quantization)
     return str(out)
 
