@@ -49,6 +49,3 @@ def test_build_reports_each_target_and_exit_code(root: Path) -> None:
     for words in ("up to date", path):
         assert words in second.out
         assert words in third.out
-    unknown = Done("build", "none")
-    assert unknown.code == 2
-    assert "'none'" in unknown.err

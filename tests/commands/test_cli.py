@@ -141,14 +141,11 @@ def test_options_reach_the_conversion(source: Path, tmp_path: Path, monkeypatch:
 CALIBRATE = "convert source out -s 6:8 --calib random"
 INVALID = [
     ("convert source out -s nonsense", "'nonsense'"),
-    ("convert source out -s ''", "''"),
     ("convert source out", "neither a pattern nor a budget"),
     ("convert source out -s 6:8 --max-loss 25%", "found --sparsity and --max-loss"),
     ("convert source out --max-loss 25", "--max-loss '25' is not a percentage"),
-    ("convert source out --max-loss 1%", "--max-loss 1% needs calibration data"),
     *((f"convert source out --max-loss {x}", f"--max-loss {x} is not between") for x in ("0%", "100%")),
-    ("convert source out -s 6:8 --resume", "--resume would have no effect without calibration data"),
-    ("convert source out -s 6:8 --samples 9 --rotate on", "--samples and --rotate"),
+    ("convert source out -s 6:8 --samples 9 --resume", "--samples and --resume would have no effect"),
     ("convert source out -s 6:8 --calib missing.jsonl", "missing.jsonl"),
     (f"{CALIBRATE} --rotate yes", "--rotate 'yes' is not known"),
     (f"{CALIBRATE} --device tpu", "--device 'tpu'"),
@@ -157,7 +154,6 @@ INVALID = [
     (f"{CALIBRATE} --seqlen 1000", "--seqlen 1000 must be from 2 to 512"),
     (f"{CALIBRATE} --minutes 3", "--minutes 3 is the duration of distillation"),
     *((f"{CALIBRATE} --distill x --minutes={m}", "must be finite") for m in (0, -1, "nan", "inf")),
-    ("convert source out -s 6:8 --layer down_proj", "--layer 'down_proj' is not REGEX=PATTERN"),
     ("synth BitNet-2B out --quant fp8", "INT8 activations"),
     ("synth Qwen9-7B out", "'Qwen9-7B'"),
     ("synth looped out", "'looped' is neither one of"),
@@ -166,7 +162,6 @@ INVALID = [
     ("synth source out --layout slided", "--layout slided"),
     ("synth source out --layers 3", "--layers 3 must be from 1 to 2"),
     ("synth text.json out --layers 1", "num_hidden_layers is '2'; let it be a number"),
-    ("synth source out --layers 0", "--layers 0"),
     ("synth source out --quant bf16 --sparsity 6:8", "--quant bf16"),
     ("synth source out --quant bf16 --layout slided", "--quant bf16"),
     ("eval perplexity source --data ids.npy --seqlen 9 --option dtype", "--option 'dtype'"),
@@ -335,16 +330,12 @@ main()
 # The machine
 
 
-@pytest.mark.parametrize(
-    ("number", "words"), [(errno.ENOSPC, "no space left"), (errno.EACCES, "Permission denied")]
-)
-def test_environment_faults_exit_3(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str
-) -> None:
-    refuse = Mock(side_effect=OSError(number, os.strerror(number), str(tmp_path)))
-    monkeypatch.setattr(os, "pwrite", refuse)
+def test_errors_of_the_system_exit_3(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        os, "pwrite", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied", "x"))
+    )
     result = Done(*convert_command(source, tmp_path / "out"))
-    assert (result.code, words in result.err) == (3, True)
+    assert (result.code, result.err.splitlines()[-1]) == (3, "error: Permission denied: x")
 
 
 def test_demo_does_not_overwrite_other_files(tmp_path: Path) -> None:

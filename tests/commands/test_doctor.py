@@ -303,7 +303,6 @@ CASES = [  # what is examined, what is changed, flags -> exit code, last line
     ("slided", None, {"USE_CUBLASLT": "1"}, 1, "no: USE_CUBLASLT=1 runs dense weights.*slided"),
     ("dense", misspelled, {}, 0, YES),
     ("dense", broken, {}, 1, rf"no: {DOWN}: row \d breaks 6:8"),
-    ("slided", broken, {}, 1, rf"no: {DOWN}: row \d breaks 6:8"),
     ("dense", without_metadata, {}, 1, TEXT),
     ("dense", without_metadata, SPARSE, 0, YES),
     ("dense", without_metadata, {**SPARSE, "SPARSITY": "4:6"}, 1, "no: .* weights break the pattern"),
