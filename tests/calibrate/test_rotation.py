@@ -215,18 +215,6 @@ def test_models_are_not_rotated_in_fp8(source: Path, tmp_path: Path, ids: str) -
         assert bool(report.rotation) == bool(said)
 
 
-def test_a_layer_that_satisfies_its_own_pattern_is_not_rotated(tmp_path: Path, ids: str) -> None:
-    """Whatever pattern the other layers have, or none."""
-    source = llama(tmp_path / "source")
-    tensors = tensors_of(source)
-    tensors[f"{DOWN}.weight"] = prune(tensors[f"{DOWN}.weight"], PATTERN)
-    write(source, config_of(source), tensors)
-    options: dict[str, Any] = {"samples": 2, "seqlen": 8, "dry_run": True, "layer": ["down_proj=6:8"]}
-    for pattern in ("2:4", "dense"):
-        report = calibrated(source, tmp_path / "out", ids, pattern=pattern, rotate="auto", **options)
-        assert report.rotation.startswith(f"not rotated: {DOWN}.weight already satisfies 6:8"), pattern
-
-
 def test_models_that_must_not_be_rotated(tmp_path: Path) -> None:
     """`auto` says why, `on` is refused: a sparse layer, hidden states that are used, a head that must stay tied."""
     sparse = llama(tmp_path / "sparse")
@@ -243,6 +231,10 @@ def test_models_that_must_not_be_rotated(tmp_path: Path) -> None:
             calibrated(source, tmp_path / "out", "random", rotate="on", **options)
         report = calibrated(source, tmp_path / "out", "random", rotate="auto", **options)
         assert report.rotation.startswith(f"not rotated: {why}")
+    for pattern in ("2:4", "dense"):  # of the other layers
+        own = {"pattern": pattern, "layer": ["down_proj=6:8"]}
+        report = calibrated(sparse, tmp_path / "out", "random", rotate="auto", **options, **own)
+        assert report.rotation.startswith(f"not rotated: {DOWN}.weight already satisfies 6:8")
     untied = {"layer": ["lm_head=dense"]}
     for source, others in ((sparse, {"pattern": "2:4"}), (tmp_path / "tied", untied)):
         report = calibrated(source, tmp_path / "out", "random", rotate="auto", **options, **others)
