@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 from calibration import DEVICES, Killed, calibrated, large_worker, open_model, paced_worker, save, set_pace
-from checkpoints import LLAMA, bert, edit_json, llama, snapshot, tensors_of
+from checkpoints import LLAMA, bert, llama, snapshot, tensors_of
 from torch import Tensor
 
 from slidesparse.calibrate import distill, samples
@@ -219,8 +219,7 @@ def test_unusable_texts_and_models_are_refused(source: Path, tmp_path: Path, ids
     np.save(tmp_path / "one.npy", np.zeros((1, 24), int))
     np.save(tmp_path / "strange.npy", np.full((9, 24), LLAMA.vocabulary))
     np.save(tmp_path / "narrow.npy", np.zeros((9, 10), int))
-    encoder, headless, embedding = (bert(tmp_path / "bert"), llama(tmp_path / "bare"), llama(tmp_path / "m"))
-    edit_json(headless / "config.json", architectures=["LlamaModel"])
+    encoder, embedding = bert(tmp_path / "bert"), llama(tmp_path / "m")
     (embedding / "modules.json").write_text("[]")
     for folder, data, words in (
         (source, "missing.jsonl", "--distill: 'missing.jsonl' is not a file"),
@@ -229,7 +228,6 @@ def test_unusable_texts_and_models_are_refused(source: Path, tmp_path: Path, ids
         (source, f"narrow.npy {ids}", "have 10 to 24 tokens, but must be of one length: .* --seqlen 10"),
         (source, "strange.npy", "holds token ids from 40 to 40, but the vocabulary"),
         (encoder, "random", "--distill is for models that predict tokens, but config.json names BertModel"),
-        (headless, "random", "--distill is for .* names LlamaModel"),
         (embedding, "random", "--distill is for .* modules.json marks this as an embedding"),
     ):
         texts = tuple(str(tmp_path / text) if text.endswith(".npy") else text for text in data.split())

@@ -43,6 +43,7 @@ from strategies import assert_same_bits
 from tiny import tiny
 from torch import Tensor
 
+from slidesparse.calibrate.task import Calibration
 from slidesparse.checkpoint import names
 from slidesparse.checkpoint.metadata import Metadata
 from slidesparse.checkpoint.storage import CheckpointError
@@ -432,6 +433,8 @@ def test_decoder_that_embeds_texts_needs_no_head(tmp_path: Path) -> None:
 ENDLESS = "(.|.)*q$"
 GATE = "model.layers.1.mlp.gate_proj but not model.layers.1.mlp.up_proj"
 
+BUDGET, RANDOM = Budget(0.5, tokens=(16,)), Calibration(("random",))
+
 # Options, and words of the message
 OPTIONS: list[tuple[dict[str, Any], list[str], type[Exception]]] = [
     ({"quant": "x"}, ["--quant 'x'", "int8, fp8"], CheckpointError),
@@ -453,7 +456,13 @@ OPTIONS: list[tuple[dict[str, Any], list[str], type[Exception]]] = [
     ({"layer": ["1.mlp.gate_proj=4:6"]}, ["--layer covers", GATE], CheckpointError),
     ({"layer": ["gate_proj=4:6", "up_proj=2:4"]}, ["--layer covers", "of them alike"], CheckpointError),
     ({"layer": [f"{ENDLESS}=8:10"]}, [f"--layer {ENDLESS!r} takes more than"], CheckpointError),
-    ({"budget": Budget(0.5, tokens=(16,))}, ["--max-loss 50%", "--calib"], CalibrationError),
+    ({"budget": BUDGET}, ["--max-loss 50%", "--calib"], CalibrationError),
+    (
+        {"budget": BUDGET, "calibration": RANDOM, "layer": ["down=8:10"]},
+        ["only keep layers"],
+        CalibrationError,
+    ),
+    ({"layer": ["down=budget"]}, ["--layer ...=budget needs a budget"], CalibrationError),
 ]
 
 
