@@ -109,7 +109,6 @@ def metadata(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], dic
 
 
 WRONG_K = metadata(lambda layers: layers[DOWN].update(in_features=QWEN.intermediate + 1))
-WRONG_K_WORDS = f"{DOWN}: the metadata say {QWEN.intermediate + 1} in-features, the model has"
 UNLISTED_K = metadata(lambda layers: layers.pop("model.layers.0.self_attn.k_proj"))
 
 
@@ -122,12 +121,10 @@ BLOCKS = full((5, slice(16, 24)), (9, slice(312, 320)))
 # A checkpoint, a change of a tensor -> what is said of the layer
 OF_TENSORS: list[tuple[str, str, Change, str]] = [
     ("dense", K_WEIGHT, None, "the checkpoint lacks its weight"),
-    ("slided", K_WEIGHT, None, "the checkpoint lacks its weight"),
     ("dense", D_SCALE, None, "the checkpoint lacks its weight_scale"),
     ("dense", D_SCALE, nan, "weight_scale holds NaN"),
     ("dense", D_SCALE, holed(slice(31)), "the checkpoint's weight_scale of shape [31, 1] does not fit"),
     ("dense", K_WEIGHT, Tensor.bfloat16, "the checkpoint holds torch.bfloat16 weights"),
-    ("slided", K_WEIGHT, Tensor.bfloat16, "the checkpoint holds torch.bfloat16 weights"),
     ("dense", K_WEIGHT, holed(slice(31)), "the checkpoint's weight of shape [31, 128]"),
     ("slided", K_WEIGHT, holed(slice(31)), "the checkpoint's weight of shape [31, 192]"),
     ("dense", K_BIAS, None, "the checkpoint lacks its bias: 2 of its 3 parts"),
@@ -164,8 +161,7 @@ OF_CONFIGS: list[tuple[Any, ...]] = [
     ("dense", {"format": "zipped"}, "qkv_proj: vLLM does not support the quantization that"),
     ("slided", {"slidesparse": None}, NO_BLOCK),
     ("slided", {"slidesparse": None}, NO_BLOCK, SPARSE_FLAGS),
-    ("dense", WRONG_K, WRONG_K_WORDS),
-    ("slided", WRONG_K, WRONG_K_WORDS),
+    ("dense", WRONG_K, f"{DOWN}: the metadata say {QWEN.intermediate + 1} in-features, the model has"),
     ("slided", metadata(lambda layers: layers.pop(DOWN)), "if it is pruned, vLLM and the metadata call it"),
     ("dense", UNLISTED_K, f"{FUSES}model.layers.0.self_attn.qkv_proj, but their patterns"),
     ("dense", UNLISTED_K, "k_proj unpruned, v_proj 6:8; convert again with the same pattern"),

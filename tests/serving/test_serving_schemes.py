@@ -176,21 +176,21 @@ def test_unsupported_platforms_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
         override(config("dense"), None)
 
 
-@pytest.mark.parametrize(
-    ("backend", "refused"), [("cusparselt", True), ("hopper", False), ("reference", False)]
-)
-def test_dual_batch_overlap_is_refused(monkeypatch: pytest.MonkeyPatch, backend: str, refused: bool) -> None:
+def test_dual_batch_overlap_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By cuSPARSELt alone."""
     from slidesparse.vllm_patch import compat
     from slidesparse.vllm_patch.scheme import SlideSparseScheme
 
     layer_scheme = object.__new__(SlideSparseScheme)
-    layer_scheme.backend = gemm.get(backend)
     parallel = SimpleNamespace(use_ubatching=True)
     monkeypatch.setattr(compat, "current_config", lambda: SimpleNamespace(parallel_config=parallel))
-    if refused:
-        with pytest.raises(BackendError, match=f"{backend}.*leave out --enable-dbo"):
-            layer_scheme._require_no_threads()
-    parallel.use_ubatching = refused is False
+    for backend in ("hopper", "reference"):
+        layer_scheme.backend = gemm.get(backend)
+        layer_scheme._require_no_threads()
+    layer_scheme.backend = gemm.get("cusparselt")
+    with pytest.raises(BackendError, match="cusparselt.*leave out --enable-dbo"):
+        layer_scheme._require_no_threads()
+    parallel.use_ubatching = False
     layer_scheme._require_no_threads()
 
 
@@ -259,52 +259,30 @@ def test_summary_does_not_wait_for_unloaded_layers() -> None:
     assert summary.count("4") is False  # after a reload
 
 
-@pytest.mark.parametrize(
-    ("backend", "dtype", "model_dtype", "slided", "is_other_head"),
-    [
+def test_head_of_another_dtype_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slidesparse.vllm_patch import compat
+    from slidesparse.vllm_patch.scheme import SlideSparseScheme
+
+    layer_scheme, model = object.__new__(SlideSparseScheme), SimpleNamespace()
+    monkeypatch.setattr(compat, "current_config", lambda: SimpleNamespace(model_config=model))
+    for backend, dtype, model.dtype, layer_scheme.slided, is_other_head in (
         ("hopper", torch.float32, torch.bfloat16, False, True),
         ("hopper", torch.float32, torch.bfloat16, True, False),  # vLLM's own kernels could not read it
         ("hopper", torch.float32, torch.float32, False, False),  # the whole model: an error
         ("hopper", torch.bfloat16, torch.bfloat16, False, False),
         ("cusparselt", torch.float32, torch.bfloat16, False, False),  # which writes it
-    ],
-)
-def test_head_of_another_dtype_is_left_to_vllm(
-    monkeypatch: pytest.MonkeyPatch,
-    backend: str,
-    dtype: torch.dtype,
-    model_dtype: torch.dtype,
-    slided: bool,
-    is_other_head: bool,
-) -> None:
-    from slidesparse.vllm_patch import compat
-    from slidesparse.vllm_patch.scheme import SlideSparseScheme
-
-    layer_scheme = object.__new__(SlideSparseScheme)
-    layer_scheme.slided, layer_scheme.backend = slided, gemm.get(backend)
-    model = SimpleNamespace(dtype=model_dtype)
-    monkeypatch.setattr(compat, "current_config", lambda: SimpleNamespace(model_config=model))
-    assert layer_scheme._is_other_head(dtype) is is_other_head
+    ):
+        layer_scheme.backend = gemm.get(backend)
+        assert layer_scheme._is_other_head(dtype) is is_other_head
 
 
-@pytest.mark.parametrize(
-    ("backend", "quant", "message"),
-    [
-        ("hopper", "int8", ""),
-        ("hopper", "fp8", "backend hopper sums FP8 products in an order that depends on"),
-        ("cusparselt", "fp8", "backend cusparselt sums FP8 products"),
-    ],
-)
-def test_batch_invariance_is_refused_where_unsupported(
-    monkeypatch: pytest.MonkeyPatch, backend: str, quant: str, message: str
-) -> None:
-    require_invariance(backend, quant)
+def test_batch_invariance_is_refused_where_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_invariance("hopper", "fp8")
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    if message:
-        with pytest.raises(BackendError, match=f"{message}.*or set DISABLE_SLIDESPARSE=1"):
-            require_invariance(backend, quant)
-    else:
-        require_invariance(backend, quant)
+    require_invariance("hopper", "int8")
+    message = "backend hopper sums FP8 products in an order that depends on.*or set DISABLE_SLIDESPARSE=1"
+    with pytest.raises(BackendError, match=message):
+        require_invariance("hopper", "fp8")
 
 
 def test_batch_invariance_disables_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
