@@ -159,7 +159,7 @@ class Model:
         return [*fused.values()]
 
     def load(self, reader: Reader, number: int) -> Block:
-        """Read a block, its tensors in float32.  Raises CheckpointError for a tensor that is missing."""
+        """Read a block, its tensors in float32."""
         prefix = self.skeleton.prefix(number)
         weights, scales = {}, {}
         for parameter, x in self._load(reader, self.skeleton.tensors(prefix)).items():
@@ -170,9 +170,6 @@ class Model:
                 scales[name.removesuffix(WEIGHT)] = reader.whole(scale).to(self.device)
                 x = x * scales[name.removesuffix(WEIGHT)]
             weights[name] = x
-        for name, _ in self.skeleton.blocks[number].named_parameters():
-            if name not in weights:
-                self.checkpoint.require(prefix + name)
         return Block(self, number, weights, scales)
 
     def call(self, number: int, samples: int, tokens: int) -> Call:
