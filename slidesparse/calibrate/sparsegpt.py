@@ -115,7 +115,7 @@ def _padded(matrix: Tensor, length: int) -> Tensor:
 
 
 def sparsegpt(w: Tensor, upper: Tensor, pattern: SlidePattern, grid: Tensor | None = None) -> Tensor:
-    """Prune ``w`` to ``pattern`` and update what remains.
+    """Prune ``w`` to ``pattern``, which has blocks, and update what remains.
 
     Args:
         w: [N, K] of any float dtype.
@@ -126,12 +126,9 @@ def sparsegpt(w: Tensor, upper: Tensor, pattern: SlidePattern, grid: Tensor | No
     Returns:
         A new [N, K] in the dtype of ``upper`` that obeys the pattern; pruned weights are +0.0.
     """
-    if upper.shape != (w.shape[1], w.shape[1]):
-        raise ValueError(f"H of {list(upper.shape)} does not belong to a weight of {list(w.shape)}")
-    out = w.to(upper.dtype, copy=True)
-    if (length := pattern.length) is None:
-        return out
-    out = F.pad(out, (0, -w.shape[1] % length))
+    length = pattern.length
+    assert length
+    out = F.pad(w.to(upper.dtype, copy=True), (0, -w.shape[1] % length))
     arguments = out, _padded(upper, length), length
     out = recorded(_prune_padded, *arguments) if grid is None else _prune_padded(*arguments, grid)
     return out[:, : w.shape[1]].contiguous()
