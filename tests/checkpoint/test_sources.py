@@ -542,12 +542,6 @@ def group(**changed: Any) -> Change:
     return change
 
 
-def second_group(source: Path) -> None:
-    four = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
-    groups = {**block_of(source)["config_groups"], "group_1": {"targets": ["re:.*mlp.*"], "weights": four}}
-    edit_block(source, config_groups=groups)
-
-
 def tensor(suffix: str, change: Callable[[Tensor], Tensor | None]) -> Change:
     """Change a tensor of layer Q, or remove it with None."""
     name = f"{Q}.{suffix}"
@@ -561,11 +555,10 @@ INT8_SOURCES: dict[str, tuple[Change, str]] = {
     "static per token": (group(inputs={"dynamic": False}), "not quantized per token"),
     "per group": (group(inputs={"strategy": "group"}), "not quantized per token"),
     "w8a16": (group(inputs=None), "W8A16"),
-    "w4": (group(weights={"num_bits": 4}), "4-bit 'int'"),
+    "w4": (group(weights={"num_bits": 4}), "4-bit 'int' weights in 'group_0'"),
     "block": (group(weights={"strategy": "block"}), "per 'block'"),
     "zero points": (group(weights={"symmetric": False}), "asymmetric or dynamic weights"),
     "outputs": (group(output_activations={"num_bits": 8}), "outputs"),
-    "second group": (second_group, "4-bit 'int' weights in 'group_1'"),
     "no targets": (group(targets=None), "no list of targets in 'group_0'"),
     "bad target": (group(targets=["re:mlp.(up"]), "targets: 'mlp.(up'"),
     "bad block": (group(weights={"strategy": "block", "block_structure": [128]}), "block_structure in"),
@@ -585,8 +578,10 @@ INT8_SOURCES: dict[str, tuple[Change, str]] = {
     ),
     "cache a text": (block(kv_cache_scheme="static"), "kv_cache_scheme 'static'"),
     "float layer": (block(ignore=["lm_head"]), f"{DOWN}.weight is BF16, but quantization_config promises I8"),
-    "63 scales": (tensor("weight_scale", lambda t: t[1:].clone()), f"{Q}.weight_scale is BF16 [63, 1]"),
-    "one scale": (tensor("weight_scale", lambda t: t[0].clone()), "scales per channel of 64 rows are 64"),
+    "one scale": (
+        tensor("weight_scale", lambda t: t[0].clone()),
+        f"{Q}.weight_scale is BF16 [1]; scales per channel of 64 rows are 64",
+    ),
     "integer scales": (tensor("weight_scale", lambda t: t.to(torch.int32)), f"{Q}.weight_scale is I32"),
     "no scale": (tensor("weight_scale", lambda t: None), f"no tensor {Q}.weight_scale"),
     "no groups": (block(config_groups=None), "by its config.json no weights are quantized"),
