@@ -59,7 +59,7 @@ def rotation_obstacle(model: Model, reader: Reader) -> str | None:
         return f"{MODULES} marks this as an embedding model, whose embeddings rotation would change"
     if model.skeleton.is_tied:
         return "models of its kind tie lm_head to the embedding; --layer lm_head=dense unties it"
-    if model.skeleton.is_multimodal:
+    if model.skeleton.text_config is not model.skeleton.config:  # multimodal
         return "other modules than the embedding feed its residual stream"
     # Such as blocks that predict further tokens, which vLLM alone runs
     unread = {*model.skeleton.checkpoint.tensors} - {*model.skeleton.tensors("")}

@@ -341,11 +341,6 @@ class Skeleton:
         return True in flags if flags else self.generates
 
     @property
-    def is_multimodal(self) -> bool:
-        """Whether other modules than the text model feed its residual stream."""
-        return self.text_config is not self.config
-
-    @property
     def generates(self) -> bool:
         """Whether the model predicts tokens."""
         return bool(self.model.can_generate())
