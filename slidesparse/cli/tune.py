@@ -63,7 +63,7 @@ def tune(
             help="Backends to tune, comma-separated; default: the one that serves sparse layers on this GPU."
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Tune again what is already in the tables.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Tune again what was tuned here before.")] = False,
     time_limit: Limit = None,
     as_json: Json = False,
 ) -> None:

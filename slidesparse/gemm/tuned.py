@@ -177,9 +177,11 @@ def _serving_m(measured: Iterable[int], m: int, more_tokens: bool = False) -> in
     return largest if near or more_tokens else None
 
 
-def tuned_tokens(subject: Subject, problem: Problem) -> list[int]:
-    """Return the numbers of tokens that the problem's shape was tuned for."""
-    return list(_merged_table(subject, tables_folder()).get(Shape.of_problem(problem), ()))
+def tuned_tokens(subject: Subject, problem: Problem, shipped: bool = True) -> list[int]:
+    """Return the numbers of tokens that the problem's shape was tuned for, with ``shipped`` elsewhere, too."""
+    users = tables_folder()
+    table = _merged_table(subject, users) if shipped else _read_table(users / subject.file_name, subject)
+    return list(table.get(Shape.of_problem(problem), ()))
 
 
 @cache

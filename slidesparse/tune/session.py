@@ -1,7 +1,7 @@
 """Search for the fastest algorithm of each GEMM that serving runs, and save it in the tuned tables.
 
-A `Session` is the state that all commands that measure share.  Problems in the tables are skipped, so repeating the
-command continues an interrupted run.
+A `Session` is the state that all commands that measure share.  Problems in the user's tables are skipped, so repeating
+the command continues an interrupted run; what ships, from other machines, is where a search begins.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Job:
     layers: tuple[Layer, ...] = ()  # of a block, as many as problems
 
 
-# What a run counts: problems that were searched, and that the tables had before; algorithms that were tried, of those
-# the ones that the library refused, and the ones whose results differ from those of the library's own choice.
+# What a run counts: problems that were searched, and that the user's tables had before; algorithms that were tried, of
+# those the ones that the library refused, and the ones whose results differ from those of the library's own choice.
 COUNTS = ("tuned", "known", "algorithms", "refused", "wrong")
 
 
@@ -106,7 +106,9 @@ def plan_jobs(
 
 
 def tune(session: Session, todo: Sequence[Job], force: bool = False) -> tuple[bool, dict[str, int]]:
-    """Tune the problems that are not in the tables, or all with ``force``; whether there was time for all, and COUNTS.
+    """Tune the problems that are not in the user's tables, or all with ``force``.
+
+    Return whether there was time for all, and COUNTS.
 
     What a library refuses is appended to the session's ``skipped``.
     """
@@ -121,7 +123,7 @@ def _tune_job(session: Session, job: Job, force: bool, counts: Counter[str]) -> 
     try:
         for m in job.tokens:
             problems = [replace(problem, m=m) for problem in dict.fromkeys(job.problems)]
-            known = [problem for problem in problems if m in tuned_tokens(subject, problem)]
+            known = [problem for problem in problems if m in tuned_tokens(subject, problem, shipped=False)]
             if known == problems and not force:
                 counts["known"] += len(problems)
             elif time.monotonic() >= session.deadline:

@@ -275,6 +275,17 @@ def test_tune_saves_resumes_and_can_be_forced() -> None:
     assert tuned.tuned_algorithm(GPU.subject(library), todo[0].problems[0]) == "slow"
 
 
+def test_what_ships_is_searched_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is from another machine, and of another search perhaps: whoever tunes wants what is the fastest here."""
+    library = FakeLibrary()
+    todo = plan_jobs([library], [LAYERS], ["int8"], ["2:4"], [16])
+    first = tune(session(library), todo)[1]
+    monkeypatch.setattr(tuned, "SHIPPED_TABLES", cache / "shipped")
+    (cache / "tuned").rename(cache / "shipped")
+    assert tune(session(library), todo)[1] == first
+    assert tune(session(library), todo)[1]["known"] == first["tuned"] > 0
+
+
 def test_tune_keeps_results_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     library = FakeLibrary()
     todo = plan_jobs([library], [LAYERS], ["fp8"], ["2:4", "6:8"], [16, 32])
