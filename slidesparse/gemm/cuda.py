@@ -67,7 +67,7 @@ def tuned_algorithm(backend: CudaBackend, problem: Problem, device: torch.device
     subject, suits = subject_of(backend, device), partial(backend.suits, problem, device)
     algorithm, instead = tuned.select_algorithm(subject, problem, backend.max_shape_distance, suits)
     if instead:
-        tuned.note_untuned(backend.name, problem.dtype, problem.n, problem.k, instead, problem.blocks)
+        tuned.note_untuned(backend.name, problem.dtype, problem.n, problem.k, instead)
     return algorithm
 
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from slidesparse.build.compile import cache_folder, make_folder
 from slidesparse.errors import EnvironmentFault, shown
 from slidesparse.files import locked, write_atomically
-from slidesparse.gemm.problem import ALL_2_4, CODED, Problem
+from slidesparse.gemm.problem import ALL_2_4, Problem
 
 FORMAT = 1
 # The algorithm of the largest tuned M, if at least MIN_EXTRAPOLATED_TOKENS, is used for up to this many times as many.
@@ -185,14 +185,12 @@ def tuned_tokens(subject: Subject, problem: Problem, shipped: bool = True) -> li
 
 
 @cache
-def note_untuned(library: str, dtype: str, n: int, k: int, instead: str, blocks: str = ALL_2_4) -> None:
-    """Log once that a problem is not tuned, what runs ``instead``, and how to tune it."""
-    # 2:4 does not expand K, so --shapes then means the K' that the library sees.
-    pattern = "6:8" if blocks == CODED else "2:4"
+def note_untuned(library: str, dtype: str, n: int, k: int, instead: str) -> None:
+    """Log once that a problem is not tuned, what runs ``instead``, and how to tune it with those around it."""
     _logger.warning(
-        "%s has no tuned algorithm for %s weights [%d, %d] and uses %s; "
-        "to tune: slidesparse tune --library %s --dtype %s --pattern %s --shapes %dx%d",
-        *(library, dtype, n, k, instead, library, dtype, pattern, n, k),
+        "%s has no tuned algorithm for %s weights [%d, %d] and uses %s; to tune: slidesparse tune FOLDER "
+        "--library %s, with the model's folder, or --shapes for its layers' parts on one of several GPUs",
+        *(library, dtype, n, k, instead, library),
     )
 
 
