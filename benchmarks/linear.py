@@ -2,8 +2,9 @@
 
 SlideSparse's kernels begin while the ones before them still run, and take norms and activations into the
 quantization, so what a layer costs shows among its neighbours (`slidesparse.tune.block`).  Layers run by the operators
-that serve, with the algorithms in the tuned tables; vLLM's are its own kernels, fused as its compiler fuses them.
-Everything allocates memory as in serving and runs in CUDA graphs.
+that serve, with the algorithms in the tuned tables; vLLM's are its own kernels.  By default vLLM leaves norms,
+activations and FP8 quantization to Inductor instead, so that in FP8 the baseline is slower than it is in models
+(docs/benchmarks/layers.md).  Everything allocates memory as in serving and runs in CUDA graphs.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Stock:
     def add_rms_norm_linear(
         self, x: Tensor, residual: Tensor, norm: Tensor, weight: Tensor, scale_w: Tensor
     ) -> Tensor:
-        """Run `add_rms_norm` and `linear`, of which vLLM's compiler fuses norm and quantization for FP8."""
+        """Run `add_rms_norm` and `linear`; for FP8, one kernel of vLLM's takes both norm and quantization."""
         if weight.dtype == torch.int8:
             return self.linear(self.add_rms_norm(x, residual, norm), weight, scale_w)
         q, scale_x = self._quantized(x, weight)

@@ -13,7 +13,8 @@ with the package; `python -m benchmarks docs` writes it.  Each of its rows is a 
 that were measured on one GPU at one pattern and number of tokens: pruned and dense layers by our kernels, and dense
 ones by vLLM's own ("stock"), the baseline.  On an H200 they are of the layers of a block in a row, with norms and
 activations (five models, from which they differ by 1.4% on average, 3.2% on average at one pattern and number of
-tokens, and 6.5% at worst); on an H100 of single layers (four of one model; 4%, 8.3% and 18%).
+tokens, and 6.5% at worst); on an H100 of single layers (four of one model; 4%, 8.3% and 18%).  Those of "stock" in FP8
+on an H200 are too long (docs/benchmarks/layers.md), so that all choices look faster than they are.
 """
 
 from __future__ import annotations
