@@ -67,7 +67,7 @@ def perplexity(
 
     folders = [local_folder(name) for name in (model, against) if name is not None]
     for folder in folders:
-        open_checkpoint(folder)  # raises an error unless it is a whole checkpoint
+        open_checkpoint(folder)  # raises an error for what is no checkpoint, before vLLM starts
         require_readable(folder)
     length = window_of(*folders) if seqlen is None else seqlen
     ids = windows(data, folders[0], length, samples)

@@ -14,7 +14,7 @@ import numpy as np
 
 from slidesparse.checkpoint.storage import CONFIG, parse_json, text_config
 from slidesparse.checkpoint.tokens import cut_stream, read_documents, read_samples, require_ids, tokenize
-from slidesparse.errors import SlideSparseError
+from slidesparse.errors import CheckFailed, SlideSparseError
 from slidesparse.evaluate.engine import Scored, run
 
 WINDOW = 2048  # tokens
@@ -122,8 +122,14 @@ def summarize(
     """Compute the metrics from the engines' arrays, each as an `Interval`.
 
     They are named as ``--json`` prints them.  With a reference: its perplexity, and "delta_pct", the relative increase
-    in perplexity over it, in percent, paired.
+    in perplexity over it, in percent, paired.  Raises CheckFailed for log-probabilities that are not finite.
     """
+    for name, answer in ((model, scored), (against, reference)):
+        if answer and (count := np.count_nonzero(~np.isfinite(answer.logprobs))):
+            raise CheckFailed(
+                f"{count} of {len(answer.logprobs)} log-probabilities by {name} are not finite, as if it lacked "
+                "weights, or overflowed: fetch it again, or give --option dtype=float32"
+            )
     lengths = np.asarray([len(sample) - 1 for sample in ids])
     losses = _sum_by_window(-scored.logprobs, lengths)
     result: dict[str, Any] = {

@@ -18,7 +18,7 @@ from engines import Engines
 from models import LLAMA, MODEL, write, write_float
 from transformers import AutoModelForCausalLM
 
-from slidesparse.errors import SlideSparseError
+from slidesparse.errors import CheckFailed, SlideSparseError
 from slidesparse.evaluate import perplexity
 from slidesparse.evaluate.engine import Scored, run
 from slidesparse.evaluate.perplexity import bootstrap, window_of, windows
@@ -50,6 +50,8 @@ def test_perplexity_and_its_comparison() -> None:
         "delta_pct": 100 * (math.exp(reference.mean() - logprobs.mean()) - 1),
     }
     assert {name: result[name].value for name in expected} == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(CheckFailed, match="1 of 14 log-probabilities by b are not finite"):
+        perplexity.summarize("a", "b", ids, scored(logprobs), scored(np.append(reference[1:], math.nan)))
 
 
 @pytest.fixture
