@@ -252,7 +252,7 @@ def _summarize(report: Report, dry_run: bool) -> None:
             few = sum(row.get("pooled", False) for row in report.layers)
             by = f"; {few} of these by all tokens of their layer, as few were routed to them" if few else ""
             show("", f"{experts} of them matrices of routed experts{by}")
-        elif speed := _speed(plan):
+        if speed := _speed(plan):
             show("speed", speed)
     for title, text in {
         "source": plan.rewritten,
@@ -297,7 +297,10 @@ def _summarize(report: Report, dry_run: bool) -> None:
 
 
 def _speed(plan: ConversionPlan) -> str:
-    """Estimate the speed of linear layers; "" for types, or models, of which it is not known."""
+    """Estimate the speed of the quantized linear layers, but for routed experts and lm_head.
+
+    "" for types, or models, of which it is not known, and for converted sources, whose speed stays.
+    """
     from slidesparse.checkpoint.names import WEIGHT
     from slidesparse.checkpoint.w8a8 import KINDS
     from slidesparse.convert.budget import LayerTimes, Shape, default_gpu
@@ -312,7 +315,8 @@ def _speed(plan: ConversionPlan) -> str:
         f"{ours:.2f}x at {tokens} tokens a step{f' (not pruned {dense:.2f}x)' if ours != dense else ''}"
         for tokens, (ours, dense) in LayerTimes(gpu, plan.quant).speeds(layers).items()
     ]
-    return f"of linear layers relative to stock vLLM's: {', '.join(parts)}; estimated for {gpu}"
+    count = sum(map(len, plan.groups))
+    return f"of {count} linear layers relative to stock vLLM's: {', '.join(parts)}; estimated for {gpu}"
 
 
 def _show_budget(outcome: Outcome) -> None:
