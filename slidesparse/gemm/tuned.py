@@ -178,7 +178,7 @@ def _serving_m(measured: Iterable[int], m: int, more_tokens: bool = False) -> in
 
 
 def tuned_tokens(subject: Subject, problem: Problem, shipped: bool = True) -> list[int]:
-    """Return the numbers of tokens that the problem's shape was tuned for, with ``shipped`` elsewhere, too."""
+    """Return the numbers of tokens that the problem's shape was tuned for; without ``shipped``, by the user alone."""
     users = tables_folder()
     table = _merged_table(subject, users) if shipped else _read_table(users / subject.file_name, subject)
     return list(table.get(Shape.of_problem(problem), ()))
