@@ -315,7 +315,10 @@ class Planner:
         skipped = {name: reasons.get(name, BY_LAYER) for name, pattern in patterns.items() if pattern is None}
         quantizes_experts = experts and self.options.pattern.density == 1
         if not any(patterns.values()) and not quantizes_experts:
-            raise CheckpointError("no linear layer is left to prune; leave fewer of them dense")
+            hint = f" ({ROUTED})" if experts else ""
+            raise CheckpointError(
+                f"no linear layer is left to prune; leave fewer dense, or ignore fewer{hint}"
+            )
         return patterns, kept, skipped
 
     def _choose_layers(self) -> tuple[list[str], dict[str, str]]:
