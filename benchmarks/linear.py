@@ -69,7 +69,9 @@ def providers(
 ) -> list[Provider]:
     """vLLM first, then each library: dense weights if it takes them, and each pattern if it is sparse."""
     planned, layers, inputs = [], group.layers, session.inputs
-    if stock and not any(layer.n % STOCK_ALIGNMENT or layer.k % STOCK_ALIGNMENT for layer in layers):
+    if stock and any(layer.n % STOCK_ALIGNMENT or layer.k % STOCK_ALIGNMENT for layer in layers):
+        session.skipped.append(f"{STOCK}: not all sizes of {group.name} are multiples of {STOCK_ALIGNMENT}")
+    elif stock:
         planned.append(Provider(STOCK, DENSE, partial(StockBlock, stock, layers, group.dtype, inputs)))
     for library in libraries:
         taken = [DENSE] if library.takes_dense else []

@@ -14,6 +14,7 @@ from benchmarks import linear, measure
 from benchmarks.energy import EnergyCounter
 from benchmarks.measure import Figures, Window, fill, take_turns
 from benchmarks.records import LINEAR, Records
+from benchmarks.stock import Stock
 from slidesparse.tune.shapes import Layer
 
 
@@ -53,7 +54,7 @@ def test_power_is_that_between_ticks_of_the_counter(monkeypatch: pytest.MonkeyPa
 
 
 def test_layers_are_timed_in_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All layers of a block are one row of the table; what cannot run has a row without figures and a note."""
+    """All layers of a block are one row of the table; of what cannot run there is a note."""
     monkeypatch.setattr(linear, "find", lambda: None)
     library = FakeLibrary(fuses=True, outs=("bf16",))
     run, layers = session(library), (Layer("up", 128, 32), Layer("down", 32, 64))
@@ -71,3 +72,6 @@ def test_layers_are_timed_in_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert set(run.skipped) == {
         "cublaslt: norms and activations between its layers are vLLM's, which is not installed"
     }
+    odd = linear.Group("shapes", (Layer("up", 136, 32), *layers[1:]), "int8", (1,))
+    assert not linear.providers(run, odd, [], [], Stock())
+    assert run.skipped[-1] == "stock: not all sizes of up+down are multiples of 16"
