@@ -2,9 +2,9 @@
 
 SlideSparse's kernels begin while the ones before them still run, and take norms and activations into the
 quantization, so what a layer costs shows among its neighbours (`slidesparse.tune.block`).  Layers run by the operators
-that serve, with the algorithms in the tuned tables; vLLM's are its own kernels.  By default vLLM leaves norms,
-activations and FP8 quantization to Inductor instead, so that in FP8 the baseline is slower than it is in models
-(docs/benchmarks/layers.md).  Everything allocates memory as in serving and runs in CUDA graphs.
+that serve, with the algorithms in the tuned tables; vLLM's, in INT8, are its own kernels.  In FP8, where its compiler
+fuses norms and activations with the quantization, whole models show what it takes (`benchmarks.e2e`).  Everything
+allocates memory as in serving and runs in CUDA graphs.
 """
 
 from __future__ import annotations
@@ -69,7 +69,11 @@ def providers(
 ) -> list[Provider]:
     """vLLM first, then each library: dense weights if it takes them, and each pattern if it is sparse."""
     planned, layers, inputs = [], group.layers, session.inputs
-    if stock and any(layer.n % STOCK_ALIGNMENT or layer.k % STOCK_ALIGNMENT for layer in layers):
+    if stock and group.dtype != "int8":
+        session.skipped.append(
+            f"{STOCK}: its compiler fuses {group.dtype} quantization; whole models show it"
+        )
+    elif stock and any(layer.n % STOCK_ALIGNMENT or layer.k % STOCK_ALIGNMENT for layer in layers):
         session.skipped.append(f"{STOCK}: not all sizes of {group.name} are multiples of {STOCK_ALIGNMENT}")
     elif stock:
         planned.append(Provider(STOCK, DENSE, partial(StockBlock, stock, layers, group.dtype, inputs)))

@@ -257,16 +257,19 @@ def layers() -> str:
 
 
 def popular() -> str:
-    """Layers of more models on an H200 by `hopper` over stock vLLM's."""
+    """Layers of more models on an H200: unpruned ones over stock vLLM's in INT8, patterns over those."""
     rows = []
     us = model_layers(H200).drop(index=QWEN, level="model")
     ms = sorted(set(us.index.get_level_values("M")))
     for model in us.index.unique("model"):
         for dtype in DTYPES[:2]:
-            cells = over(us.loc[model, dtype], STOCK, HOPPER)
-            for pattern in (DENSE, *SERVED[::-1]):
-                name = f"{model}, {dtype.upper()}" if pattern == DENSE else ""
-                rows.append((name, NOT_PRUNED.get(pattern, pattern), *(ratio(cells[pattern][m]) for m in ms)))
+            of_model = us.loc[model, dtype]
+            cells = over(of_model, HOPPER, HOPPER).assign(**{DENSE: over(of_model, STOCK, HOPPER)[DENSE]})
+            measured = [name for name in (DENSE, *SERVED[::-1]) if cells[name].notna().any()]
+            for number, pattern in enumerate(measured):
+                name = "" if number else f"{model}, {dtype.upper()}"
+                base = f"not pruned over {STOCK}" if pattern == DENSE else f"{pattern} over not pruned"
+                rows.append((name, base, *(ratio(cells[pattern][m]) for m in ms)))
     return table(("", "M", *ms), rows, 2)
 
 
@@ -516,7 +519,7 @@ def fit(points: Sequence[Measured]) -> tuple[float, float]:
 
 
 def measured_layers(folder: Path) -> dict[tuple[str, str, int], dict[tuple[str, str], Measured]]:
-    """Return what was measured by (type, pattern or stock, tokens), and by (model, names of the layers).
+    """Return what was measured of our kernels by (type, pattern, tokens), and by (model, names of the layers).
 
     Only where there are several rows to fit.
     """
@@ -524,13 +527,12 @@ def measured_layers(folder: Path) -> dict[tuple[str, str, int], dict[tuple[str, 
         (model, layer.name): layer.n * layer.k / 1e6 for model, layers in MODELS.items() for layer in layers
     }
     rows = read(folder, LINEAR)
-    rows = rows[rows["provider"].isin((STOCK, HOPPER)) & (rows["layer"] != SUM_LAYER)]
+    rows = rows[(rows["provider"] == HOPPER) & (rows["layer"] != SUM_LAYER)]
     found: dict[tuple[str, str, int], dict[tuple[str, str], Measured]] = {}
     for row in rows.itertuples():
         names = row.layer.split("+")
         measured = Measured(len(names), sum(sizes[row.model, name] for name in names), row.p50_us)
-        case = row.dtype, row.pattern if row.provider == HOPPER else STOCK, row.M
-        found.setdefault(case, {})[row.model, row.layer] = measured
+        found.setdefault((row.dtype, row.pattern, row.M), {})[row.model, row.layer] = measured
     return {case: measured for case, measured in found.items() if len(measured) > 1}
 
 

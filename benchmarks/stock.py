@@ -25,9 +25,7 @@ from slidesparse.tune.shapes import Layer
 NEEDED = (
     "cutlass_scaled_mm",
     "dynamic_scaled_int8_quant",
-    "dynamic_per_token_scaled_fp8_quant",
     "fused_add_rms_norm",
-    "rms_norm_dynamic_per_token_quant",
     "silu_and_mul",
 )
 LIBRARIES = "_C*.so"  # in vLLM's folder: _C.abi3.so, from 0.2x on _C_stable_libtorch.abi3.so as well
@@ -51,43 +49,22 @@ class Stock:
         )
 
     def linear(self, x: Tensor, weight: Tensor, scale_w: Tensor) -> Tensor:
-        """Run a whole layer as vLLM does: x [M, K] bfloat16, weight [N, K] of int8 or fp8 -> [M, N] bfloat16."""
-        q, scale_x = self._quantized(x, weight)
-        if weight.dtype == torch.int8:
-            torch.ops._C.dynamic_scaled_int8_quant(q, x, scale_x, None)
-        else:
-            torch.ops._C.dynamic_per_token_scaled_fp8_quant(q, x, scale_x, None)
-        return self._multiply(q, scale_x, weight, scale_w)
+        """Run a whole INT8 layer as vLLM does: x [M, K] bfloat16, weight [N, K] -> [M, N] bfloat16."""
+        q, out = torch.empty_like(x, dtype=weight.dtype), x.new_empty(x.shape[0], weight.shape[0])
+        scale_x = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
+        torch.ops._C.dynamic_scaled_int8_quant(q, x, scale_x, None)
+        torch.ops._C.cutlass_scaled_mm(out, q, weight.t(), scale_x, scale_w, None)
+        return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Tensor) -> Tensor:
         """Add x [M, K] to the residual in place, and return RMSNorm of the sum, in the memory of x."""
         torch.ops._C.fused_add_rms_norm(x, residual, norm, EPS)
         return x
 
-    def add_rms_norm_linear(
-        self, x: Tensor, residual: Tensor, norm: Tensor, weight: Tensor, scale_w: Tensor
-    ) -> Tensor:
-        """Run `add_rms_norm` and `linear`; for FP8, one kernel of vLLM's takes both norm and quantization."""
-        if weight.dtype == torch.int8:
-            return self.linear(self.add_rms_norm(x, residual, norm), weight, scale_w)
-        q, scale_x = self._quantized(x, weight)
-        torch.ops._C.rms_norm_dynamic_per_token_quant(q, x, norm, scale_x, EPS, None, residual)
-        return self._multiply(q, scale_x, weight, scale_w)
-
     def silu_mul(self, x: Tensor) -> Tensor:
         """Return silu(gate) * up [M, K] of x [M, 2 K], which holds gate before up."""
         out = x.new_empty(x.shape[0], x.shape[1] // 2)
         torch.ops._C.silu_and_mul(out, x)
-        return out
-
-    def _quantized(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return memory for the codes of x [M, K] and their scales [M, 1]."""
-        scale_x = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
-        return torch.empty_like(x, dtype=weight.dtype), scale_x
-
-    def _multiply(self, q: Tensor, scale_x: Tensor, weight: Tensor, scale_w: Tensor) -> Tensor:
-        out = torch.empty(q.shape[0], weight.shape[0], dtype=FLOAT, device=q.device)
-        torch.ops._C.cutlass_scaled_mm(out, q, weight.t(), scale_x, scale_w, None)
         return out
 
 
@@ -108,7 +85,7 @@ class StockBlock:
     """The block of `slidesparse.tune.block.Block` by vLLM's kernels, or with a backend's in the place of its layers.
 
     Args:
-        library, problems, pattern: of a backend that does not fuse, as `Block` takes them; None: vLLM's layers.
+        library, problems, pattern: of a backend that does not fuse, as `Block` takes them; None: vLLM's INT8 layers.
     """
 
     def __init__(
@@ -121,7 +98,7 @@ class StockBlock:
         problems: Sequence[Problem] = (),
         pattern: Pattern | None = None,
     ) -> None:
-        self._stock, self._inputs, self._fuses = stock, inputs, library is None
+        self._stock, self._inputs = stock, inputs
         self.copies = inputs.copies_exceeding_l2(sum(layer.n * layer.k for layer in layers))
         slid = pattern if isinstance(pattern, SlidePattern) else None
         self._steps = []
@@ -147,9 +124,7 @@ class StockBlock:
             y = first
             for step in steps:
                 weight = step.weights[i], step.scale_w
-                if step.prologue == NORM and self._fuses:
-                    y = stock.add_rms_norm_linear(y, residual, step.norm, *weight)
-                elif step.prologue == NORM:
+                if step.prologue == NORM:
                     y = step.linear(stock.add_rms_norm(y, residual, step.norm), *weight)
                 elif step.prologue == SILU:
                     y = step.linear(stock.silu_mul(y), *weight)

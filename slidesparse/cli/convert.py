@@ -297,9 +297,9 @@ def _summarize(report: Report, dry_run: bool) -> None:
 
 
 def _speed(plan: ConversionPlan) -> str:
-    """Estimate the speed of the quantized linear layers, but for routed experts and lm_head.
+    """Estimate the gain by pruning of the quantized linear layers, but for routed experts and lm_head.
 
-    "" for types, or models, of which it is not known, and for converted sources, whose speed stays.
+    "" for types, or models, of which it is not known, if nothing is pruned, and for converted sources.
     """
     from slidesparse.checkpoint.names import WEIGHT
     from slidesparse.checkpoint.w8a8 import KINDS
@@ -310,13 +310,12 @@ def _speed(plan: ConversionPlan) -> str:
     specs = [[plan.checkpoint.require(name + WEIGHT) for name in group] for group in plan.groups]
     shapes = [Shape(sum(spec.rows for spec in group), group[0].columns) for group in specs]
     layers = [(shape, plan.patterns.get(group[0])) for shape, group in zip(shapes, plan.groups, strict=True)]
-    gpu = default_gpu()
-    parts = [
-        f"{ours:.2f}x at {tokens} tokens a step{f' (not pruned {dense:.2f}x)' if ours != dense else ''}"
-        for tokens, (ours, dense) in LayerTimes(gpu, plan.quant).speeds(layers).items()
-    ]
-    count = sum(map(len, plan.groups))
-    return f"of {count} linear layers relative to stock vLLM's: {', '.join(parts)}; estimated for {gpu}"
+    if all(pattern is None or pattern.density == 1 for _, pattern in layers):
+        return ""
+    gpu, count = default_gpu(), sum(map(len, plan.groups))
+    speeds = LayerTimes(gpu, plan.quant).speeds(layers).items()
+    parts = (f"{ours:.2f}x at {tokens} tokens a step" for tokens, ours in speeds)
+    return f"of {count} linear layers relative to unpruned ones: {', '.join(parts)}; estimated for {gpu}"
 
 
 def _show_budget(outcome: Outcome) -> None:
@@ -346,7 +345,7 @@ def _show_budget(outcome: Outcome) -> None:
     steps = ", ".join(map(str, outcome.budget.tokens))
     show(
         "speed",
-        f"of the linear layers relative to stock vLLM's dense ones at {steps} tokens per forward pass, "
+        f"of the linear layers relative to the unpruned model's at {steps} tokens per forward pass, "
         f"{outcome.budget.gpu}",
     )
     show("budget", outcome.budget.goal)

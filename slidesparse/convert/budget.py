@@ -9,12 +9,11 @@ convex hull of loss over saving are connected by steps of increasing slope.  Tak
 slope yields the frontier: the choices that no convex combination of others improves on.
 
 The time of a linear layer is a + b N K, by GPU, pattern and number of tokens.  ``slidesparse/layer_times.csv`` ships
-with the package; `python -m benchmarks docs` writes it.  Each of its rows is a fit to times, from bfloat16 to bfloat16,
-that were measured on one GPU at one pattern and number of tokens: pruned and dense layers by our kernels, and dense
-ones by vLLM's own ("stock"), the baseline.  On an H200 they are of the layers of a block in a row, with norms and
-activations (five models, from which they differ by 1.4% on average, 3.2% on average at one pattern and number of
-tokens, and 6.5% at worst); on an H100 of single layers (four of one model; 4%, 8.3% and 18%).  Those of "stock" in FP8
-on an H200 are too long (docs/benchmarks/layers.md), so that all choices look faster than they are.
+with the package; `python -m benchmarks docs` writes it.  Each of its rows is a fit to times by our kernels, from
+bfloat16 to bfloat16, that were measured on one GPU at one pattern and number of tokens.  On an H200 they are of the
+layers of a block in a row, with norms and activations (five models, from which they differ by 1.3% on average, 3.1% on
+average at one pattern and number of tokens, and 6.5% at worst); on an H100 of single layers (four of one model; 3.6%,
+6.4% and 14%).
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ FILE = Path(__file__).parent.parent / "layer_times.csv"
 COLUMNS = ("gpu", "dtype", "pattern", "tokens", "us", "us_per_million_weights")
 DEFAULT_GPU = "nvidia-h200"
 DEFAULT_TOKENS = (16, 8192)  # a step of decode with 16 sequences, and one of prefill
-STOCK = "stock"  # value in the column of patterns
 
 PATTERNS = tuple(SlidePattern.parse(ratio) for ratio in ("6:8", "4:6", "2:4"))
 # The pattern for which a rotation is learned, before patterns are chosen
@@ -129,7 +127,7 @@ class Candidate:
 
     pattern: SlidePattern | None
     loss: float  # in nats or 1 - cosine, measured for the group alone
-    time: float  # relative to stock vLLM's time for all linear layers of the dense model; mean over ``Budget.tokens``
+    time: float  # relative to that of all linear layers of the unpruned model; mean over ``Budget.tokens``
     zeros: int  # number of weights
 
 
@@ -226,7 +224,7 @@ class LayerTimes:
         self._quant, self._fits = quant, layer_fits(gpu)
 
     def us(self, name: str, shape: Shape, tokens: int) -> float:
-        """Return the microseconds of layers at a pattern of PATTERNS, DENSE_WEIGHT or STOCK, for a step's tokens."""
+        """Return the microseconds of layers at a pattern of PATTERNS or DENSE_WEIGHT for a step's tokens."""
         reached = sum(1 - (1 - share) ** tokens for share in shape.shares)  # of independent tokens
         of_each = tokens * sum(shape.shares) / reached
         measured = [m for dtype, pattern, m in self._fits if (dtype, pattern) == (self._quant, name)]
@@ -237,17 +235,14 @@ class LayerTimes:
 
     def speeds(
         self, layers: Sequence[tuple[Shape, Pattern | None]], tokens: Sequence[int] = DEFAULT_TOKENS
-    ) -> dict[int, tuple[float, float]]:
-        """Return by tokens how many times as fast as stock vLLM's dense layers ours are, and ours without a pattern."""
+    ) -> dict[int, float]:
+        """Return by tokens how many times as fast as unpruned ones layers with these patterns are."""
         kept = [(shape, pattern if pattern in PATTERNS else None) for shape, pattern in layers]
-        found = {}
-        for m in tokens:
-            stock, dense = (
-                sum(self.us(name, shape, m) for shape, _ in kept) for name in (STOCK, DENSE_WEIGHT)
-            )
-            ours = sum(self.us(name_of(pattern), shape, m) for shape, pattern in kept)
-            found[m] = stock / ours, stock / dense
-        return found
+        return {
+            m: sum(self.us(DENSE_WEIGHT, shape, m) for shape, _ in kept)
+            / sum(self.us(name_of(pattern), shape, m) for shape, pattern in kept)
+            for m in tokens
+        }
 
 
 def allocation_problem(
@@ -262,7 +257,7 @@ def allocation_problem(
     """
     us = LayerTimes(budget.gpu, quant).us
     all_shapes = [*shapes.values(), *fixed]
-    baseline = {m: sum(us(STOCK, shape, m) for shape in all_shapes) for m in budget.tokens}
+    baseline = {m: sum(us(DENSE_WEIGHT, shape, m) for shape in all_shapes) for m in budget.tokens}
 
     def share(pattern: SlidePattern | None, shape: Shape) -> float:
         parts = [us(name_of(pattern), shape, m) / time for m, time in baseline.items()]

@@ -76,7 +76,7 @@ def test_convert_summarizes_on_stdout(source: Path, tmp_path: Path, sparsity: st
     for fact in (
         "SPARSITY=2_8",
         "5 linear layers, INT8 W8A8, dense layout",
-        "speed     of 5 linear layers relative to stock vLLM's: ",
+        "speed     of 5 linear layers relative to unpruned ones: ",
         "unchanged 9 weights neither pruned nor quantized again (--ignore): ",
         "(not a linear layer of a transformer block): lm_head",
         f"{before:.1f} MB -> {after:.1f} MB in ",
