@@ -296,7 +296,7 @@ class Report:
 
 
 def examine(model: str, folder: Path) -> Report:
-    """Ask the server about a checkpoint.  Raises CheckpointError for a broken one, FlagError for invalid flags."""
+    """Ask the server about a checkpoint.  Raises CheckpointError for a broken one."""
     from slidesparse.checkpoint.bitnet import BitNetCheckpoint
     from slidesparse.checkpoint.converted import open_checkpoint
     from slidesparse.checkpoint.names import architecture_of, serving_options
@@ -304,7 +304,6 @@ def examine(model: str, folder: Path) -> Report:
     from slidesparse.resolve import unread_storage
     from slidesparse.serving import NotServedError, Skeletons, stored
 
-    Flags.from_environment()
     checkpoint, metadata = open_checkpoint(folder)
     require_readable(folder)
     raw = checkpoint.source if isinstance(checkpoint, BitNetCheckpoint) else checkpoint
