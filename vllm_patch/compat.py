@@ -86,6 +86,11 @@ def stages() -> int:
     return int(current_config().parallel_config.pipeline_parallel_size)
 
 
+def is_part() -> bool:
+    """Return whether the model under construction is a stage of a pipeline, or may be a draft model or beside one."""
+    return stages() > 1 or current_config().speculative_config is not None
+
+
 def experts_router() -> Any:
     """Return vLLM's function that chooses experts where methods have to, on CPUs up to 0.29, otherwise None."""
     from vllm.platforms import current_platform

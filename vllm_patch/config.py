@@ -12,7 +12,7 @@ from typing import Any
 import regex  # with which vLLM compiles ignore and targets
 from slidesparse.vllm_patch import compat, experts, fusion
 from slidesparse.vllm_patch.loading import AGAIN
-from slidesparse.vllm_patch.scheme import W8A8, SlideSparseScheme
+from slidesparse.vllm_patch.scheme import W8A8, SlideSparseScheme, conclude
 from slidesparse.vllm_patch.summary import LayerSummary
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -157,6 +157,12 @@ class SlideSparseConfig(CompressedTensorsConfig):
 
         Raises ResolveError for quantized experts that vLLM has no kernel for.
         """
+        method = self._method(layer, prefix)
+        if method is not None and prefix in self.summary.dense:
+            self._conclude_without_ours(method)
+        return method
+
+    def _method(self, layer: Any, prefix: str) -> Any:
         if not isinstance(layer, RoutedExperts):
             return super().get_quant_method(layer, prefix)
         ours = experts.method(self, layer, prefix)
@@ -170,6 +176,19 @@ class SlideSparseConfig(CompressedTensorsConfig):
             raise experts.missing_kernel(prefix, error) from error
         self.summary.count(prefix, f"MoE experts {ours}".strip())
         return method
+
+    def _conclude_without_ours(self, method: Any) -> None:
+        """Conclude after loading, by the ``method`` of a layer that vLLM serves, if there is none that we may serve."""
+        process = method.process_weights_after_loading
+
+        def process_and_conclude(layer: Any) -> None:
+            process(layer)
+            if not self.summary.concludes:
+                self.summary.concludes = True
+                if not compat.is_part():
+                    conclude(self)
+
+        method.process_weights_after_loading = process_and_conclude
 
     def get_scheme(self, layer: Any, layer_name: str | None = None) -> Any:
         """Return vLLM's scheme for a layer, wrapped in `SlideSparseScheme` if that may serve it.
@@ -260,7 +279,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         others = self.summary.claimed or self.summary.pruned_by_weights
         if not others or not unpruned or len(missing) <= self.summary.pruned_by_weights:
             return ""
-        if compat.stages() > 1 or compat.current_config().speculative_config is not None:
+        if compat.is_part():
             return ""
         return (
             f"the metadata list {len(missing)} layers, such as {missing[0]}, that vLLM has no layer of that name for, "

@@ -25,6 +25,7 @@ class LayerSummary:
 
     def __init__(self) -> None:
         self._pending: dict[str, weakref.ref[Any]] = {}
+        self.concludes = False  # whether an expected layer concludes, or another one has
         self.sparse: dict[str, str] = {}  # layer -> its pattern
         self.dense: dict[str, str] = {}  # layer -> reason
         self.claimed: set[str] = set()  # layers that the metadata list and that vLLM has by name
@@ -34,6 +35,7 @@ class LayerSummary:
     def expect(self, layer: str, module: Any) -> None:
         """Expect a layer, which `count` counts once its weights are loaded."""
         self._pending[layer] = weakref.ref(module)
+        self.concludes = True
 
     def is_pending(self) -> bool:
         """Return whether any expected layer is not counted yet.

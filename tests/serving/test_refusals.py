@@ -35,7 +35,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     w8a8 = write_w8a8(QWEN, folder / "w8a8")
     layouts = {kind: converted(w8a8, folder / kind, "6:8", kind) for kind in ("dense", "slided", "packed")}
     fp8 = converted(write_w8a8(QWEN, folder / "fp8-source", "fp8"), folder / "fp8", "6:8")
-    return {"float": write_float(QWEN, folder / "float"), "w8a8": w8a8, "fp8": fp8, **layouts}
+    ignored = write_w8a8(QWEN, folder / "ignored", floats=tuple(QWEN.linears()))
+    floats = {"float": write_float(QWEN, folder / "float"), "ignored": ignored}
+    return {**floats, "w8a8": w8a8, "fp8": fp8, **layouts}
 
 
 def group(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -142,6 +144,7 @@ OF_TENSORS: list[tuple[str, str, Change, str]] = [
     ("packed", D_WEIGHT, ones, "the checkpoint holds a weight twice, packed and as it is"),
 ]
 
+REQUIRE = {"SLIDESPARSE": "require"}
 AWQ = {"quant_method": "awq", "slidesparse": None}
 PRUNED = "the metadata say that it was pruned, but"
 NO_BLOCK = "names slidesparse as its method but lacks the block"
@@ -169,6 +172,7 @@ OF_CONFIGS: list[tuple[Any, ...]] = [
     ("slided", {}, "Unknown quantization method: slidesparse", STOCK),
     ("w8a8", {}, "0 layers sparse, 9 dense (1 lm_head, 8 whose weights break the pattern)", SPARSE_FLAGS),
     ("w8a8", {}, "Convert it: slidesparse convert SRC OUT --sparsity 6:8; or set", SPARSE_FLAGS),
+    ("ignored", {}, "0 layers in blocks, each dense or 2:4 by its zeros, 9 dense (1 lm_head, 8 not", REQUIRE),
     ("dense", static_alone, "no group of layers of this checkpoint is W8A8", SPARSE_FLAGS),
     ("fp8", mixed_types, "(8-bit float weights with int activations); the plugin takes", SPARSE_FLAGS),
     ("dense", AWQ, "quantized by 'awq'; the plugin takes compressed-tensors W8A8", SPARSE_FLAGS),
@@ -273,7 +277,7 @@ def test_unasked_models_are_never_refused(engines: Engines, checkpoints: Folders
     answer = engines.as_stock(model, AUTO)
     assert answer.log.count(f"vLLM's own kernels serve this model: {DOWN}: weight holds") == 1
     assert "7 layers in blocks" in answer.summary
-    refused(engines, str(model), {"SLIDESPARSE": "require"}, "holds NaN")
+    refused(engines, str(model), REQUIRE, "holds NaN")
 
 
 def test_draft_model_is_resolved_in_the_front_end(engines: Engines, checkpoints: Folders) -> None:
