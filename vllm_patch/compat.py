@@ -13,6 +13,8 @@ from slidesparse.flags import DISABLE
 
 logger = logging.getLogger("vllm.slidesparse")
 
+OF_DRAFTS = "draft_model."  # begins the names of a draft model's layers
+
 
 class CompatibilityError(EnvironmentFault, RuntimeError):
     """The installed vLLM does not fit the plugin."""

@@ -190,6 +190,10 @@ class SlideSparseConfig(CompressedTensorsConfig):
 
         method.process_weights_after_loading = process_and_conclude
 
+    def get_scheme_dict(self, layer: Any, layer_name: str | None = None) -> Any:
+        """Return the quantization of a layer, which a draft model's config names without vLLM's prefix for it."""
+        return super().get_scheme_dict(layer, layer_name and layer_name.removeprefix(compat.OF_DRAFTS))
+
     def get_scheme(self, layer: Any, layer_name: str | None = None) -> Any:
         """Return vLLM's scheme for a layer, wrapped in `SlideSparseScheme` if that may serve it.
 

@@ -292,6 +292,18 @@ def test_draft_model_is_resolved_in_the_front_end(engines: Engines, checkpoints:
     assert [served["path"] for served in summaries(answer.log)] == ["dense", "dense"]
 
 
+def test_layers_that_a_draft_model_ignores_are_not_quantized(
+    engines: Engines, checkpoints: Folders, tmp_path: Path
+) -> None:
+    """vLLM puts a prefix before their names.  A draft may ignore all of them, though a flag asks for the plugin."""
+    partly = write_w8a8(QWEN, tmp_path / "draft", floats=(DOWN,))
+    for draft, layers in ((partly, [8, 7]), (checkpoints["ignored"], [8])):
+        speculation = {"model": str(draft), "num_speculative_tokens": 2, "method": "draft_model"}
+        options, work = {"speculative_config": speculation}, {"prompts": []}
+        answer = engines.serve(checkpoints["w8a8"], env=REQUIRE, options=options, work=work)
+        assert [served["layers"] for served in summaries(answer.log)] == [{"dense": n} for n in layers]
+
+
 def test_unsupported_schemes_are_left_to_vllm(engines: Engines, checkpoints: Folders, tmp_path: Path) -> None:
     """Beside sparse layers; static ones have a zero point, which is INT8 like a weight."""
     pruned = checkpoints["dense"]
