@@ -120,11 +120,11 @@ def _tune_job(session: Session, job: Job, force: bool, counts: Counter[str]) -> 
     """Tune one job; return False if the deadline passed."""
     subject = session.gpu.subject(job.library)
     make = cache(partial(_block_search if job.layers else _gemm_search, session, job))
+    tuned = [tuned_tokens(subject, problem, shipped=False) for problem in job.problems]
     try:
         for m in job.tokens:
             problems = [replace(problem, m=m) for problem in dict.fromkeys(job.problems)]
-            known = [problem for problem in problems if m in tuned_tokens(subject, problem, shipped=False)]
-            if known == problems and not force:
+            if all(m in tokens for tokens in tuned) and not force:
                 counts["known"] += len(problems)
             elif time.monotonic() >= session.deadline:
                 return False
