@@ -544,9 +544,9 @@ def fit_case(
     ours, dense = measured[case], measured[dtype, DENSE, tokens]
     if ours.keys() >= dense.keys():
         return fit([*ours.values()])
-    ratio = statistics.fmean(ours[key].us / dense[key].us for key in ours)
+    share = statistics.fmean(ours[key].us / dense[key].us for key in ours)
     a, b = fit([*dense.values()])
-    return a * ratio, b * ratio
+    return a * share, b * share
 
 
 def layer_fits() -> str:

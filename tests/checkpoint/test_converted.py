@@ -123,7 +123,7 @@ def test_inspect_shows_the_layers_of_a_converted_checkpoint(tmp_path: Path, layo
 def test_inspect_finds_the_pattern_of_weights_without_metadata(
     tmp_path: Path, ratio: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that are less sparse, which it implies, are not looked for in each chunk as well, which takes minutes."""
+    """Patterns that are less sparse, which it implies, are not looked for in each chunk as well: that takes minutes."""
     pattern, source, obeyed = SlidePattern.parse(ratio), w8a8(tmp_path / "source"), list[SlidePattern]()
     damage(source, weight=prune(tensors_of(source)[f"{Q}.weight"], pattern))
 
