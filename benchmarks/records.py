@@ -49,11 +49,11 @@ KERNEL = Format(  # K is that of the dense weight
 )
 LINEAR = Format("linear", ("model", "layer", "dtype", "pattern", "M", "provider"), (*TIMES, ENERGY))
 # context: tokens of a prompt.  step_ms is the median time of a step of M tokens; tokens_per_joule is by the GPU's
-# energy counter, and empty without one.
+# energy counter, and empty without one; graph_ms is the time of the GPU alone for all decoder layers of a decode step.
 E2E = Format(
     "e2e",
     ("model", "dtype", "stage", "M", "context", "system", "pattern", "round"),
-    ("step_ms", "tokens_per_s", "tokens_per_joule"),
+    ("step_ms", "tokens_per_s", "tokens_per_joule", "graph_ms"),
 )
 
 

@@ -3,9 +3,10 @@
 This program is the process of one system (see `benchmarks.e2e.run`).  It reads JSON lines from stdin: first the
 arguments of a ``vllm bench throughput`` command, which configure the engine, then ``[M, arguments]``, each a command to
 run on that engine with steps of at most M tokens.  When done, it answers each line with a JSON line on stdout about the
-timed generation: ``watts``, the mean power of the engine's GPUs, or ``null`` if they do not measure it, and ``steps``,
-a list of [tokens, seconds] for each step of the engine but the first, from the end of the step before.  vLLM's own code
-generates the prompts, measures the time and writes the JSON of ``--output-json``.
+timed generation: ``watts``, the mean power of the engine's GPUs, or ``null`` if they do not measure it, ``steps``, a
+list of [tokens, seconds] for each step of the engine but the first, from the end of the step before, and ``graph_ms``,
+what the GPU takes for the last step (see `benchmarks.e2e.graphs`), or ``null``.  vLLM's own code generates the prompts,
+measures the time and writes the JSON of ``--output-json``.
 
 vLLM fixes the maximum tokens of a step when an engine starts.  `StepScheduler` is vLLM's scheduler with a limit that
 can be changed between runs.  It also records when each step ended.  Both go through a file that both processes map.
@@ -164,15 +165,18 @@ def main() -> None:
         throughput.add_cli_args(parser)
         arguments = EngineArgs.from_cli_args(parser.parse_args(json.loads(sys.stdin.readline())))
         arguments.scheduler_cls = "benchmarks.e2e.worker.StepScheduler"
+        arguments.worker_extension_cls = "benchmarks.e2e.graphs.GraphClock"
         llm = LLM.from_engine_args(arguments)
         LLM.from_engine_args = lambda *args, **kwargs: llm
         meter = Meter(step_file, energy_counters(arguments.tensor_parallel_size))
         llm.generate = meter(llm.generate)
+        llm.collective_rpc("watch_graphs")
         answer(answers, None)
         for line in sys.stdin:
             step_file.limit, words = json.loads(line)
             throughput.main(parser.parse_args(words))
-            answer(answers, meter.answer)
+            times = llm.collective_rpc("time_graph")
+            answer(answers, {**meter.answer, "graph_ms": None if None in times else max(times)})
 
 
 def answer(file: int, message: object) -> None:

@@ -54,12 +54,12 @@ def test_figures_of_another_run_are_refused(tmp_path: Path) -> None:
     run = one_run(tmp_path)  # 128 steps of 16 prompts of 8 tokens, at most 128 tokens each
     valid = {"elapsed_time": 2.0, "num_requests": 2048, "total_num_tokens": 2048 * 9}
     rate, nothing = 2048 * 9 / 2, {"watts": None, "steps": []}
-    unknown = {"step_ms": None, "tokens_per_s": rate, "tokens_per_joule": None}
+    unknown = {"step_ms": None, "tokens_per_s": rate, "tokens_per_joule": None, "graph_ms": None}
     assert read_figures(run, valid, nothing) == unknown
     # medians are of steps of M tokens after another one: 0.25, 0.5 and 0.125
     steps = [(128, 0.9), (128, 0.25), (128, 0.5), (128, 0.125), (64, 0.0625), (128, 0.75)]
-    figures = {"step_ms": 250.0, "tokens_per_s": rate, "tokens_per_joule": rate / 64}
-    assert read_figures(run, valid, {"watts": 64.0, "steps": steps}) == figures
+    figures = {"step_ms": 250.0, "tokens_per_s": rate, "tokens_per_joule": rate / 64, "graph_ms": None}
+    assert read_figures(run, valid, {"watts": 64.0, "steps": steps, "graph_ms": 3.0}) == figures
     wrong = ({"num_requests": 2047}, {"elapsed_time": 0.0}, {"elapsed_time": "x"}, {"total_num_tokens": 2048})
     for change in wrong:  # the last one: its prompts were too short
         with pytest.raises(RunError):
