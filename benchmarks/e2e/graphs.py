@@ -1,46 +1,61 @@
 """What the GPU takes for a step: its CUDA graph, replayed in a row, with no host to wait for.
 
-Steps of a few milliseconds may end before vLLM has prepared the next one, so that their time is that of the host and
-differs from machine to machine.  In decode, vLLM replays one graph a step, which holds all decoder layers; only lm_head
-and sampling follow it.
+A step of a few milliseconds may end before vLLM has prepared the next one, so that the time between steps is that of
+the host, which differs from step to step and from machine to machine.  In decode, vLLM replays one graph a step, which
+holds all decoder layers; lm_head and sampling follow it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import pairwise
 from statistics import median
 
 import torch
 
+SETTLED = 16  # steps of one graph before it is timed: all sequences have begun, and none has ended
 WARM, BATCHES, REPLAYS = 20, 5, 20
 
 
 class GraphClock:
-    """An extension of vLLM's workers (``worker_extension_cls``)."""
+    """An extension of vLLM's workers (``worker_extension_cls``), which times one graph each time it is armed."""
 
     def watch_graphs(self) -> None:
-        """Remember from now on which graphs this process replays."""
-        self._replays: Counter[torch.cuda.CUDAGraph] = Counter()
+        """Have each replay of a graph in this process call `_replayed`."""
+        self._is_armed = False
         replay = torch.cuda.CUDAGraph.replay
 
-        def remembered(graph: torch.cuda.CUDAGraph) -> None:
-            self._replays[graph] += 1
+        def watched(graph: torch.cuda.CUDAGraph) -> None:
             replay(graph)
+            self._replayed(graph)
 
-        torch.cuda.CUDAGraph.replay = remembered  # type: ignore[assignment, method-assign]
+        torch.cuda.CUDAGraph.replay = watched  # type: ignore[assignment, method-assign]
 
-    def time_graph(self) -> float | None:
-        """Return the milliseconds of the graph of most steps since the last call: the median of batches in a row.
+    def arm_graph_clock(self) -> None:
+        """Time the next graph that SETTLED steps in a row replay: none where vLLM splits the model at attention."""
+        self._is_armed = True
+        self._graph_ms: float | None = None
+        self._last: torch.cuda.CUDAGraph | None = None
+        self._times = 0
 
-        Its inputs are those that the last step left, and it writes to their places in the KV cache.  The result is None
-        where no graph was replayed more often than all others, as where vLLM splits the model at attention.
+    def read_graph_clock(self) -> float | None:
+        """Return the milliseconds of the graph that was timed, or None if none was."""
+        self._is_armed = False
+        return self._graph_ms
+
+    def _replayed(self, graph: torch.cuda.CUDAGraph) -> None:
+        if not self._is_armed:
+            return
+        self._last, self._times = graph, self._times + 1 if graph is self._last else 1
+        if self._times == SETTLED:
+            self._is_armed = False
+            self._graph_ms = self._time(graph)
+
+    @staticmethod
+    def _time(graph: torch.cuda.CUDAGraph) -> float:
+        """Return the median of batches of replays.
+
+        A replay reads the step's inputs, and writes its hidden states and its places in the KV cache, once more.
         """
-        most = self._replays.most_common(2)
-        self._replays.clear()
-        if not most or len({times for _, times in most}) < len(most):
-            return None
-        graph = most[0][0]
         for _ in range(WARM):
             graph.replay()
         edges = [torch.cuda.Event(enable_timing=True) for _ in range(BATCHES + 1)]
@@ -50,6 +65,5 @@ class GraphClock:
                 graph.replay()
             edge.record()
         torch.cuda.synchronize()
-        self._replays.clear()
         milliseconds: list[float] = [before.elapsed_time(after) for before, after in pairwise(edges)]
         return median(milliseconds) / REPLAYS

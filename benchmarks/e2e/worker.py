@@ -5,8 +5,8 @@ arguments of a ``vllm bench throughput`` command, which configure the engine, th
 run on that engine with steps of at most M tokens.  When done, it answers each line with a JSON line on stdout about the
 timed generation: ``watts``, the mean power of the engine's GPUs, or ``null`` if they do not measure it, ``steps``, a
 list of [tokens, seconds] for each step of the engine but the first, from the end of the step before, and ``graph_ms``,
-what the GPU takes for the last step (see `benchmarks.e2e.graphs`), or ``null``.  vLLM's own code generates the prompts,
-measures the time and writes the JSON of ``--output-json``.
+what the GPU takes for a step of the warm-up (see `benchmarks.e2e.graphs`), or ``null``.  vLLM's own code generates the
+prompts, measures the time and writes the JSON of ``--output-json``.
 
 vLLM fixes the maximum tokens of a step when an engine starts.  `StepScheduler` is vLLM's scheduler with a limit that
 can be changed between runs.  It also records when each step ended.  Both go through a file that both processes map.
@@ -174,8 +174,9 @@ def main() -> None:
         answer(answers, None)
         for line in sys.stdin:
             step_file.limit, words = json.loads(line)
+            llm.collective_rpc("arm_graph_clock")
             throughput.main(parser.parse_args(words))
-            times = llm.collective_rpc("time_graph")
+            times = llm.collective_rpc("read_graph_clock")
             answer(answers, {**meter.answer, "graph_ms": None if None in times else max(times)})
 
 

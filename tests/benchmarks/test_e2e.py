@@ -7,11 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from engines import ENVIRONMENT
 from models import QWEN, quantization_config
 from typer.testing import CliRunner
 
 from benchmarks.cli import app
+from benchmarks.e2e.graphs import GraphClock
 from benchmarks.e2e.plan import FLAGS, ROUTING, SYSTEMS, Run, Workload, environment, find_model, runs
 from benchmarks.e2e.run import RunError, check_log, read_figures
 from slidesparse.checkpoint.metadata import Metadata
@@ -66,6 +68,44 @@ def test_figures_of_another_run_are_refused(tmp_path: Path) -> None:
             read_figures(run, valid | change, nothing)
     decode = one_run(tmp_path / "decode", "decode", m=64)  # only output tokens: 256 per sequence
     assert read_figures(decode, valid | {"num_requests": 64}, nothing)["tokens_per_s"] == 64 * 256 / 2
+
+
+def test_one_graph_is_timed_once_in_the_steps_that_replay_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph of all sequences, not that of the first ones to begin, nor one of a model that is split."""
+    replays: list[float] = []
+
+    class Graph:
+        def __init__(self, ms: float) -> None:
+            self.ms = ms
+
+        def replay(self) -> None:
+            replays.append(self.ms)
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = sum(replays)
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    clock, few, all_sequences = GraphClock(), Graph(1.0), Graph(2.0)
+    clock.watch_graphs()
+    few.replay()  # as when vLLM captured it
+    for steps, expected in (([few, few, *[all_sequences] * 40], 2.0), ([few, all_sequences] * 40, None)):
+        clock.arm_graph_clock()
+        for graph in steps:
+            graph.replay()
+        assert clock.read_graph_clock() == expected
+    before = len(replays)
+    for _ in range(40):  # not armed
+        few.replay()
+    assert len(replays) == before + 40
 
 
 def test_log_identifies_the_system(tmp_path: Path) -> None:
