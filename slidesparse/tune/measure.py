@@ -60,7 +60,16 @@ class Replay:
 
 
 class CudaClock:
-    """Times launches in torch's current stream, which `own_stream` makes one that graphs can be captured in."""
+    """Times launches in torch's current stream, which `own_stream` makes one that graphs can be captured in.
+
+    Its graphs run one after the other and share their memory: while a graph is captured, the allocator cannot give back
+    what others have left.
+    """
+
+    def __init__(self) -> None:
+        self._first: torch.cuda.CUDAGraph | None = (
+            None  # the shared memory lives as long as one of its graphs
+        )
 
     def time_once(self, launch: Launch) -> float:
         """Run one launch eagerly, to its end; return its time in microseconds, which includes gaps."""
@@ -85,10 +94,11 @@ class CudaClock:
 
         graph = torch.cuda.CUDAGraph()
         try:
-            with captured(graph):
+            with captured(graph, self._first.pool() if self._first else None):
                 enqueue()
         except RuntimeError:
             return Replay(enqueue, count, graphed=False)  # raises if the launch itself fails
+        self._first = self._first or graph
         return Replay(graph.replay, count, graphed=True)
 
 
