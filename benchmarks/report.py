@@ -54,7 +54,7 @@ STEPS = {"prefill": "prefill, {} tokens per step", "decode": "decode, batch size
 # Rounds of h200/e2e.csv (h200/e2e.json): those of the table, and of other runs
 MAIN, OTHER, UNFUSED_RUNS = range(100), range(100, 200), range(200, 300)
 MIXTURES = range(500, 600)  # rounds with pruned experts
-BUSY = range(700, 800)  # rounds on the H200 by version 0.3.0, whose decode waited for the CPUs at times
+STEPPED = range(700, 800)  # rounds on the H200 by version 0.3.0, with the GPU's part of decode
 NOT_PRUNED = {DENSE: "not pruned"}
 BESIDE = {  # type and column of h100/e2e.csv: what people would pick.  FP8 is of an earlier run (round 101)
     ("int8", "bf16"): "BF16",
@@ -224,6 +224,28 @@ def spans(rounds: range) -> str:
     return table(("", "", NOT_PRUNED[DENSE], "6:8", TWO_FOUR), lines, 2)
 
 
+def steps() -> str:
+    """Return milliseconds of steps by stock vLLM on an H200, and how many times as fast ours are: median and range.
+
+    In decode by the GPU's part, the graph of all decoder layers, and by whole steps.
+    """
+    columns = {**NOT_PRUNED, **{name: name for name in SERVED[::-1]}}
+    rows = _rounds(STEPPED)
+    lines: list[tuple[str, ...]] = []
+    for value, part in (("graph_ms", ": the GPU's part"), ("step_ms", "")):
+        ratios = 1 / within_rounds(rows, STOCK, value)
+        stock = rows[rows["column"] == STOCK].groupby(["dtype", "stage", "M"])[value].median()
+        for dtype in DTYPES[:2]:
+            cells = ratios.xs(dtype, level="dtype").dropna(how="all").groupby(level=["stage", "M"])
+            for number, ((stage, m), of_rounds) in enumerate(cells):
+                texts = (
+                    f"{ratio(x.median())} ({span(x)})" for x in (of_rounds[name].dropna() for name in columns)
+                )
+                name = dtype.upper() if number == 0 else ""
+                lines.append((name, _step(stage, m) + part, digits(stock[dtype, stage, m]), *texts))
+    return table(("", "", "stock, ms", *columns.values()), lines, 2)
+
+
 def fusion() -> str:
     """The gain by fused norms and activations, round by round."""
     rows = _rounds(UNFUSED_RUNS)
@@ -385,10 +407,9 @@ def real_models() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "whole_7b": partial(whole, QWEN),
     "whole_14b": partial(whole, "Qwen2.5-14B"),
     "whole_h100": partial(whole, QWEN, H100),
-    "whole_h200": partial(spans, BUSY),
+    "whole_h200": steps,
     "mixtures": partial(spans, MIXTURES),
     **{
         make.__name__: make
