@@ -97,12 +97,12 @@ class ConversionPlan:
         layers = [output.layer for output in self.outputs if output.layer and output.layer != self.head]
         return "; ".join(self.source.changes(layers))
 
-    @property
+    @cached_property
     def bytes_in(self) -> int:
         """The bytes of all source tensors, unpacked."""
         return sum(output.source.nbytes for output in self.outputs)
 
-    @property
+    @cached_property
     def bytes_out(self) -> int:
         """The bytes of all tensors written."""
         return sum(spec.nbytes for output in self.outputs for spec in output.specs)
