@@ -14,6 +14,8 @@ from slidesparse.vllm_patch import compat, experts, fusion
 from slidesparse.vllm_patch.loading import AGAIN
 from slidesparse.vllm_patch.scheme import W8A8, SlideSparseScheme, conclude
 from slidesparse.vllm_patch.summary import LayerSummary
+from torch.nn.modules.module import register_module_module_registration_hook
+from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
@@ -353,6 +355,21 @@ class SlideSparseConfig(CompressedTensorsConfig):
         return next((n for n in layers if name.endswith(f".{n}") or n.endswith(f".{name}")), None)
 
 
+def _refuse_unasked(_: Any, __: str, layer: Any) -> None:
+    """Raise ResolveError for a pruned layer that vLLM builds without asking its quantization config.
+
+    Some of vLLM's classes, as ModernBERT's, pass none to their layers, and then load codes as if they were floats.
+    """
+    if not isinstance(layer, LinearBase) or getattr(layer, "quant_config", layer) is not None:
+        return
+    config = getattr(get_current_vllm_config_or_none(), "quant_config", None)
+    if isinstance(config, SlideSparseConfig) and not compat.is_part() and config._listed(layer.prefix):
+        raise ResolveError(
+            f"{layer.prefix}: this vLLM builds the layer without quantization, and would load its codes as if they "
+            "were floats; convert the original model again where vLLM is installed, or serve the original"
+        )
+
+
 def _machine() -> tuple[str, Capability]:
     """Return vLLM's platform, and the GPU's compute capability if vLLM knows it, without initializing CUDA."""
     if not current_platform.is_cuda():
@@ -426,6 +443,10 @@ def _key(config: dict[str, Any], resolution: Resolution) -> str:
     """Return a digest of the resolution, without its reason, and of the checkpoint's metadata."""
     facts = {**asdict(resolution), "reason": "", "metadata": config.get(KEY)}
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+# the only call that such layers make: of torch's, in every process that builds a model
+register_module_module_registration_hook(_refuse_unasked)
 
 
 def log_as_vllm_does() -> None:

@@ -32,6 +32,10 @@ TERNARY = (
     "all non-zero weights of BitNet have the same magnitude, so without calibration the leftmost ones of each block "
     "were pruned; for a better choice, pass text similar to what the model will serve: --calib FILE.jsonl"
 )
+UNASKED = (
+    "vLLM is not installed here, so it was not asked which of these layers it quantizes, and by what names: before "
+    "serving, run slidesparse doctor {out} where it is"
+)
 FORMS = (
     'FILE.jsonl or FILE.parquet (a "text", or chat "messages", a line), FILE.txt, FILE.npy (token ids) or the ORG/NAME '
     "of a dataset on the Hub"
@@ -176,12 +180,15 @@ def convert(
         calibration=_calibration(calib, calibration),
     )
     folder = local_folder(source)
+    asks = is_available()
     with (
-        Skeletons() if is_available() else nullcontext() as skeletons,
+        Skeletons() if asks else nullcontext() as skeletons,
         byte_progress(lines=True) as progress,
     ):
         result = run(folder, target, options, dry_run=dry_run, progress=progress, skeletons=skeletons)
     _warn(result)
+    if not asks:
+        warn(UNASKED.format(out=argument(target)), "note")
     _summarize(result, dry_run)
 
 

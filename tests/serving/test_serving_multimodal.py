@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from architectures import VISION, multimodal
 from calibration import dequantized
 from checkpoints import config_of, convert, edit_block, edit_json, rewrite, tensors_of
+from commands import Done
 from engines import Engines, Request
 from models import shrink_codes
 from tiny import tiny
@@ -52,6 +54,20 @@ def test_head_of_a_tied_model_is_untied(engines: Engines, skeletons: Skeletons, 
     assert refused in engines.ask(Request(str(out), options=NO_IMAGES)).error
     with pytest.raises(NotServedError, match=refused):
         skeletons.layers(out, stored(Checkpoint.open(out)))
+
+
+def test_layers_that_vllm_builds_without_asking_are_refused(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ModernBERT's, whose codes vLLM would take for floats: where vLLM is installed, convert asks it, and refuses."""
+    source, out = tiny("modernbert", tmp_path / "source", pad_token_id=0), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "vllm", None)  # as if it were not installed
+        result = Done("convert", source, out, "--sparsity", "6:8")
+    assert result.code == 0, result.err
+    assert f"run slidesparse doctor {out} where it is\n" in result.err
+    words = "Wqkv: this vLLM builds the layer without quantization, and would load its codes as if they were floats"
+    assert words in engines.ask(Request(str(out), options={"runner": "pooling"})).error
 
 
 def test_minilm_embeddings_match_transformers(engines: Engines, tmp_path: Path) -> None:
