@@ -238,6 +238,11 @@ def is_embedding_model(folder: Path) -> bool:
     return (folder / MODULES).exists()
 
 
+def is_pickled(folder: Path) -> bool:
+    """Return whether a model's only weights are in files that PyTorch pickled."""
+    return not any(folder.glob(f"*{SUFFIX}")) and any(folder.glob("*.bin")) and (folder / CONFIG).is_file()
+
+
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config of the language model, which in a multimodal model's config is a part."""
     text = config.get(TEXT_CONFIG)

@@ -62,12 +62,14 @@ def perplexity(
     """Measure the perplexity of a language model; with --against, also how much it rises over another's."""
     from slidesparse.checkpoint.converted import open_checkpoint
     from slidesparse.checkpoint.hub import local_folder
+    from slidesparse.checkpoint.storage import is_pickled
     from slidesparse.checkpoint.tokens import has_tokenizer, require_readable
     from slidesparse.evaluate.perplexity import measure, window_of, windows
 
     folders = [local_folder(name) for name in (model, against) if name is not None]
     for folder in folders:
-        open_checkpoint(folder)  # raises an error for what is no checkpoint, before vLLM starts
+        if not is_pickled(folder):  # which vLLM alone reads
+            open_checkpoint(folder)  # raises an error for what is no checkpoint, before vLLM starts
         require_readable(folder)
     length = window_of(*folders) if seqlen is None else seqlen
     ids = windows(data, folders[0], length, samples)

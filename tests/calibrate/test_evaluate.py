@@ -158,6 +158,14 @@ def test_eval_perplexity(folder: Path, without_engine: list[Any]) -> None:
     assert "7.3891  (of one window, which has no interval)" in alone.out
 
 
+def test_pickled_weights_are_left_to_vllm(folder: Path, without_engine: list[Any]) -> None:
+    """It loads them where there are no others."""
+    (folder / "other" / MODEL).rename(folder / "other" / "pytorch_model.bin")
+    np.save(folder / "ids.npy", np.arange(6).reshape(2, 3))
+    process = Done("eval", "perplexity", folder, "--against", folder / "other", "--data", folder / "ids.npy")
+    assert (process.code, len(without_engine)) == (0, 2), process.err
+
+
 @pytest.mark.parametrize("name", [MODEL, "tokenizer.json"])
 def test_broken_checkpoints_start_no_engine(name: str, folder: Path, without_engine: list[Any]) -> None:
     """Nor does the reference, which would be read after the model was scored."""
