@@ -50,7 +50,7 @@ from slidesparse.checkpoint.storage import (
     unquantized_config,
 )
 from slidesparse.checkpoint.w8a8 import KINDS
-from slidesparse.convert.options import ConvertOptions, LayerPatterns
+from slidesparse.convert.options import BUDGET, ConvertOptions, LayerPatterns
 from slidesparse.convert.plan import ConversionPlan, Planner
 from slidesparse.convert.source import Floats, Prune
 from slidesparse.convert.stream import write_output
@@ -105,6 +105,11 @@ def synth(
     values = _config(config, quant, layers)
     if quant not in QUANTS:
         raise CheckpointError(f"--quant {quant!r} is not known; use one of {', '.join(QUANTS)}")
+    if named := next((regex for regex, chosen in layer_patterns if chosen is None), None):
+        raise CheckpointError(
+            f"--layer {named}={BUDGET}: random weights have no losses to choose by; give a pattern, as in "
+            f"--layer {named}=6:8"
+        )
     if quant == BF16 and (pattern or layout != "dense" or layer_patterns):
         raise CheckpointError(
             "--quant bf16 writes weights that are not pruned; leave --sparsity, --layer and --layout out"

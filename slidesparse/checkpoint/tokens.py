@@ -172,6 +172,8 @@ def read_ids(path: Path) -> np.ndarray:
 
     Raises SlideSparseError, which names dtype and shape, for anything else.
     """
+    if not path.is_file():
+        raise SlideSparseError(f"{str(path)!r} is not a file; give {FORMS}")
     try:
         with np.errstate(over="ignore"):  # sizes of a damaged header
             ids = np.lib.format.open_memmap(path, mode="r")
