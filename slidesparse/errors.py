@@ -10,6 +10,7 @@ Standard library only.  A message says what was found, what is allowed, and what
 
 from __future__ import annotations
 
+import errno
 import reprlib
 import shlex
 from collections.abc import Sequence
@@ -47,6 +48,16 @@ class EnvironmentFault(SlideSparseError):  # noqa: N818  EnvironmentError is a b
     def __init__(self, what: str, remedy: str = "") -> None:
         super().__init__(f"{what}; {remedy}" if remedy else what)
         self.what, self.remedy = what, remedy
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory is full: that of the system, of Python or NumPy, or of PyTorch."""
+    return (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or type(error).__name__ == "OutOfMemoryError"  # of torch, for GPUs
+        or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+    )
 
 
 def shown(value: object) -> str:

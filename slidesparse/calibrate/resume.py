@@ -212,6 +212,27 @@ def leftover(out: Path) -> str:
     )
 
 
+def left_beside(out: Path) -> str:
+    """Return a note on the work that an earlier run left beside ``out``; "" if there is none, or a run still uses it.
+
+    A run that was ended after its output was published could not remove it.
+    """
+    folder = work_folder(out)
+    try:
+        if folder.is_symlink() or not folder.is_dir() or not _holds_work(folder):
+            return ""
+        with files.locked(folder, _busy(out)):
+            published = out.is_dir() and any(out.iterdir())
+    except (CalibrationError, OSError):  # used, or another user's
+        return ""
+    if published:
+        return f"{folder} holds the work of an interrupted run; if {out} is its output, remove that folder"
+    return (
+        f"{folder} holds the finished layers of an interrupted run; --resume continues from them, and to start over, "
+        "remove the folder"
+    )
+
+
 def _busy(out: Path) -> CalibrationError:
     return CalibrationError(
         f"another calibration is writing {out} (in {work_folder(out)}); wait for it or stop it"

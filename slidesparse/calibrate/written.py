@@ -29,7 +29,7 @@ from slidesparse.build.compile import cache_folder, make_folder
 from slidesparse.calibrate.inputs import free_bytes
 from slidesparse.calibrate.model import Model
 from slidesparse.checkpoint.tokens import automatic_tokenizer, require_ids
-from slidesparse.errors import CalibrationError, SlideSparseError
+from slidesparse.errors import CalibrationError, SlideSparseError, is_out_of_memory
 from slidesparse.evaluate.engine import run
 from slidesparse.progress import Progress
 from slidesparse.serving import is_available
@@ -103,8 +103,10 @@ def _write(
         raise too_large
     try:
         return _by_transformers(model, prompts, length, seed, report), note
-    except torch.OutOfMemoryError:
-        raise too_large from None
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise too_large from None
+        raise
 
 
 def _prompts(model: Model, samples: int, length: int) -> tuple[list[Ids], str]:

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -22,9 +23,10 @@ from rich.progress import (
 from rich.table import Table
 from typer.core import TyperGroup
 
-from slidesparse.errors import ENVIRONMENT, INTERRUPTED, USAGE, SlideSparseError
+from slidesparse.errors import ENVIRONMENT, INTERRUPTED, USAGE, SlideSparseError, is_out_of_memory
 
 LINE_SECONDS = 30.0  # least time between two lines of progress in a log
+NO_MEMORY = "the memory of this machine is full; end other programs, or use a machine with more"
 MAX_COLUMNS = 1000  # characters of a table's line
 # Packages that commands import when they need them
 LIBRARIES = ("datasets", "huggingface_hub", "numpy", "pyarrow", "regex", "torch", "transformers")
@@ -53,6 +55,14 @@ def show(title: str, text: object) -> None:
 def warn(text: str, kind: str = "warning") -> None:
     """Print a warning, or another ``kind`` of remark."""
     err.print(f"[yellow]{kind}:[/] {escape(text)}")
+
+
+def note_work(folder: str | Path) -> None:
+    """Print a note if an earlier conversion left its work beside a checkpoint, in a hidden folder."""
+    from slidesparse.calibrate.resume import left_beside
+
+    if note := left_beside(Path(folder)):
+        warn(note, "note")
 
 
 def whole(table: Table) -> Console:
@@ -93,7 +103,11 @@ class Commands(TyperGroup):
             fail(ENVIRONMENT, words, as_json)
         except BrokenPipeError:
             raise  # its reader, such as `head`, has closed the pipe: Typer ends the command without a message
-        except OSError as error:
+        except (MemoryError, OSError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                fail(ENVIRONMENT, NO_MEMORY, as_json)
+            if not isinstance(error, OSError):
+                raise
             words = f"{error.strerror or error}: {error.filename or 'while reading or writing'}"
             fail(ENVIRONMENT, words, as_json)
         except KeyboardInterrupt as error:  # its arguments may say how to continue

@@ -21,7 +21,18 @@ from rich.table import Table
 from slidesparse import __version__
 from slidesparse.build.compile import TARGETS, build, cache_folder, target_path
 from slidesparse.cli import convert, evaluate, tune
-from slidesparse.cli.console import Json, Layout, application, byte_progress, err, fail, out, show, whole
+from slidesparse.cli.console import (
+    Json,
+    Layout,
+    application,
+    byte_progress,
+    err,
+    fail,
+    note_work,
+    out,
+    show,
+    whole,
+)
 from slidesparse.errors import ENVIRONMENT, FAILED, EnvironmentFault, SlideSparseError, argument
 from slidesparse.pattern import parse_pattern
 
@@ -78,6 +89,7 @@ def doctor(
     from slidesparse.checkpoint.hub import local_folder
 
     report = examine(model, local_folder(model))
+    note_work(model)
     if as_json:
         print(json.dumps({**asdict(report), "patterns": report.patterns}, indent=2))
     else:
@@ -97,6 +109,7 @@ def inspect(
     from slidesparse.checkpoint.inspection import inspect as run
 
     report = run(local_folder(folder))
+    note_work(folder)
     if as_json:
         print(json.dumps({**asdict(report), "violations": report.violations}, indent=2))
     else:

@@ -34,7 +34,15 @@ from slidesparse.calibrate.distill import disk_bytes as distillation_bytes
 from slidesparse.calibrate.learning import LOSSES, find_rotation
 from slidesparse.calibrate.permutation import ordered_reader
 from slidesparse.calibrate.pipeline import calibrate
-from slidesparse.calibrate.resume import DIGEST, DISTILLED, WorkFolder, leftover, open_work, require_resumable
+from slidesparse.calibrate.resume import (
+    DIGEST,
+    DISTILLED,
+    WorkFolder,
+    left_beside,
+    leftover,
+    open_work,
+    require_resumable,
+)
 from slidesparse.calibrate.roles import roles_of
 from slidesparse.calibrate.rotation import rotated_reader, rotation_obstacle, untie_head
 from slidesparse.calibrate.smoothing import find_smoothing, smoothed_reader
@@ -74,7 +82,7 @@ from slidesparse.convert.choose import Outcome, estimate, loss_cache, prune_with
 from slidesparse.convert.options import BUDGET, ConvertOptions
 from slidesparse.convert.plan import ConversionPlan, Output, Planner, ask
 from slidesparse.convert.source import Floats, Quantized
-from slidesparse.errors import CalibrationError
+from slidesparse.errors import CalibrationError, is_out_of_memory, shown
 from slidesparse.pattern import MixedPattern, SlidePattern
 from slidesparse.progress import Progress, no_progress
 from slidesparse.prune import prune
@@ -138,9 +146,13 @@ def convert(
                 f"{pattern.ratio} is no pattern to convert to, as it loses more than others with as many zeros; "
                 "slidesparse synth writes it for measuring"
             )
-    require_free_name(source, out)
-    if options.calibration and not dry_run:
-        require_resumable(out, _asked(options, options.calibration), options.calibration.resume)
+    try:
+        require_free_name(source, out)
+    except CheckpointError as error:
+        raise CheckpointError("; ".join(filter(None, [str(error), left_beside(out)]))) from None
+    resume = options.calibration is not None and options.calibration.resume
+    if options.calibration and (resume or not dry_run):
+        require_resumable(out, _asked(options, options.calibration), resume)
     checkpoint, _ = open_checkpoint(source)
     require_readable(source)
     planner, rotation = _planner(checkpoint, options)
@@ -165,7 +177,9 @@ def convert(
         left_out=tuple(map(str, left_out)),
         unserved=unserved,
     )
-    if not dry_run:
+    if dry_run:
+        report = replace(report, note="; ".join(filter(None, [report.note, left_beside(out)])))
+    else:
         if task:
             require_resumable(out, _state(task, options, rotation), task.calibration.resume)
         else:
@@ -177,7 +191,7 @@ def convert(
             others = sum((checkpoint.folder / name).stat().st_size for name in copied)
             require_space(out, plan.disk_bytes() + others + kept)
         report = _prune_and_write(planner, task, report, progress)
-    elif task and options.budget:
+    if dry_run and task and options.budget:
         with planner.checkpoint.reader() as reader, tempfile.TemporaryDirectory() as folder:
             work = WorkFolder(Path(folder))
             dense = _transformed(task, reader, work, rotation == ROTATED, progress)
@@ -266,10 +280,15 @@ def _prune_and_write(planner: Planner, task: Task | None, report: Report, progre
         if task:
             try:
                 return _write_calibrated(planner, task, report, reader, weights, progress)
-            except torch.OutOfMemoryError as error:
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = shown(" ".join(str(error).split()) or type(error).__name__)
+                elsewhere = "" if task.device.type == "cpu" else ", or --device cpu"
                 raise CalibrationError(
-                    f"calibration does not fit into the memory of {task.device} ({error}); use fewer --samples, a "
-                    "smaller --seqlen, or --device cpu"
+                    f"calibration does not fit into the memory of {task.device} ({reason}); where more is free, "
+                    f"--resume continues from the finished layers; less is needed with fewer --samples, a smaller "
+                    f"--seqlen{elsewhere}"
                 ) from None
         write_output(plan, out, reader, None, progress)
         return report

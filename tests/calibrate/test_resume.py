@@ -18,7 +18,7 @@ from calibration import DEVICES, Killed, calibrated, set_clock, write_ids
 from checkpoints import convert, killed, snapshot
 
 from slidesparse import files
-from slidesparse.calibrate import distill, learning
+from slidesparse.calibrate import distill, learning, pipeline
 from slidesparse.calibrate.resume import work_folder
 from slidesparse.convert import budget, stream
 from slidesparse.convert.budget import Budget
@@ -237,6 +237,31 @@ def test_work_of_an_interrupted_run_is_named_by_a_conversion_that_does_not_use_i
     assert snapshot(work_folder(out)) == before
     out.rename(tmp_path / "elsewhere")  # as the note says
     calibrated(source, out, ids, epochs=0, resume=True)
+
+
+def test_run_that_fills_the_memory_is_resumed(
+    source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By PyTorch's allocator of a CPU, and by Python's: in the second block."""
+    whole = calibrated(source, tmp_path / "whole", ids, epochs=0)
+    gather = pipeline.gather_hessian
+    layers = len(whole.plan.patterns) // 2
+
+    for name, fill in {"torch": lambda: torch.empty(2**60), "python": lambda: bytearray(2**60)}.items():
+        left = iter(range(layers))
+
+        def fail(*arguments: Any, fill: Callable[[], object] = fill, left: Any = left, **more: Any) -> Any:
+            return fill() if next(left, None) is None else gather(*arguments, **more)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pipeline, "gather_hessian", fail)
+            with pytest.raises(
+                CalibrationError, match=r"memory of cpu .*where more is free, --resume continues"
+            ):
+                calibrated(source, tmp_path / name, ids, epochs=0)
+        assert (work_folder(tmp_path / name) / "layer-00000.safetensors").exists()
+        calibrated(source, tmp_path / name, ids, epochs=0, resume=True)
+        assert snapshot(tmp_path / name) == snapshot(tmp_path / "whole")
 
 
 def test_folders_of_others(source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from calibration import write_ids, write_layer_times
 from checkpoints import DOWN, LLAMA, MODEL, Q, config_of, convert, llama, snapshot, tensors_of, w8a8, write
 from commands import ROOT, Done, run
@@ -242,6 +243,29 @@ def test_interrupted_convert_resumes(
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
 
 
+def test_work_of_an_earlier_run_is_named(
+    source: Path, tmp_path: Path, calib: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a dry run, and, where the run was ended after it had published its output, by what reads or refuses that."""
+    command = convert_command(source, tmp_path / "out", *calib)
+    monkeypatch.setattr(WorkFolder, "remove", Mock(side_effect=KeyboardInterrupt))
+    assert Done(*command).code == 130
+    work = tmp_path / ".out.calibrated"
+    for reads in (("inspect", tmp_path / "out"), command):
+        assert (
+            f"{work} holds the work of an interrupted run; if {tmp_path / 'out'} is its" in Done(*reads).err
+        )
+    (tmp_path / "out").rename(tmp_path / "moved")
+    before = snapshot(tmp_path)
+    for options in ((), ("--resume",)):
+        dry = Done(*command, "--dry-run", *options)
+        assert (dry.code, f"{work} holds the finished layers" in dry.err) == (0, True)
+    changed = Done(*command, "--dry-run", "--resume", "--samples", 3)
+    assert (changed.code, "--samples was 128" in changed.err) == (2, True)
+    assert snapshot(tmp_path) == before
+    assert "holds" not in Done("inspect", tmp_path / "moved").err
+
+
 def test_budget_prints_losses(
     source: Path, tmp_path: Path, calib: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,6 +362,13 @@ def test_errors_of_the_system_exit_3(source: Path, tmp_path: Path, monkeypatch: 
     )
     result = Done(*convert_command(source, tmp_path / "out"))
     assert (result.code, result.err.splitlines()[-1]) == (3, "error: Permission denied: x")
+
+
+def test_full_memory_exits_3(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for fill in (bytearray, torch.empty):
+        monkeypatch.setattr(os, "preadv", lambda *_, fill=fill: fill(2**50))
+        result = Done("inspect", source)
+        assert (result.code, result.err) == (3, f"error: {console.NO_MEMORY}\n")
 
 
 def test_demo_does_not_overwrite_other_files(tmp_path: Path) -> None:
