@@ -217,13 +217,13 @@ def left_beside(out: Path) -> str:
 
     A run that was ended after its output was published could not remove it.
     """
-    folder = work_folder(out)
     try:
+        folder = work_folder(out)
         if folder.is_symlink() or not folder.is_dir() or not _holds_work(folder):
             return ""
         with files.locked(folder, _busy(out)):
             published = out.is_dir() and any(out.iterdir())
-    except (CalibrationError, OSError):  # used, or another user's
+    except (CalibrationError, OSError, RuntimeError):  # used, or another user's; no name of a folder
         return ""
     if published:
         return f"{folder} holds the work of an interrupted run; if {out} is its output, remove that folder"
