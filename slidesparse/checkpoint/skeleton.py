@@ -31,6 +31,8 @@ from slidesparse.errors import shown
 JOINED_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 TIED = "tie_word_embeddings"  # key of config.json: whether the output head is the embedding
 INCOMPLETE = "the checkpoint is incomplete, or the config another model's: fetch it again"
+# Keys of such counts, unlike vocab_size_per_layer_input of Gemma 3n
+_COUNT = re.compile(r"(?:layers?|depth)\Z")
 MAX_LAYERS = 1024  # blocks and other counts of modules, which take time to make; 126 in Llama 3.1 405B
 
 
@@ -436,7 +438,7 @@ def require_few_layers(values: Mapping[str, Any], folder: Path) -> None:
     for key, value in values.items():
         if isinstance(value, Mapping):
             require_few_layers(value, folder)
-        elif ("layer" in key or "depth" in key) and isinstance(value, int) and value > MAX_LAYERS:
+        elif _COUNT.search(key) and isinstance(value, int) and value > MAX_LAYERS:
             raise CheckpointError(
                 f"{folder / CONFIG}: {key} is {value}, at most {MAX_LAYERS} are made; fetch the config again"
             )

@@ -196,6 +196,13 @@ def test_wrong_mixture_is_refused(tmp_path: Path, lacking: str, changed: dict[st
     refused(write(tmp_path / "source", {**config, **changed}, tensors), words)
 
 
+def test_sizes_for_each_layer_are_no_counts_of_layers(tmp_path: Path) -> None:
+    """Such as those of Gemma 3n and Gemma 4."""
+    settings = {"head_dim": 16, "vocab_size_per_layer_input": 4096, "hidden_size_per_layer_input": 16}
+    source = tiny("gemma4_text", tmp_path / "source", **settings)
+    assert len(convert(source, tmp_path / "out").plan.patterns) == 18
+
+
 def test_head_may_be_tied_by_the_language_models_config_alone(tmp_path: Path) -> None:
     """As transformers 4 wrote it, and as vLLM reads it."""
     settings = {**MODELS["idefics3"], "tie_word_embeddings": True}
