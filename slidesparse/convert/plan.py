@@ -30,7 +30,7 @@ from slidesparse.convert.options import ConvertOptions
 from slidesparse.convert.source import Floats, Source, source_of
 from slidesparse.errors import CalibrationError, shown
 from slidesparse.pattern import Pattern, SlidePattern
-from slidesparse.serving import NotServedError, Skeletons
+from slidesparse.serving import NotServedError, Serving, Skeletons
 from slidesparse.serving import stored as stored_specs
 
 # Reasons for leaving a two-dimensional weight unchanged
@@ -521,13 +521,25 @@ def ask(planner: Planner, skeletons: Skeletons) -> str:
             )
         planner.unquantized, planner.served_names = frozenset(planned - serving.quantized), names
         plan = planner.plan()
-    specs = [spec for output in plan.outputs for spec in output.specs]
+
+    def serve(plan: ConversionPlan) -> Serving:
+        specs = [spec for output in plan.outputs for spec in output.specs]
+        return skeletons.layers(folder, specs, plan.config, **options)
+
+    served = None
     try:
-        serving = skeletons.layers(folder, specs, plan.config, **options)
+        served = serve(plan)
     except NotServedError as error:
-        raise CheckpointError(f"{refused}: {error}{hint}") from None
+        # experts may be built without quantization, as those of FlexOlmo
+        if planner.experts and isinstance(plan.source, Floats):
+            planner.unquantized |= {*planner.experts}
+            plan = planner.plan()
+            with contextlib.suppress(NotServedError):
+                served = serve(plan)
+        if served is None:
+            raise CheckpointError(f"{refused}: {error}{hint}") from None
     asked = [*plan.patterns, *([planner.head] if planner.head else [])]
-    lost = [name for name in asked if name not in serving.quantized and not naming.is_expert(name)]
+    lost = [name for name in asked if name not in served.quantized and not naming.is_expert(name)]
     if lost:
         raise CheckpointError(
             f"vLLM, which is installed here, would not serve {lost[0]} quantized; leave such layers unchanged by "

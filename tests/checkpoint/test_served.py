@@ -90,6 +90,19 @@ def test_experts_alone_are_quantized(tmp_path: Path, skeletons: Skeletons, optio
     assert codes == {f"{name}.weight" for name in model.experts()}
 
 
+def test_experts_that_vllm_does_not_quantize_are_kept(tmp_path: Path, skeletons: Skeletons) -> None:
+    """FlexOlmo's, of whose weights' scales vLLM says that there is no such parameter."""
+    source = tiny("flex_olmo", tmp_path / "source", num_experts=4, num_experts_per_tok=2)
+    report = convert(source, tmp_path / "out", skeletons=skeletons)
+    reasons = {name: reason for name, reason in report.plan.kept.items() if ".experts." in name}
+    assert (len(reasons), {*reasons.values()}) == (24, {"vLLM does not quantize it"})
+    assert len(report.plan.patterns) == 8
+    with pytest.raises(
+        CheckpointError, match=r"stay unchanged, such as .*\(vLLM does not quantize it\); leave"
+    ):
+        convert(source, tmp_path / "pruned", layer=PRUNED, skeletons=skeletons)
+
+
 @pytest.mark.parametrize("name", ["mamba", "modernbert"])
 def test_model_without_quantized_layers_is_refused(tmp_path: Path, skeletons: Skeletons, name: str) -> None:
     """ModernBERT's codes would be loaded into float weights without their scales, without an error."""
