@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from slidesparse.checkpoint.names import SCALE, WEIGHT, other_use
 from slidesparse.checkpoint.skeleton import Skeleton
 from slidesparse.checkpoint.storage import FLOATS, Reader
-from slidesparse.errors import CalibrationError
+from slidesparse.errors import CalibrationError, is_out_of_memory
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a block besides hidden states
 Groups = tuple[tuple[str, ...], ...]  # names of the linear layers that share an input, in order of execution
@@ -183,6 +183,12 @@ class Model:
         """Record the arguments of all blocks for ``ids``, with all weights outside of blocks equal to ``weight``."""
         with torch.inference_mode(False), torch.no_grad():
             _, stand_ins = self.run_ends(self._placeholders(self.skeleton.model, weight), ids, stop=-1)
+        for number, stand_in in enumerate(stand_ins):
+            if not hasattr(stand_in, "call"):
+                raise CalibrationError(
+                    f"{type(self.skeleton.model).__name__} does not run its block {number} on text; prune the model "
+                    "without --calib"
+                )
         return [stand_in.call for stand_in in stand_ins]
 
     @cached_property
@@ -242,9 +248,11 @@ class Model:
         """Raise CalibrationError for what transformers raises when it runs the model."""
         try:
             yield
-        except (_Stop, torch.OutOfMemoryError):
+        except _Stop:
             raise
         except Exception as error:  # of any class, by model
+            if is_out_of_memory(error):
+                raise
             raise CalibrationError(
                 f"transformers cannot run {type(self.skeleton.model).__name__} on text ({type(error).__name__}: "
                 f"{error}); prune the model without --calib"
