@@ -9,6 +9,7 @@ frequencies, are real.
 from __future__ import annotations
 
 import logging
+import math
 import re
 import warnings
 from collections import Counter
@@ -21,11 +22,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from slidesparse.checkpoint import storage
 from slidesparse.checkpoint.names import BIAS, EXPERT, WEIGHT, architecture_of, joined_experts
 from slidesparse.checkpoint.storage import CONFIG, FLOATS, Checkpoint, CheckpointError, TensorSpec
-from slidesparse.errors import shown
+from slidesparse.errors import is_out_of_memory, shown
 
 # transformers' parameters that join the matrices of experts, and vLLM's names of these
 JOINED_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -33,6 +35,8 @@ TIED = "tie_word_embeddings"  # key of config.json: whether the output head is t
 INCOMPLETE = "the checkpoint is incomplete, or the config another model's: fetch it again"
 # Keys of such counts, unlike vocab_size_per_layer_input of Gemma 3n
 _COUNT = re.compile(r"(?:layers?|depth)\Z")
+_FILLS = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn)
+LARGE = 2**24  # elements
 MAX_LAYERS = 1024  # blocks and other counts of modules, which take time to make; 126 in Llama 3.1 405B
 
 
@@ -326,7 +330,7 @@ class Skeleton:
     @property
     def is_tied(self) -> bool:
         """Whether the output head is the embedding: config.json says so, and the class can tie them."""
-        return bool(self.config.tie_word_embeddings and self.model._tied_weights_keys)
+        return bool(getattr(self.config, TIED, False) and self.model._tied_weights_keys)
 
     @cached_property
     def head_names(self) -> list[str]:
@@ -383,9 +387,26 @@ def meta_parameters() -> Iterator[None]:
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with _LargeOnMeta():
+            yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes tensors of three dimensions and LARGE elements, which will be joined experts, on the meta device.
+
+    Those of a layer of DeepSeek-V3 would need 30 GB, and Llama 4 fills its own with zeros.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch."""
+        kwargs = kwargs or {}
+        if func in _FILLS and args:
+            size = args[0] if isinstance(args[0], tuple | list) else args
+            if len(size) == 3 and all(type(n) is int for n in size) and math.prod(size) >= LARGE:
+                kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
 
 
 @contextmanager
@@ -470,6 +491,8 @@ def _build(checkpoint: Checkpoint, config: Any) -> nn.Module:
                 model = make(config, dtype=torch.float32, **options)
                 break
             except Exception as error:  # of many classes, by model
+                if is_out_of_memory(error):
+                    raise
                 if attention == "eager" or not isinstance(error, ValueError):
                     raise _refused(checkpoint.folder, error) from error
     built: nn.Module = model.eval()
@@ -482,7 +505,12 @@ def _rename(model: Any, tensors: Mapping[str, Any]) -> tuple[dict[str, str], dic
     For tensors whose values are converted, also return which of how many kinds that are joined in a parameter they are.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
 
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -495,8 +523,16 @@ def _rename(model: Any, tensors: Mapping[str, Any]) -> tuple[dict[str, str], dic
         for part, source in enumerate(converter.source_patterns)
     }
     targets, sources = {}, {}
+    renamed = {}
+    for name in sorted(
+        tensors, key=dot_natural_key
+    ):  # as transformers does: some renamings depend on earlier ones
+        found = rename_source_key(name, renamings, converters, prefix, parameters)
+        if found[0] not in parameters and name in parameters:
+            found = rename_source_key(name, [], [], prefix, parameters)
+        renamed[name] = found
     for name in tensors:
-        target, source = rename_source_key(name, renamings, converters, prefix, parameters)
+        target, source = renamed[name]
         if target in parameters or source is not None:
             targets[name] = target
         if source is not None:

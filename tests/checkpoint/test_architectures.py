@@ -5,13 +5,16 @@ Routed experts are pruned if each is stored as a tensor, and otherwise left as t
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, HEAD, MROPE, QWEN_VISION, multimodal
+import transformers
+from architectures import ARCHITECTURES, HEAD, MROPE, QWEN_VISION, VISION, multimodal
+from calibration import calibrated
 from checkpoints import (
     assert_same_tensors,
     block_of,
@@ -26,11 +29,14 @@ from commands import Done
 from moe import EXPERTS, LAYERS, PRUNED, ROUTERS
 from moe import MODELS as MIXTURES
 from strategies import assert_same_bits
-from tiny import build, fill, tiny
+from tiny import SIZES, build, fill, tiny
 from torch import nn
 
 from slidesparse.checkpoint.inspection import inspect
 from slidesparse.checkpoint.names import is_expert
+from slidesparse.checkpoint.skeleton import Skeleton
+from slidesparse.checkpoint.storage import Checkpoint
+from slidesparse.errors import CalibrationError
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import INT8, dequantize_rows, quantize_rows
@@ -201,6 +207,40 @@ def test_sizes_for_each_layer_are_no_counts_of_layers(tmp_path: Path) -> None:
     settings = {"head_dim": 16, "vocab_size_per_layer_input": 4096, "hidden_size_per_layer_input": 16}
     source = tiny("gemma4_text", tmp_path / "source", **settings)
     assert len(convert(source, tmp_path / "out").plan.patterns) == 18
+
+
+@pytest.mark.parametrize("name", ["llama4_text", "deepseek_v3"])
+def test_models_are_made_without_memory_for_experts(tmp_path: Path, name: str) -> None:
+    """A layer of DeepSeek-V3's needs 30 GB in float32, and Llama 4's are filled with zeros."""
+    settings = {**SIZES, **MODELS[name]}
+    settings |= dict.fromkeys({"num_local_experts", "n_routed_experts"} & settings.keys(), 2**14)
+    settings["moe_intermediate_size" if "moe_intermediate_size" in settings else "intermediate_size"] = 2**20
+    config = transformers.CONFIG_MAPPING[name](**settings)
+    architecture = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__
+    (tmp_path / "config.json").write_text(json.dumps({**config.to_dict(), "architectures": [architecture]}))
+    values = config_of(tmp_path)
+    skeleton = Skeleton(Checkpoint(tmp_path, values, None, (), {}))
+    assert max(parameter.numel() for parameter in skeleton.model.parameters()) >= 2**40
+
+
+def test_names_that_transformers_would_rename_in_vain_are_kept(tmp_path: Path) -> None:
+    """DeepSeek-V4's norm, written by transformers, has the name of a part that is renamed."""
+    settings = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+    settings |= {"q_lora_rank": 32, "qk_rope_head_dim": 8}
+    report = convert(tiny("deepseek_v4", tmp_path / "source", **settings), tmp_path / "out")
+    assert "model.layers.1.attn.wq_a" in report.plan.patterns
+
+
+def test_blocks_that_text_does_not_reach_are_converted_by_magnitude(tmp_path: Path) -> None:
+    """Mllama runs some of its blocks for images alone; which layers vLLM may fuse is then not known."""
+    vision = {**VISION, "model_type": "mllama_vision_model", "vision_output_dim": 64, "num_global_layers": 1}
+    vision |= {"intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]], "max_num_tiles": 1}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    text = {"cross_attention_layers": [1], "pad_token_id": 0, **rope}
+    source = tiny("mllama", tmp_path / "source", **multimodal(vision, **text))
+    convert(source, tmp_path / "out")
+    with pytest.raises(CalibrationError, match="does not run its block 1 on text"):
+        calibrated(source, tmp_path / "calibrated", "random", samples=1, seqlen=8)
 
 
 def test_head_may_be_tied_by_the_language_models_config_alone(tmp_path: Path) -> None:
