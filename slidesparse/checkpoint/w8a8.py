@@ -388,12 +388,12 @@ def _group(name: str, group: Any, form: Any) -> Scheme | None:
     weights, inputs = group["weights"], group.get("input_activations") or {}
     if not isinstance(weights, dict) or not isinstance(inputs, dict):
         raise _refusal(f"weights or input_activations that are no objects in {name}", "objects are")
-    bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
+    bits, kind = weights.get("num_bits", 8), _type(weights)
     quants = [quant for quant, (type_, _) in KINDS.items() if (type_, 8) == (kind, bits)]
     form, strategy, block = group.get("format") or form, _strategy(weights), weights.get("block_structure")
     by_block = strategy == "block" and bool(block)
     is_static = weights.get("symmetric", True) and not weights.get("dynamic", False)
-    is_alike = (inputs.get("num_bits", 8), inputs.get("type", "int")) == (8, kind)
+    is_alike = (inputs.get("num_bits", 8), _type(inputs)) == (8, kind)
     required = (
         (quants, f"{shown(bits)}-bit {shown(kind)} weights", "8-bit int and float weights are"),
         (inputs, "no quantized activations (W8A16)", "8-bit ones are"),
@@ -415,7 +415,14 @@ def _group(name: str, group: Any, form: Any) -> Scheme | None:
 
 
 def _strategy(arguments: Mapping[str, Any]) -> Any:
-    return arguments.get("strategy") or ("group" if arguments.get("group_size") else "tensor")
+    size = arguments.get("group_size")
+    return arguments.get("strategy") or ("channel" if size == -1 else "group" if size else "tensor")
+
+
+def _type(arguments: Mapping[str, Any]) -> Any:
+    """Return "int" or "float", which compressed-tensors reads in capitals, too, or what stands in their place."""
+    kind = arguments.get("type", "int")
+    return kind.lower() if isinstance(kind, str) else kind
 
 
 def _activations(name: str, inputs: Mapping[str, Any], by_block: bool) -> str:

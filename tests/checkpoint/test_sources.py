@@ -227,6 +227,20 @@ def test_quantization_groups_of_several_kinds(tmp_path: Path) -> None:
     refused(source, "--quant int8 contradicts the source, which has fp8 weights", out="x", quant="int8")
 
 
+def test_arguments_are_read_as_by_compressed_tensors(tmp_path: Path) -> None:
+    """It takes groups of -1 columns for channels, and types in capitals."""
+    source = w8a8(tmp_path / "source")
+    convert(source, tmp_path / "expected")
+    groups = block_of(source)["config_groups"]
+    del groups["group_0"]["weights"]["strategy"]
+    groups["group_0"]["weights"] |= {"group_size": -1, "type": "INT"}
+    groups["group_0"]["input_activations"]["type"] = "INT"
+    edit_block(source, config_groups=groups)
+    convert(source, tmp_path / "out")
+    assert_same_tensors(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "expected"))
+    assert block_of(tmp_path / "out") == block_of(tmp_path / "expected")
+
+
 # Sources whose layers are treated alike
 
 
