@@ -363,7 +363,9 @@ def _refuse_unasked(_: Any, __: str, layer: Any) -> None:
     if not isinstance(layer, LinearBase) or getattr(layer, "quant_config", layer) is not None:
         return
     config = getattr(get_current_vllm_config_or_none(), "quant_config", None)
-    if isinstance(config, SlideSparseConfig) and not compat.is_part() and config._listed(layer.prefix):
+    if not isinstance(config, SlideSparseConfig) or not config.metadata or compat.is_part():
+        return
+    if any(f".{layer.prefix}".endswith(f".{name}") for name in config.metadata.layers):
         raise ResolveError(
             f"{layer.prefix}: this vLLM builds the layer without quantization, and would load its codes as if they "
             "were floats; convert the original model again where vLLM is installed, or serve the original"
