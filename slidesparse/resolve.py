@@ -27,7 +27,7 @@ from slidesparse.checkpoint.metadata import (
     sparsity_of,
 )
 from slidesparse.errors import SlideSparseError
-from slidesparse.flags import BACKEND, FUSE, SPARSITY, USE_CUBLASLT, Flags
+from slidesparse.flags import BACKEND, FUSE, SPARSITY, Flags
 from slidesparse.gemm import DENSE, SPARSE
 from slidesparse.pattern import DENSE_WEIGHT, MixedPattern, Pattern, SlidePattern, parse_pattern
 
@@ -255,11 +255,6 @@ def resolve(
     stored = sparsity_of(quantization_config)
     pattern = _pattern(metadata, requested, path, stored[1] if stored else "")
     layout = metadata.layout if metadata else "packed" if stored else "dense"
-    if path == DENSE and layout == "slided":
-        raise ResolveError(
-            f"{USE_CUBLASLT}=1 runs dense weights, but this checkpoint holds slided ones; "
-            f"use {flags.REQUIRED}, or convert to the dense layout"
-        )
     if requested.fuse and batch_invariant():
         raise ResolveError(
             f"{FUSE}=1 computes norms in an order that depends on the number of tokens, but VLLM_BATCH_INVARIANT is "

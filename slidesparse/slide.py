@@ -173,24 +173,6 @@ def unslide(slided: Tensor, pattern: SlidePattern, in_features: int, phase: int 
     return row[:, layout.phase : layout.phase + in_features].contiguous().view(slided.dtype)
 
 
-def is_slided(slided: Tensor, layout: SlideLayout) -> bool:
-    """Return whether [N, K'] holds each weight in one window at most, and none in the padding.
-
-    Then `lift` gives the products of one dense weight; it need not be what `slide` makes of it.
-    """
-    if not slided.numel():
-        return True
-    padding = lift(slided.new_ones(layout.in_features, dtype=torch.int8), layout) == 0
-    faults = []
-    for rows in row_chunks(*slided.shape):
-        used = nonzero(slided[rows])
-        windows = used.view(-1, layout.blocks, layout.windows, HARDWARE_LENGTH)
-        faults.append(
-            (windows[:, :, :-1, STRIDE:] & windows[:, :, 1:, :STRIDE]).any() | (used & padding).any()
-        )
-    return not bool(torch.stack(faults).any())
-
-
 def lift(x: Tensor, layout: SlideLayout) -> Tensor:
     """Repeat activations to match the windows: [..., K] -> [..., K'], so that slide(w) @ lift(x) == w @ x.
 

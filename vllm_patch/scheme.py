@@ -23,11 +23,11 @@ from slidesparse.checkpoint.metadata import LayerEntry
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.errors import SlideSparseError
 from slidesparse.gemm import SPARSE
-from slidesparse.gemm.problem import NAMES, TWO_FOUR, Layer, stores_windows
-from slidesparse.pattern import MixedPattern, Pattern, PatternError, SlideLayout, SlidePattern
+from slidesparse.gemm.problem import NAMES, Layer
+from slidesparse.pattern import MixedPattern, Pattern, PatternError, SlidePattern
 from slidesparse.prune import prune
 from slidesparse.resolve import BREAKS, NOT_PRUNED, left_to_vllm, require_invariance, warn_left
-from slidesparse.slide import is_slided, obeys, unslide
+from slidesparse.slide import bits, obeys, slide, unslide
 
 if TYPE_CHECKING:
     from slidesparse.vllm_patch.config import SlideSparseConfig
@@ -124,10 +124,9 @@ class SlideSparseScheme(CompressedTensorsScheme):
         self._first_column = rank * shard
         self._unslid = self.backend.layer(weight.shape[0], shard, None, 0, weight.dtype)
         if self.slided:
-            self._require_whole_blocks(shard, in_features)
-            slided = torch.empty(
-                weight.shape[0], self._layout().slided, dtype=weight.dtype, device=weight.device
-            )
+            pattern = self._require_whole_blocks(shard, in_features)
+            columns = pattern.layout(shard).slided
+            slided = torch.empty(weight.shape[0], columns, dtype=weight.dtype, device=weight.device)
             layer.register_parameter(
                 "weight",
                 ModelWeightParameter(
@@ -138,11 +137,6 @@ class SlideSparseScheme(CompressedTensorsScheme):
     def _slides(self, pattern: Pattern | None = None) -> tuple[SlidePattern | None, int]:
         """Return what the weight is `slid` for at ``pattern``, by default the sparsest one."""
         return slid(self.config, pattern or self.patterns[0], self._first_column)
-
-    def _layout(self) -> SlideLayout:
-        """Return the windows of a slided checkpoint's weight."""
-        pattern, phase = self._slides()
-        return (pattern or TWO_FOUR).layout(self._unslid.k, phase)
 
     def _is_other_head(self, dtype: torch.dtype) -> bool:
         """Return whether the outputs have a type that is not the model's and that the backend cannot write.
@@ -173,13 +167,16 @@ class SlideSparseScheme(CompressedTensorsScheme):
                 "step in new ones: leave out --enable-dbo, or set DISABLE_SLIDESPARSE=1"
             )
 
-    def _require_whole_blocks(self, shard: int, in_features: int) -> None:
-        """Raise PatternError, with the possible tensor-parallel sizes, unless slided rows are cut between blocks."""
+    def _require_whole_blocks(self, shard: int, in_features: int) -> SlidePattern:
+        """Return the pattern of a slided weight, whose blocks begin with each tensor-parallel shard.
+
+        Raises PatternError, with the possible numbers of shards, where rows would be cut within a block.
+        """
         pattern = self.patterns[0]
         assert isinstance(pattern, SlidePattern)
         length = pattern.length
         if shard == in_features or (length and in_features % length == 0 and shard % length == 0):
-            return
+            return pattern
         blocks = in_features // length if length and in_features % length == 0 else 1
         works = ", ".join(str(n) for n in range(1, 65) if blocks % n == 0)
         raise PatternError(
@@ -227,17 +224,30 @@ class SlideSparseScheme(CompressedTensorsScheme):
         return UNABLE
 
     def _loaded(self, layer: torch.nn.Module) -> Tensor:
-        """Return the loaded weight; a random one, of dummy loading, is pruned first."""
+        """Return the loaded weight [N, K], unslid; a random one, of dummy loading, is pruned first."""
         weight, pattern = layer.weight.data, self.patterns[0]
+        if self.slided:
+            weight = weight[:, : self._unslid.k] if self.dummy else self._unslided(weight)
         if not self.dummy or len(self.patterns) > 1:
             return weight
         if isinstance(pattern, MixedPattern) and self.config.resolution.path == SPARSE and pattern.share:
             return prune(weight, pattern)
-        target, phase = (TWO_FOUR, 0) if self.slided else self._slides()
+        target, phase = self._slides()
         return prune(weight, target, phase=phase) if target else weight
 
+    def _unslided(self, slided: Tensor) -> Tensor:
+        """Undo `slide`.  Raises PatternError for [N, K'] that is not the slided form of any weight."""
+        pattern = self.patterns[0]
+        assert isinstance(pattern, SlidePattern)
+        weight = unslide(slided, pattern, self._unslid.k)
+        if not torch.equal(bits(slide(weight, pattern, layer=self.name)), bits(slided)):
+            raise PatternError(
+                f"{self.name}: its rows are not the slided form of any weight at {pattern}; {AGAIN}"
+            )
+        return weight
+
     def _packed(self, weight: Tensor) -> Tensor | None:
-        """Pack the loaded weight, [N, K] or [N, K'], for the backend; None if vLLM's scheme serves the layer."""
+        """Pack the loaded weight [N, K] for the backend; None if vLLM's scheme serves the layer."""
         gemm.require(self.backend.name, weight.device)
         require_numbers(self.name, weight)
         release_unused(weight)
@@ -248,7 +258,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         if self.dense_because:
             return None
         try:
-            packed = self.backend.pack(*self._source(weight))
+            packed = self.backend.pack(weight, *self._slides())
         except PatternError as error:
             problem = f"{self.name}: {str(error).removeprefix('weight: ')}"
             if self.entry:
@@ -259,21 +269,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
                     "these weights"
                 ) from None
             return None
-        if self.slided and not self.dummy and not is_slided(weight, self._layout()):
-            raise PatternError(
-                f"{self.name}: a weight stands in two windows of {found}, or outside of the layer; the "
-                "checkpoint is damaged, convert the original one again"
-            )
         return packed
-
-    def _source(self, weight: Tensor) -> tuple[Tensor, SlidePattern | None, int]:
-        """Return the weight that the backend packs, its pattern and phase: slid, if the backend stores windows."""
-        pattern, phase = self._slides()
-        if not self.slided:
-            return weight, pattern, phase
-        if pattern is None or stores_windows(pattern, self.backend.coded):
-            return weight, TWO_FOUR, 0
-        return unslide(weight, pattern, self._unslid.k, phase), pattern, phase
 
     def _serve(self, layer: torch.nn.Module, packed: Tensor) -> None:
         """Replace the loaded weight by the packed one."""

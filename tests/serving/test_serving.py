@@ -133,7 +133,7 @@ def stored_sparse(dense: Path, out: Path, form: str) -> str:
 
 def test_cublaslt_path_tokens_equal_stock(engines: Engines, store: Path) -> None:
     expected = stock(engines, checkpoint(store, QWEN, "6:8"))
-    for layout in ("dense", "packed"):
+    for layout in ("dense", "slided", "packed"):
         model = checkpoint(store, QWEN, "6:8", layout)
         answer = engines.serve(model, env={"USE_CUBLASLT": "1"})
         assert answer.summary.startswith("dense: 8 layers on the cuBLASLt path (dense)")

@@ -19,11 +19,8 @@ from slidesparse import gemm
 from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata
 from slidesparse.flags import Flags
 from slidesparse.gemm import BackendError
-from slidesparse.gemm.problem import TWO_FOUR, Layer
 from slidesparse.pattern import SlidePattern
-from slidesparse.prune import prune
 from slidesparse.resolve import ResolveError, require_invariance, resolve
-from slidesparse.slide import slide
 
 pytestmark = pytest.mark.vllm
 
@@ -92,31 +89,6 @@ def test_another_scheme_of_vllm_is_refused(
         scheme_of(config(layout))
     if not flags:
         assert scheme_of(config(layout), "model.layers.1.mlp.down_proj") == "CompressedTensorsW8A16Fp8"
-
-
-@pytest.mark.parametrize(
-    ("backend", "ratio", "unslid"),
-    [
-        ("hopper", "6:8", True),
-        ("hopper", "14:16", True),
-        ("hopper", "4:6", False),
-        ("cusparselt", "6:8", False),
-    ],
-)
-def test_weights_are_unslid_for_backends_without_windows(backend: str, ratio: str, unslid: bool) -> None:
-    from slidesparse.vllm_patch.scheme import SlideSparseScheme
-
-    pattern = SlidePattern.parse(ratio)
-    weight = prune(torch.randn(16, 48, generator=torch.Generator().manual_seed(0)) * 40, pattern).char()
-    layer: Any = object.__new__(SlideSparseScheme)
-    layer.patterns, layer.slided, layer.backend = [pattern], True, gemm.get(backend)
-    layer.config = SimpleNamespace(resolution=SimpleNamespace(path=gemm.SPARSE))
-    layer._first_column, layer._unslid = 96, Layer.of(16, 48, None, 0, torch.int8, 128)
-    slided = slide(weight, pattern)
-    assert slided.shape[1] == layer._layout().slided
-    source, found, phase = layer._source(slided)
-    assert (found, phase) == ((pattern, 0) if unslid else (TWO_FOUR, 0))
-    assert torch.equal(source, weight if unslid else slided)
 
 
 @pytest.mark.usefixtures("ampere")
