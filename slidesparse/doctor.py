@@ -429,7 +429,7 @@ def _pattern(
             ratios.append(next((p.ratio for p in metadata.experts if obeys(rows, p)), DENSE_WEIGHT))
         elif entry and metadata:
             try:
-                restore(rows, metadata, name)
+                restore(rows, entry, metadata.layout, name)
             except DamagedError as error:
                 raise NotServedError(
                     f"{name}: row {error.violation.row} breaks {entry.pattern}, to which the metadata say that it was "

@@ -15,6 +15,8 @@ from torch import Tensor
 from vllm.model_executor.parameter import BasevLLMParameter
 
 from slidesparse.bitmask import decompress
+from slidesparse.checkpoint.converted import restore
+from slidesparse.checkpoint.metadata import LayerEntry
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.quantize import FP8
 
@@ -28,15 +30,30 @@ class LoadCheck:
 
     Args:
         name: the layer's name.
-        columns: the columns of each stored weight before it is cut into tensor-parallel shards: K, or K' if slided.
+        in_features: K, before weights are cut into tensor-parallel shards.
         parts: the number of parts of the layer, such as q, k and v; a checkpoint may also hold them as one tensor.
         remedy: what to do about a weight of another number of columns.
         strict: False to check nothing, where stock vLLM would serve the layer if we did not.
+        slided: the entry of a layer whose weight is stored slided; vLLM's loader gets it restored to [N, K].
     """
 
-    def __init__(self, name: str, columns: int, parts: int, remedy: str = AGAIN, strict: bool = True) -> None:
-        self._name, self._columns, self._parts, self._remedy = name, columns, parts, remedy
-        self._strict = strict
+    def __init__(
+        self,
+        name: str,
+        in_features: int,
+        parts: int,
+        remedy: str = AGAIN,
+        strict: bool = True,
+        slided: LayerEntry | None = None,
+    ) -> None:
+        self._name, self._parts, self._remedy, self._strict, self._slided = (
+            name,
+            parts,
+            remedy,
+            strict,
+            slided,
+        )
+        self._columns = slided.columns("slided") if slided else in_features  # of the stored weight
         self._loaded: dict[str, set[object]] = {"weight": set(), "weight_scale": set(), "bias": set()}
         self._packed = False
         self._watched: dict[str, Loader] = {}
@@ -55,6 +72,9 @@ class LoadCheck:
         @functools.wraps(loader)
         def check_and_load(parameter: Any, tensor: Tensor, *part: Any, **kwargs: Any) -> None:
             self._check(kind, parameter, tensor)
+            counts = tensor.is_meta or not parameter.is_meta  # vLLM first counts what a reload brings
+            if kind == "weight" and self._slided:
+                tensor = self._unslided(tensor, parameter, self._slided)
             key = next(iter((*part, *kwargs.values())), None)
             if kind == "weight" and key in self._loaded[kind]:
                 packed = f"packed and as it is; {AGAIN}"
@@ -69,7 +89,7 @@ class LoadCheck:
                     f"{self._name}: the checkpoint's {kind} of shape {list(tensor.shape)} does not fit the layer "
                     f"({str(error) or 'another shape is expected'}); {AGAIN}"
                 ) from error
-            if tensor.is_meta or not parameter.is_meta:  # vLLM first counts what a reload brings
+            if counts:
                 self._loaded[kind].add(key)
 
         self._watched[kind] = check_and_load
@@ -89,6 +109,12 @@ class LoadCheck:
                 )
         elif not tensor.is_meta and not bool(torch.isfinite(tensor.float()).all()):
             raise CheckpointError(f"{self._name}: {kind} holds NaN or Inf; {AGAIN}")
+
+    def _unslided(self, slided: Tensor, parameter: Tensor, entry: LayerEntry) -> Tensor:
+        """Return the weight [N, K] on the parameter's device; one of either on the device meta has no values."""
+        if slided.is_meta or parameter.is_meta:
+            return slided.new_empty(len(slided), entry.in_features, device="meta")
+        return restore(slided.to(parameter.device), entry, "slided", self._name)
 
     def require_all(self, layer: torch.nn.Module) -> None:
         """Raise CheckpointError, which names the missing tensors, unless all were loaded; then reset for a reload.

@@ -15,7 +15,6 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsW8A8Fp8,
     CompressedTensorsW8A8Int8,
 )
-from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.platforms import current_platform
 
 from slidesparse import gemm, ops, profiling
@@ -27,7 +26,7 @@ from slidesparse.gemm.problem import NAMES, Layer
 from slidesparse.pattern import MixedPattern, Pattern, PatternError, SlidePattern
 from slidesparse.prune import prune
 from slidesparse.resolve import BREAKS, NOT_PRUNED, left_to_vllm, require_invariance, warn_left
-from slidesparse.slide import bits, obeys, slide, unslide
+from slidesparse.slide import obeys
 
 if TYPE_CHECKING:
     from slidesparse.vllm_patch.config import SlideSparseConfig
@@ -70,7 +69,6 @@ class SlideSparseScheme(CompressedTensorsScheme):
         self.unasked = not (config.resolution.asked or config.metadata)
         # once the weights are loaded, one; `slidesparse convert` prunes no lm_head, whatever random weights obey
         self.patterns = [NOT_PRUNED] if is_head and config.metadata else config.patterns(entry)
-        self.slided = config.resolution.layout == "slided" and entry is not None
         self.backend = gemm.get(config.resolution.backend)
         # Once the weights are loaded, one of these is set: why vLLM's own scheme serves the layer, or what our
         # operators run.
@@ -84,7 +82,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
         return 80
 
     def create_weights(self, layer: torch.nn.Module, **kwargs: Any) -> None:
-        """Let vLLM's scheme create the parameters; slided checkpoints hold K' columns instead of K."""
+        """Let vLLM's scheme create the parameters, whose loaders are watched."""
         self.dummy = compat.loads_dummy_weights()
         dtype, shard, in_features = (
             kwargs[key] for key in ("params_dtype", "input_size_per_partition", "input_size")
@@ -96,10 +94,11 @@ class SlideSparseScheme(CompressedTensorsScheme):
             )
         self.in_features = in_features  # K, before sharding
         layout = self.config.resolution.layout
-        columns = self.entry.columns(layout) if self.entry else in_features
+        slided = self.entry if layout == "slided" else None
         remedy = UNLISTED if layout == "slided" and not self.entry else AGAIN
         strict = not self.unasked or layout != "dense"
-        self.load_check = LoadCheck(self.name, columns, len(kwargs["output_partition_sizes"]), remedy, strict)
+        parts = len(kwargs["output_partition_sizes"])
+        self.load_check = LoadCheck(self.name, in_features, parts, remedy, strict, slided)
         self.inner.create_weights(layer=layer, **kwargs)
         for kind in ("weight", "weight_scale"):
             parameter = getattr(layer, kind)
@@ -123,16 +122,6 @@ class SlideSparseScheme(CompressedTensorsScheme):
         rank = getattr(layer, "tp_rank", 0) if shard != in_features else 0
         self._first_column = rank * shard
         self._unslid = self.backend.layer(weight.shape[0], shard, None, 0, weight.dtype)
-        if self.slided:
-            pattern = self._require_whole_blocks(shard, in_features)
-            columns = pattern.layout(shard).slided
-            slided = torch.empty(weight.shape[0], columns, dtype=weight.dtype, device=weight.device)
-            layer.register_parameter(
-                "weight",
-                ModelWeightParameter(
-                    data=slided, input_dim=1, output_dim=0, weight_loader=weight.weight_loader
-                ),
-            )
 
     def _slides(self, pattern: Pattern | None = None) -> tuple[SlidePattern | None, int]:
         """Return what the weight is `slid` for at ``pattern``, by default the sparsest one."""
@@ -143,8 +132,7 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
         Pooling models may have a head in float32.
         """
-        other = dtype != compat.current_config().model_config.dtype
-        return other and dtype not in self.backend.outputs and not self.slided
+        return dtype != compat.current_config().model_config.dtype and dtype not in self.backend.outputs
 
     def _require_able(self, weight: Tensor, dtype: torch.dtype) -> None:
         """Raise BackendError or CheckpointError for settings that we cannot serve, before the weights are read."""
@@ -166,24 +154,6 @@ class SlideSparseScheme(CompressedTensorsScheme):
                 f"backend {self.backend.name} keeps GEMM plans for one thread, but vLLM's dual batch overlap runs each "
                 "step in new ones: leave out --enable-dbo, or set DISABLE_SLIDESPARSE=1"
             )
-
-    def _require_whole_blocks(self, shard: int, in_features: int) -> SlidePattern:
-        """Return the pattern of a slided weight, whose blocks begin with each tensor-parallel shard.
-
-        Raises PatternError, with the possible numbers of shards, where rows would be cut within a block.
-        """
-        pattern = self.patterns[0]
-        assert isinstance(pattern, SlidePattern)
-        length = pattern.length
-        if shard == in_features or (length and in_features % length == 0 and shard % length == 0):
-            return pattern
-        blocks = in_features // length if length and in_features % length == 0 else 1
-        works = ", ".join(str(n) for n in range(1, 65) if blocks % n == 0)
-        raise PatternError(
-            f"{self.name}: the slided layout of {in_features} in-features at {pattern} cannot be cut into "
-            f"{in_features // shard} tensor-parallel shards of whole blocks; tensor-parallel sizes that work: {works}. "
-            "The dense layout works at any size: slidesparse convert SRC OUT --layout dense"
-        )
 
     def require_loaded(self, layer: torch.nn.Module) -> None:
         """Raise CheckpointError unless all tensors were loaded, and none into a weight that is not this layer's."""
@@ -224,27 +194,14 @@ class SlideSparseScheme(CompressedTensorsScheme):
         return UNABLE
 
     def _loaded(self, layer: torch.nn.Module) -> Tensor:
-        """Return the loaded weight [N, K], unslid; a random one, of dummy loading, is pruned first."""
+        """Return the loaded weight; a random one, of dummy loading, is pruned first."""
         weight, pattern = layer.weight.data, self.patterns[0]
-        if self.slided:
-            weight = weight[:, : self._unslid.k] if self.dummy else self._unslided(weight)
         if not self.dummy or len(self.patterns) > 1:
             return weight
         if isinstance(pattern, MixedPattern) and self.config.resolution.path == SPARSE and pattern.share:
             return prune(weight, pattern)
         target, phase = self._slides()
         return prune(weight, target, phase=phase) if target else weight
-
-    def _unslided(self, slided: Tensor) -> Tensor:
-        """Undo `slide`.  Raises PatternError for [N, K'] that is not the slided form of any weight."""
-        pattern = self.patterns[0]
-        assert isinstance(pattern, SlidePattern)
-        weight = unslide(slided, pattern, self._unslid.k)
-        if not torch.equal(bits(slide(weight, pattern, layer=self.name)), bits(slided)):
-            raise PatternError(
-                f"{self.name}: its rows are not the slided form of any weight at {pattern}; {AGAIN}"
-            )
-        return weight
 
     def _packed(self, weight: Tensor) -> Tensor | None:
         """Pack the loaded weight [N, K] for the backend; None if vLLM's scheme serves the layer."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slidesparse.checkpoint.bitnet import as_int8
-from slidesparse.checkpoint.metadata import KEY, Metadata
+from slidesparse.checkpoint.metadata import KEY, LayerEntry, Metadata
 from slidesparse.checkpoint.names import BIAS, SCALE, WEIGHT
 from slidesparse.checkpoint.skeleton import require_few_layers
 from slidesparse.checkpoint.storage import INDEX, SUFFIX, Checkpoint, CheckpointError
@@ -95,28 +95,27 @@ def _require_columns(checkpoint: Checkpoint, metadata: Metadata, layer: str) -> 
         )
 
 
-def restore(values: Tensor, metadata: Metadata, layer: str, first_row: int = 0) -> Tensor:
-    """Restore stored rows of ``layer``, [rows, K] or [rows, K'] starting at ``first_row``, to [rows, K].
+def restore(values: Tensor, entry: LayerEntry, layout: str, layer: str, first_row: int = 0) -> Tensor:
+    """Restore stored rows of a pruned ``layer``, [rows, K] or slided, from ``first_row`` on, to [rows, K].
 
     Raises DamagedError with layer, row, block and count if they break the layer's pattern, or if slided rows are not
     the result of `slide` for any weight.  Rows of a mixed weight are not checked.
     """
-    entry = metadata.layers[layer]
-    if isinstance(entry.pattern, MixedPattern):
+    pattern = entry.pattern
+    if isinstance(pattern, MixedPattern):
         return values
-    slided = metadata.layout == "slided"
-    dense = unslide(values, entry.pattern, entry.in_features) if slided else values
-    violation = violations(dense, entry.pattern)
+    dense = unslide(values, pattern, entry.in_features) if layout == "slided" else values
+    violation = violations(dense, pattern)
     if violation:
         violation = violation._replace(row=first_row + violation.row)
-        raise DamagedError(violation_message(layer, violation, entry.pattern), violation)
-    if slided:
-        different = (bits(slide(dense, entry.pattern)) != bits(values)).any(-1)
+        raise DamagedError(violation_message(layer, violation, pattern), violation)
+    if layout == "slided":
+        different = (bits(slide(dense, pattern)) != bits(values)).any(-1)
         if bool(different.any()):
             row = first_row + int(different.nonzero()[0])
             message = (
-                f"{layer}: row {row} is not the slided form of any weight at {entry.pattern}; the "
-                "checkpoint is damaged, convert the original one again"
+                f"{layer}: row {row} is not the slided form of any weight at {pattern}; the checkpoint is damaged, "
+                "convert the original one again"
             )
             raise DamagedError(message, Violation(int(different.sum()), row, 0, 0))
     return dense

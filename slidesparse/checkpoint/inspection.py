@@ -106,7 +106,7 @@ def _inspect_layer(
 
     def read(rows: slice) -> Tensor:
         values = reader.rows(spec.name, rows)
-        return restore(values, metadata, name, rows.start) if metadata and entry else values
+        return restore(values, entry, metadata.layout, name, rows.start) if metadata and entry else values
 
     for rows in spec.chunks(STRIP if mixed else 1) if entry else ():
         try:

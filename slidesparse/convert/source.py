@@ -311,7 +311,8 @@ class Converted(Quantized):
         return self._converted.layers[layer].in_features
 
     def codes(self, reader: Reader, layer: str, rows: slice, prune: Prune) -> tuple[Tensor, Tensor | None]:
-        return restore(reader.rows(layer + WEIGHT, rows), self._converted, layer, rows.start), None
+        entry, layout = self._converted.layers[layer], self._converted.layout
+        return restore(reader.rows(layer + WEIGHT, rows), entry, layout, layer, rows.start), None
 
     def config(self, layers: Collection[str], ignored: Collection[str]) -> dict[str, Any]:
         return dict(self._block)

@@ -499,8 +499,8 @@ def _check_chunk(plan: ConversionPlan, reader: Reader, output: Output, rows: sli
             "symmetric; only symmetric ones are supported: start from the original checkpoint, or fetch the config "
             "again"
         )
-    if plan.source.metadata and output.layer:
-        restore(values, plan.source.metadata, output.layer, rows.start)
+    if output.layer and (metadata := plan.source.metadata):
+        restore(values, metadata.layers[output.layer], metadata.layout, output.layer, rows.start)
     return values
 
 

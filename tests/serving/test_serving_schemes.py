@@ -237,12 +237,11 @@ def test_head_of_another_dtype_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch) 
 
     layer_scheme, model = object.__new__(SlideSparseScheme), SimpleNamespace()
     monkeypatch.setattr(compat, "current_config", lambda: SimpleNamespace(model_config=model))
-    for backend, dtype, model.dtype, layer_scheme.slided, is_other_head in (
-        ("hopper", torch.float32, torch.bfloat16, False, True),
-        ("hopper", torch.float32, torch.bfloat16, True, False),  # vLLM's own kernels could not read it
-        ("hopper", torch.float32, torch.float32, False, False),  # the whole model: an error
-        ("hopper", torch.bfloat16, torch.bfloat16, False, False),
-        ("cusparselt", torch.float32, torch.bfloat16, False, False),  # which writes it
+    for backend, dtype, model.dtype, is_other_head in (
+        ("hopper", torch.float32, torch.bfloat16, True),
+        ("hopper", torch.float32, torch.float32, False),  # the whole model: an error
+        ("hopper", torch.bfloat16, torch.bfloat16, False),
+        ("cusparselt", torch.float32, torch.bfloat16, False),  # which writes it
     ):
         layer_scheme.backend = gemm.get(backend)
         assert layer_scheme._is_other_head(dtype) is is_other_head
