@@ -10,14 +10,12 @@ the columns, so that tensor-parallel shards of either kind have it, too::
 
 from __future__ import annotations
 
-import math
 from fractions import Fraction
 
 import torch
 from torch import Tensor
 
-from slidesparse import slide
-from slidesparse.pattern import HARDWARE_LENGTH, HARDWARE_NONZEROS, MixedPattern, Pattern
+from slidesparse.pattern import HARDWARE_LENGTH, HARDWARE_NONZEROS
 from slidesparse.slide import nonzero
 
 STRIP = 64  # out-features of a block
@@ -46,18 +44,6 @@ def dense_blocks(weight: Tensor) -> Tensor:
         counts = groups.sum(-1, dtype=torch.uint8)
         dense.append((counts > HARDWARE_NONZEROS).any(3).any(1))
     return torch.cat(dense) if dense else weight.new_zeros(0, blocks_of(k), dtype=torch.bool)
-
-
-def missing(dense: Tensor, pattern: MixedPattern) -> int:
-    """Return how many more blocks must be 2:4 for the share of ``pattern``; ``dense`` is from `dense_blocks`."""
-    return max(0, math.ceil(pattern.share * dense.numel()) - int((~dense).sum()))
-
-
-def obeys(w: Tensor, pattern: Pattern) -> bool:
-    """Return whether ``w`` [N, K] obeys a pattern of either kind."""
-    if isinstance(pattern, MixedPattern):
-        return missing(dense_blocks(w), pattern) == 0
-    return slide.obeys(w, pattern)
 
 
 def choose_blocks(strips: int, blocks: int, share: Fraction) -> Tensor:

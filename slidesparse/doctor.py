@@ -404,13 +404,12 @@ def _pattern(
 
     Raises NotServedError if they break the pattern that the metadata list.
     """
-    from slidesparse.blocks import obeys
     from slidesparse.checkpoint.converted import DamagedError, restore
     from slidesparse.checkpoint.names import is_expert
     from slidesparse.pattern import DENSE_WEIGHT, SlidePattern
     from slidesparse.resolve import BREAKS, NOT_PRUNED, left_to_vllm
     from slidesparse.serving import NotServedError
-    from slidesparse.slide import violations
+    from slidesparse.slide import obeys, violations
 
     assert serving.resolution is not None
     # of all its weights, as the server has compared their patterns

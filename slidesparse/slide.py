@@ -26,6 +26,7 @@ from slidesparse.pattern import (
     HARDWARE_LENGTH,
     STRIDE,
     ZEROS,
+    Pattern,
     PatternError,
     SlideLayout,
     SlidePattern,
@@ -68,12 +69,9 @@ def blocks_of(w: Tensor, layout: SlideLayout) -> Tensor:
     return w.reshape(w.shape[0], layout.blocks, layout.length)
 
 
-def row_chunks(rows: int, columns: int, unit: int = 1) -> Iterator[slice]:
-    """Yield slices over ``rows`` of about CHUNK_ELEMENTS elements each, which bounds temporary memory.
-
-    Each but the last has a multiple of ``unit`` rows.
-    """
-    step = max(unit, CHUNK_ELEMENTS // max(1, columns) // unit * unit)
+def row_chunks(rows: int, columns: int) -> Iterator[slice]:
+    """Yield slices over ``rows`` of about CHUNK_ELEMENTS elements each, which bounds temporary memory."""
+    step = max(1, CHUNK_ELEMENTS // max(1, columns))
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
@@ -96,9 +94,11 @@ def violations(w: Tensor, pattern: SlidePattern, phase: int = 0) -> Violation | 
     return first
 
 
-def obeys(w: Tensor, pattern: SlidePattern | None, phase: int = 0) -> bool:
-    """Return whether ``w`` [N, K] has at most L-2 non-zeros in each block; any weight obeys None."""
-    return pattern is None or not (violations(w[:ROWS], pattern, phase) or violations(w, pattern, phase))
+def obeys(w: Tensor, pattern: Pattern | None, phase: int = 0) -> bool:
+    """Return whether ``w`` [N, K] has at most L-2 non-zeros in each block; any weight obeys another pattern."""
+    return not isinstance(pattern, SlidePattern) or not (
+        violations(w[:ROWS], pattern, phase) or violations(w, pattern, phase)
+    )
 
 
 def violation_message(layer: str, violation: Violation, pattern: SlidePattern, phase: int = 0) -> str:

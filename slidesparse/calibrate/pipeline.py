@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slidesparse.blocks import obeys
 from slidesparse.calibrate.experts import expert_hessians
 from slidesparse.calibrate.finetune import Finetuned, finetune
 from slidesparse.calibrate.graphs import recordings
@@ -35,6 +34,7 @@ from slidesparse.errors import CalibrationError
 from slidesparse.progress import Progress
 from slidesparse.prune import prune
 from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
+from slidesparse.slide import obeys
 
 METHOD, SWEEPS = "sparsegpt", 4  # and passes that refine a layer afterwards
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}

@@ -8,17 +8,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from slidesparse.blocks import STRIP, dense_blocks, missing
 from slidesparse.checkpoint.converted import DamagedError, natural, open_checkpoint, restore
 from slidesparse.checkpoint.metadata import Metadata, sparsity_of
 from slidesparse.checkpoint.names import SCALE, WEIGHT, is_expert, layer_names
 from slidesparse.checkpoint.output import workers
 from slidesparse.checkpoint.skeleton import Skeleton
 from slidesparse.checkpoint.storage import Checkpoint, Reader, TensorSpec
-from slidesparse.pattern import MixedPattern, Pattern, SlidePattern
+from slidesparse.pattern import Pattern, SlidePattern
 from slidesparse.slide import obeys
 
 RATIOS = ("2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16")  # sparsest first
@@ -36,7 +34,7 @@ class LayerReport:
     dtype: str
     pattern: str | None  # as the checkpoint's metadata claim
     satisfies: str | None  # the sparsest pattern from 2:4 to 14:16 that the weights obey
-    violations: int  # blocks that break the pattern, rows that cannot be unslid, or missing 2:4 blocks
+    violations: int  # blocks that break the pattern, or rows that cannot be unslid
     first_violation: str | None
     bytes: int  # weight and scale
     expansion: float | None  # K' / K at the claimed pattern, or else at the satisfied one
@@ -101,23 +99,18 @@ def _inspect_layer(
 ) -> LayerReport:
     spec = checkpoint.tensors[name + WEIGHT].spec
     entry = metadata.layers.get(name) if metadata else None
-    mixed = entry.pattern if entry and isinstance(entry.pattern, MixedPattern) else None
-    broken, first, dense = 0, None, []
+    broken, first = 0, None
 
     def read(rows: slice) -> Tensor:
         values = reader.rows(spec.name, rows)
         return restore(values, entry, metadata.layout, name, rows.start) if metadata and entry else values
 
-    for rows in spec.chunks(STRIP if mixed else 1) if entry else ():
+    for rows in spec.chunks() if entry else ():
         try:
-            values = read(rows)
+            read(rows)
         except DamagedError as error:
             broken, first = broken + error.violation.total, first or str(error)
-        else:
-            dense += [dense_blocks(values)] if mixed else []
     satisfied = None if broken else _sparsest(spec, read, entry.pattern if entry else None)
-    if mixed and (broken := missing(torch.cat(dense), mixed)):
-        first = f"{name}: {broken} blocks more must be 2:4; convert the original model again"
     in_features = entry.in_features if entry else spec.columns
     shown = entry.pattern if entry else satisfied
     slided = shown.layout(in_features).slided if isinstance(shown, SlidePattern) else in_features

@@ -116,9 +116,9 @@ class TensorSpec(NamedTuple):
         """The bytes of the whole tensor."""
         return self.rows * self.row_bytes
 
-    def chunks(self, unit: int = 1) -> Iterator[slice]:
+    def chunks(self) -> Iterator[slice]:
         """Yield the rows of chunks, see `row_chunks`, which depend on the shape alone."""
-        return row_chunks(self.rows, self.columns, unit)
+        return row_chunks(self.rows, self.columns)
 
 
 class StoredTensor(NamedTuple):

@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slidesparse.blocks import obeys
 from slidesparse.calibrate.distill import Distilled, distill, require_memory
 from slidesparse.calibrate.distill import disk_bytes as distillation_bytes
 from slidesparse.calibrate.learning import LOSSES, find_rotation
@@ -88,7 +87,7 @@ from slidesparse.progress import Progress, no_progress
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8
 from slidesparse.serving import Skeletons
-from slidesparse.slide import require_pattern, slide
+from slidesparse.slide import obeys, require_pattern, slide
 
 ROTATED = "the residual stream and the values of each attention head, folded into the weights"
 _CODE = (".py", ".pkl", ".bin", ".pt", ".pth", ".so", ".sh")  # never copied, whatever the name
