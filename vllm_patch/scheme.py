@@ -121,7 +121,6 @@ class SlideSparseScheme(CompressedTensorsScheme):
         compat.forget_input_quant_key(layer)
         rank = getattr(layer, "tp_rank", 0) if shard != in_features else 0
         self._first_column = rank * shard
-        self._unslid = self.backend.layer(weight.shape[0], shard, None, 0, weight.dtype)
 
     def _slides(self, pattern: Pattern | None = None) -> tuple[SlidePattern | None, int]:
         """Return what the weight is `slid` for at ``pattern``, by default the sparsest one."""
@@ -230,11 +229,12 @@ class SlideSparseScheme(CompressedTensorsScheme):
 
     def _serve(self, layer: torch.nn.Module, packed: Tensor) -> None:
         """Replace the loaded weight by the packed one."""
+        weight = layer.weight
+        self.layer = self.backend.layer(*weight.shape, *self._slides(), weight.dtype)
         layer.weight = torch.nn.Parameter(packed, requires_grad=False)
         setattr(layer.weight, PACKED, True)
         layer.weight_scale = torch.nn.Parameter(self._channel_scale(layer), requires_grad=False)
         layer.input_scale = None
-        self.layer = self.backend.layer(self._unslid.n, self._unslid.k, *self._slides(), self._unslid.dtype)
 
     def _channel_scale(self, layer: torch.nn.Module) -> Tensor:
         """Return scales [N, 1] float32; a per-tensor scale is repeated for the rows of its part of a fused layer."""
