@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from slidesparse.versions import VLLM_ON_GPUS
 
 FAILED, USAGE, ENVIRONMENT, INTERRUPTED = 1, 2, 3, 130
+LOGGER = "vllm.slidesparse"  # below vLLM's, so that its handlers and its level hold in a server
 MAX_NAMES = 3  # names listed in a message or a line of a summary
 
 INSTALL_CUDA = f"pip install vllm=={VLLM_ON_GPUS[-1]}"

@@ -26,7 +26,7 @@ from slidesparse.checkpoint.metadata import (
     Metadata,
     sparsity_of,
 )
-from slidesparse.errors import SlideSparseError
+from slidesparse.errors import LOGGER, SlideSparseError
 from slidesparse.flags import BACKEND, FUSE, SPARSITY, Flags
 from slidesparse.gemm import DENSE, SPARSE
 from slidesparse.pattern import DENSE_WEIGHT, MixedPattern, Pattern, SlidePattern, parse_pattern
@@ -49,7 +49,7 @@ FASTER_UNPRUNED = (9, 0)
 
 Capability = tuple[int, int] | None  # compute capability of a GPU
 
-_logger = logging.getLogger("slidesparse")
+_logger = logging.getLogger(LOGGER)
 
 
 class ResolveError(SlideSparseError, ValueError):

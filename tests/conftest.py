@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import shutil
 import subprocess
@@ -77,6 +78,12 @@ def warm(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Non
         process = request.getfixturevalue("skeletons")
         monkeypatch.setattr(Skeletons, "__enter__", lambda _: process)
         monkeypatch.setattr(Skeletons, "__exit__", lambda *_: None)
+
+
+@pytest.fixture(autouse=True)
+def logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `caplog` see what is logged below vLLM's logger, which is the root's once vLLM is imported."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
 
 
 @pytest.fixture(autouse=True)

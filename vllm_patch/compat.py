@@ -8,10 +8,10 @@ from functools import cache
 from typing import Any
 
 from slidesparse import versions
-from slidesparse.errors import EnvironmentFault
+from slidesparse.errors import LOGGER, EnvironmentFault
 from slidesparse.flags import DISABLE
 
-logger = logging.getLogger("vllm.slidesparse")
+logger = logging.getLogger(LOGGER)
 
 OF_DRAFTS = "draft_model."  # begins the names of a draft model's layers
 

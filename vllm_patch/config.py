@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -16,7 +15,6 @@ from slidesparse.vllm_patch.scheme import W8A8, SlideSparseScheme, conclude
 from slidesparse.vllm_patch.summary import LayerSummary
 from torch.nn.modules.module import register_module_module_registration_hook
 from vllm.config import get_current_vllm_config_or_none
-from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization import register_quantization_config
@@ -49,8 +47,6 @@ from slidesparse.resolve import (
     unread_storage,
 )
 from slidesparse.versions import VLLM_TESTED_TEXT
-
-logger = init_logger("vllm.slidesparse")
 
 WEIGHT_ONLY = "CompressedTensorsW8A16Fp8"
 HEADS = {"total_num_heads": "num_attention_heads", "total_num_kv_heads": "num_key_value_heads"}
@@ -101,7 +97,6 @@ class SlideSparseConfig(CompressedTensorsConfig):
         vLLM calls this in the front-end process when it reads the config of a model or of a draft model; only workers
         parse the latter.
         """
-        log_as_vllm_does()
         config = hf_quant_cfg or {}
         resolution = claim(config, user_quant, _machine)
         unknown = flags.unknown_names()
@@ -449,15 +444,3 @@ def _key(config: dict[str, Any], resolution: Resolution) -> str:
 
 # the only call that such layers make: of torch's, in every process that builds a model
 register_module_module_registration_hook(_refuse_unasked)
-
-
-def log_as_vllm_does() -> None:
-    """Send the whole package's log to vLLM's handlers, once, unless the user has configured handlers for it."""
-    package, vllm = logging.getLogger("slidesparse"), logging.getLogger("vllm")
-    if package.handlers:
-        return
-    for handler in vllm.handlers:
-        package.addHandler(handler)
-    package.propagate = vllm.propagate
-    if package.level == logging.NOTSET:
-        package.setLevel(vllm.level)

@@ -39,9 +39,10 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from slidesparse import __version__, ops
+from slidesparse.errors import LOGGER
 from slidesparse.resolve import Resolution
 
-logger = init_logger("vllm.slidesparse")
+logger = init_logger(LOGGER)
 
 PASS_KEY = "post_grad_custom_post_pass"  # option of torch._inductor.config
 ADDITIONAL = "slidesparse"  # key in vLLM's additional_config

@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 from slidesparse import gemm, ops, profiling
 from slidesparse.checkpoint.metadata import LayerEntry
 from slidesparse.checkpoint.storage import CheckpointError
-from slidesparse.errors import SlideSparseError
+from slidesparse.errors import LOGGER, SlideSparseError
 from slidesparse.gemm import SPARSE
 from slidesparse.gemm.problem import NAMES, Layer
 from slidesparse.pattern import MixedPattern, Pattern, PatternError, SlidePattern
@@ -31,7 +31,7 @@ from slidesparse.slide import obeys
 if TYPE_CHECKING:
     from slidesparse.vllm_patch.config import SlideSparseConfig
 
-logger = init_logger("vllm.slidesparse")
+logger = init_logger(LOGGER)
 
 W8A8 = (CompressedTensorsW8A8Int8, CompressedTensorsW8A8Fp8)  # the schemes that ours may wrap
 OVERSIZED = 20 << 20  # bytes of a block of GPU memory that torch does not split while vLLM loads a model

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from slidesparse.build import find
 from slidesparse.build.find import ToolchainError
+from slidesparse.errors import LOGGER
 from slidesparse.files import SHARED, locked, own_folder, sync, write_atomically
 
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
@@ -37,7 +38,7 @@ NVCC_LINK_FLAGS = ("-shared", "-cudart=static")
 COMPILE_SECONDS = 900  # time limit of one compiler run
 REMEDY = f"$CXX chooses another C++ compiler, {find.NVCC} another nvcc"
 
-_logger = logging.getLogger("slidesparse")
+_logger = logging.getLogger(LOGGER)
 
 
 @dataclass(frozen=True)

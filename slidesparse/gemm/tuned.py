@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slidesparse.build.compile import cache_folder, make_folder
-from slidesparse.errors import EnvironmentFault, shown
+from slidesparse.errors import LOGGER, EnvironmentFault, shown
 from slidesparse.files import locked, write_atomically
 from slidesparse.gemm.problem import ALL_2_4, Problem
 
@@ -39,7 +39,7 @@ MIN_SHARE, SMALL_M = 1 / 8, 64
 CACHE_VARIABLE = "SLIDESPARSE_CACHE"  # environment variable: the folder, instead of ~/.cache/slidesparse
 SHIPPED_TABLES = Path(__file__).parent.parent / "tuned_tables"
 
-_logger = logging.getLogger("slidesparse")
+_logger = logging.getLogger(LOGGER)
 
 
 class TableError(EnvironmentFault, RuntimeError):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
-from logging.handlers import BufferingHandler
 from types import SimpleNamespace
 
 import pytest
@@ -16,18 +14,6 @@ from slidesparse import versions
 from slidesparse.versions import VLLM_ON_CPUS, VLLM_ON_GPUS, judge
 
 pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture(autouse=True)
-def slidesparse_logger() -> Iterator[logging.Logger]:
-    """Reset the package's logger to a state without the plugin, and restore it afterwards."""
-    logger = logging.getLogger("slidesparse")
-    state = logger.handlers, logger.propagate, logger.level
-    logger.handlers, logger.propagate = [], True
-    logger.setLevel(logging.NOTSET)
-    yield logger
-    logger.handlers, logger.propagate = state[:2]
-    logger.setLevel(state[2])
 
 
 RATINGS = [
@@ -60,7 +46,6 @@ def test_untested_vllm_warns_once(monkeypatch: pytest.MonkeyPatch, caplog: pytes
 
     compat.warn.cache_clear()
     monkeypatch.setattr(versions, "version", lambda name: "9.0.0")
-    monkeypatch.setattr(compat.logger, "propagate", True)
     with caplog.at_level(logging.WARNING, logger=compat.logger.name):
         assert [compat.unsupported() for _ in range(2)] == ["", ""]
     (record,) = caplog.records
@@ -134,32 +119,3 @@ def test_no_environment_and_no_renamed_class_stops_vllm() -> None:
         assert [str(answer).startswith(refusal) for answer in answers[1:]] == list(refused)
     # As without the plugin
     assert disabled == [False] + ["ValueError: Invalid quantization method: slidesparse"] * 3
-
-
-def test_package_logs_as_vllm_does_unless_the_user_decided(
-    slidesparse_logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It logs once, by vLLM's handler and at its level, unless the package's logger has a level or a handler."""
-    from slidesparse.vllm_patch import config
-
-    vllm, root, own = (BufferingHandler(100) for _ in range(3))
-    for name, value in (("handlers", [vllm]), ("propagate", False), ("level", logging.INFO)):
-        monkeypatch.setattr(logging.getLogger("vllm"), name, value)
-    monkeypatch.setattr(logging.root, "handlers", [root])
-
-    def logged(*handlers: logging.Handler) -> list[list[str]]:
-        """Log with these handlers of the package; return the messages of vLLM's, the root's and the user's."""
-        slidesparse_logger.handlers, slidesparse_logger.propagate = list(handlers), True
-        for _ in range(2):
-            config.log_as_vllm_does()
-        for level in ("debug", "info", "warning"):
-            getattr(slidesparse_logger, level)("%s", level)
-        messages = [[record.getMessage() for record in handler.buffer] for handler in (vllm, root, own)]
-        for handler in (vllm, root, own):
-            handler.flush()
-        return messages
-
-    assert logged() == [["info", "warning"], [], []]
-    slidesparse_logger.setLevel(logging.WARNING)
-    assert logged() == [["warning"], [], []]
-    assert logged(own) == [[], ["warning"], ["warning"]]

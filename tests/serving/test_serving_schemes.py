@@ -95,7 +95,6 @@ def test_another_scheme_of_vllm_is_refused(
 def test_vllm_serves_dense_layouts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     from slidesparse.vllm_patch import compat
 
-    monkeypatch.setattr(compat.logger, "propagate", True)
     with caplog.at_level(logging.WARNING, logger=compat.logger.name):
         for name in (LAYER, "model.layers.1.mlp.down_proj"):
             assert scheme_of(config("dense"), name) == "CompressedTensorsW8A16Fp8"
