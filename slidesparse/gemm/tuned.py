@@ -4,11 +4,8 @@ There is one JSON file per GPU, compute capability, library and library version,
 fastest and what an algorithm's name means.  A file ships with the package, or is in the user's cache, which wins::
 
     {"format": 1, "gpu": "NVIDIA H200", "capability": "9.0", "library": "hopper", "version": "4",
-     "entries": {"int8 -> bf16, scale both, bias no, n 4608, k 5376": {
-         "64": ["split:2x64/1x4/2", 9.1]}}}
-
-An entry is an algorithm and the microseconds, when it was tuned, of a GEMM, or of the block of layers that it was tuned
-in (`slidesparse.tune.block`).
+     "entries": {
+      "int8 -> bf16, scale both, bias no, n 4608, k 5376": {"64": "split:2x64/1x4/2"}}}
 """
 
 from __future__ import annotations
@@ -71,14 +68,6 @@ class Subject:
         }
 
 
-@dataclass(frozen=True)
-class Tuned:
-    """The fastest algorithm of a problem, and the microseconds of what was timed."""
-
-    algorithm: str
-    us: float
-
-
 class Shape(NamedTuple):
     """A problem without its M: the key of its entries in a table."""
 
@@ -107,7 +96,7 @@ class Shape(NamedTuple):
         return f"{self.types}, n {self.n}, k {self.k}"
 
 
-Entries = dict[Shape, dict[int, Tuned]]  # shape -> M -> the best
+Entries = dict[Shape, dict[int, str]]  # shape -> M -> the best algorithm
 
 
 def tables_folder() -> Path:
@@ -163,8 +152,7 @@ def tuned_algorithm(
         if shape.types == types and (m := _serving_m(measured, problem.m, more_tokens))
     ]
     near = sorted(candidates, key=lambda candidate: candidate[:2])
-    algorithms = (best.algorithm for distance, _, best in near if distance <= max_distance)
-    return next(filter(suits, algorithms), None)
+    return next((best for distance, _, best in near if distance <= max_distance and suits(best)), None)
 
 
 def _serving_m(measured: Iterable[int], m: int, more_tokens: bool = False) -> int | None:
@@ -203,8 +191,8 @@ def note_refused(library: str, shape: Shape, algorithm: str, error: str) -> None
     )
 
 
-def save(subject: Subject, results: Iterable[tuple[Problem, Tuned]]) -> Path:
-    """Merge results into the user's table and publish it atomically; return its path.
+def save(subject: Subject, results: Iterable[tuple[Problem, str]]) -> Path:
+    """Merge the best algorithms of problems into the user's table and publish it atomically; return its path.
 
     A lock on the folder preserves concurrent updates of other processes.  Raises TableError for a damaged file, which
     is not overwritten.
@@ -221,14 +209,11 @@ def save(subject: Subject, results: Iterable[tuple[Problem, Tuned]]) -> Path:
 
 
 def _to_text(subject: Subject, entries: Entries) -> str:
-    """Return a table as JSON, sorted, with a line for each entry."""
-    shapes = []
-    for shape, measured in sorted(entries.items(), key=lambda item: str(item[0])):
-        lines = [
-            f'   "{m}": {json.dumps([best.algorithm, round(best.us, 3)])}'
-            for m, best in sorted(measured.items())
-        ]
-        shapes.append(f"  {json.dumps(str(shape))}: {{\n" + ",\n".join(lines) + "\n  }")
+    """Return a table as JSON, sorted, with a line for each shape."""
+    shapes = [
+        f"  {json.dumps(str(shape))}: {json.dumps(dict(sorted(measured.items())))}"
+        for shape, measured in sorted(entries.items(), key=lambda item: str(item[0]))
+    ]
     head = json.dumps({"format": FORMAT, **subject.facts()}, indent=1).removesuffix("\n}")
     return head + ',\n "entries": {\n' + ",\n".join(shapes) + "\n }\n}\n"
 
@@ -239,9 +224,11 @@ def _tokens(text: str) -> int:
     return m
 
 
-def _entry_from_json(entry: Any) -> Tuned:
-    algorithm, us = entry if isinstance(entry, list) else (entry["algorithm"], entry["us"])  # until 0.2.0
-    return Tuned(str(algorithm), float(us))
+def _algorithm(entry: Any) -> str:
+    algorithm = entry[0] if isinstance(entry, list) else entry  # before its microseconds, until 0.3.0
+    if not isinstance(algorithm, str):
+        raise TypeError(f"an algorithm is {shown(algorithm)}")
+    return algorithm
 
 
 @cache
@@ -278,11 +265,11 @@ def _read_table(path: Path, subject: Subject) -> Entries:
             raise _table_error(path, f"has {name} {shown(found[name])}, not {expected!r}")
     try:
         return {
-            Shape.parse(key): {_tokens(m): _entry_from_json(entry) for m, entry in measured.items()}
+            Shape.parse(key): {_tokens(m): _algorithm(entry) for m, entry in measured.items()}
             for key, measured in document["entries"].items()
             if measured
         }
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise _table_error(path, f"is damaged: {type(error).__name__}: {str(error)[:200]}") from error
 
 

@@ -19,7 +19,7 @@ import torch
 from slidesparse.gemm.cuda import CudaBackend
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.problem import LibraryError, Problem
-from slidesparse.gemm.tuned import Tuned, save, tuned_algorithm, tuned_tokens
+from slidesparse.gemm.tuned import save, tuned_algorithm, tuned_tokens
 from slidesparse.pattern import Pattern, parse_pattern
 from slidesparse.tune.block import Block, block_problems
 from slidesparse.tune.inputs import Inputs
@@ -131,7 +131,7 @@ def _tune_job(session: Session, job: Job, force: bool, counts: Counter[str]) -> 
             else:
                 try:
                     found = make()(m)
-                    save(subject, [(p, Tuned(r.algorithm, r.timing.p50)) for p, r in found.items()])
+                    save(subject, [(problem, result.algorithm) for problem, result in found.items()])
                     for result in found.values():
                         tried = {"algorithms": result.tried, "refused": result.refused, "wrong": result.wrong}
                         counts.update(tuned=1, **tried)

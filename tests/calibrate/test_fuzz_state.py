@@ -26,7 +26,7 @@ from slidesparse.convert import stream
 from slidesparse.convert.budget import Budget, Choice
 from slidesparse.gemm import tuned
 from slidesparse.gemm.problem import Problem
-from slidesparse.gemm.tuned import Subject, Tuned
+from slidesparse.gemm.tuned import Subject
 
 OPTIONS: dict[str, Any] = {"rotate": "on", "budget": Budget(0.1, tokens=(16,)), "epochs": 0, "minutes": 0.1}
 SUBJECT = Subject("hopper", "1", "NVIDIA H100", (9, 0))
@@ -47,7 +47,7 @@ class State:
         shutil.copytree(work_folder(self.left / "out"), work_folder(folder / "whole"))
         self._convert(folder / "whole", resume=True)
         self.whole, self.choice = snapshot(folder / "whole"), self._chosen()
-        tuned.save(SUBJECT, [(PROBLEM, Tuned("a", 1.0))])
+        tuned.save(SUBJECT, [(PROBLEM, "a")])
         os.environ["SLIDESPARSE_CACHE"] = str(folder / "case" / "cache")
 
     def _convert(self, out: Path, resume: bool = False) -> None:
@@ -75,7 +75,7 @@ class State:
         """Choose an algorithm, and save another."""
         tuned._merged_table.cache_clear()
         chosen = tuned.tuned_algorithm(SUBJECT, PROBLEM)
-        tuned.save(SUBJECT, [(PROBLEM, Tuned("c", 0.5))])
+        tuned.save(SUBJECT, [(PROBLEM, "c")])
         return "untuned" if chosen is None else "ok"
 
     def files(self, kind: str) -> list[Path]:

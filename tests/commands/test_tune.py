@@ -119,7 +119,7 @@ def test_an_operator_that_fails_is_an_algorithm_refused(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(ops, "_linear_by", fail)
     run, todo = session(library), plan_jobs([library], [BLOCK], ["int8"], ["2:4"], [16])
-    tuned.save(GPU.subject(library), [(problem, tuned.Tuned("slow", 1.0)) for problem in todo[0].problems])
+    tuned.save(GPU.subject(library), [(problem, "slow") for problem in todo[0].problems])
     finished, counts = tune(run, todo, force=True)
     assert (finished, counts["tuned"], counts["refused"], run.skipped) == (True, 4, 4, [])
     found = [tuned.tuned_algorithm(GPU.subject(library), problem) for problem in todo[0].problems]
@@ -165,7 +165,7 @@ def test_a_damaged_table_is_refused_before_a_search() -> None:
     """With --force, too: what was found could not be saved."""
     library = FakeLibrary()
     todo = plan_jobs([library], [LAYERS], ["int8"], ["2:4"], [16])
-    tuned.save(GPU.subject(library), [(todo[0].problems[0], tuned.Tuned("good", 1.0))]).write_text("[]")
+    tuned.save(GPU.subject(library), [(todo[0].problems[0], "good")]).write_text("[]")
     for force in (True, False):
         with pytest.raises(tuned.TableError, match="delete it"):
             tune(session(library), todo, force)

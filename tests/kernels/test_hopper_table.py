@@ -13,7 +13,7 @@ from slidesparse.gemm.hopper import backend as hopper
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.problem import ALL_DENSE, CODED, MIXED, Layer, LibraryError, Problem
-from slidesparse.gemm.tuned import Subject, Tuned
+from slidesparse.gemm.tuned import Subject
 from slidesparse.pattern import SlidePattern
 from slidesparse.quantize import INT8
 
@@ -48,7 +48,7 @@ def table(layer: Layer) -> dict[int, tuple[str, ...]]:
 
 
 def save(*results: tuple[int, str], problem: Problem = PROBLEM) -> None:
-    tuned.save(SUBJECT, [(replace(problem, m=m), Tuned(name, 1.0)) for m, name in results])
+    tuned.save(SUBJECT, [(replace(problem, m=m), name) for m, name in results])
 
 
 def test_each_row_is_for_the_tokens_that_a_tuned_configuration_serves(

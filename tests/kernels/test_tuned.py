@@ -15,7 +15,7 @@ import pytest
 
 from slidesparse.gemm import tuned
 from slidesparse.gemm.problem import Problem
-from slidesparse.gemm.tuned import Subject, TableError, Tuned
+from slidesparse.gemm.tuned import Subject, TableError
 from slidesparse.pattern import round_up
 from slidesparse.tune.shapes import packed_columns, parse_shapes
 
@@ -40,7 +40,7 @@ def choose(problem: Problem, subject: Subject = SUBJECT) -> str | None:
 
 
 def save_results(*results: tuple[int, str], problem: Problem = PROBLEM) -> Path:
-    return tuned.save(SUBJECT, [(replace(problem, m=m), Tuned(name, 1.0)) for m, name in results])
+    return tuned.save(SUBJECT, [(replace(problem, m=m), name) for m, name in results])
 
 
 def test_lookup_takes_the_next_larger_tuned_m() -> None:
@@ -85,18 +85,6 @@ def test_lookup_needs_equal_problems_and_machines(change: dict[str, object], cac
         assert choose(PROBLEM, replace(SUBJECT, **change)) is None
     else:
         assert choose(replace(PROBLEM, **change)) is None
-
-
-def test_entries_written_before_0_2_0_are_read_and_kept(cache: Path) -> None:
-    path = save_results((64, "plain"))
-    before = '{"algorithm": "plain", "us": 1.0, "others": {"b": 1.25}, "tried": 60}'
-    path.write_text(path.read_text().replace('["plain", 1.0]', before))
-    tuned._merged_table.cache_clear()
-    save_results((512, "new"))
-    assert tuned.tuned_tokens(SUBJECT, PROBLEM) == [64, 512]
-    document = json.loads((cache / FILE).read_text())
-    assert (document["format"], document["gpu"], document["library"]) == (1, "NVIDIA H200", "cusparselt")
-    assert [*document["entries"].values()] == [{"64": ["plain", 1.0], "512": ["new", 1.0]}]
 
 
 def test_user_table_overrides_the_shipped_one(cache: Path) -> None:
@@ -151,14 +139,14 @@ def test_damaged_or_foreign_table_is_reported(cache: Path, text: str | None, mes
 @pytest.mark.parametrize(
     ("broken", "instead"),
     [
-        *((key, '"what"') for key in ('"64"', "7777.0", '["a", 7777.0]')),
-        *((key, '"what"') for key in ('"entries"', f'"{tuned.Shape.of_problem(PROBLEM)}"')),
+        *((key, '"what"') for key in ('"64"', '"entries"', f'"{tuned.Shape.of_problem(PROBLEM)}"')),
         ('"64"', '"-16"'),
-        ('{"64": ["a", 7777.0]}', '["what"]'),
+        *(('"a"', entry) for entry in ("7", "[]", "[7, 1.0]", '{"algorithm": "a"}')),
+        ('{"64": "a"}', '["what"]'),
     ],
 )
 def test_damaged_entries_are_reported(broken: str, instead: str) -> None:
-    path = tuned.save(SUBJECT, [(PROBLEM, Tuned("a", 7777.0))])
+    path = tuned.save(SUBJECT, [(PROBLEM, "a")])
     text = json.dumps(json.loads(path.read_text()))
     assert broken in text
     path.write_text(text.replace(broken, instead))
@@ -180,7 +168,7 @@ def test_a_gpu_without_a_table_uses_another_of_its_compute_capability() -> None:
     tuned.SHIPPED_TABLES.mkdir()
     near = replace(PROBLEM, n=2 * PROBLEM.n)
     for subject, algorithm in ((SUBJECT, "a"), (replace(SUBJECT, gpu="Old", capability=(8, 0)), "old")):
-        path = tuned.save(subject, [(PROBLEM, Tuned(algorithm, 1.0))])
+        path = tuned.save(subject, [(PROBLEM, algorithm)])
         path.rename(tuned.SHIPPED_TABLES / path.name)
     tuned._merged_table.cache_clear()
     other = replace(SUBJECT, gpu="NVIDIA H20")
@@ -189,7 +177,7 @@ def test_a_gpu_without_a_table_uses_another_of_its_compute_capability() -> None:
     assert tuned.select_algorithm(other, near, 0.5) == (None, "its own heuristic")
     assert tuned.select_algorithm(other, PROBLEM, suits=lambda name: name != "a")[0] is None
     assert tuned.select_algorithm(replace(other, version="0.9"), PROBLEM)[0] is None
-    tuned.save(other, [(near, Tuned("own", 1.0))])
+    tuned.save(other, [(near, "own")])
     assert tuned.select_algorithm(other, PROBLEM) == ("own", "that of a near tuned shape")
 
 
