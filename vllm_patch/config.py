@@ -250,8 +250,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
 
         That is its entry's, or without metadata the one of the whole model.  A layer that the metadata do not list may
         be one that they list by another name than vLLM's, so any of their patterns is possible; which one, its weights
-        tell.  Slided ones could not be loaded: without the name, their number of columns is not known.  Experts are
-        never slided.
+        tell.
         """
         if entry:
             return [entry.pattern]
@@ -260,7 +259,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         of_layers = {entry.pattern for entry in self.metadata.layers.values()}
         listed = self.metadata.experts if of_experts else of_layers
         slides = [pattern for pattern in listed if isinstance(pattern, SlidePattern) and pattern.length]
-        if self.resolution.path != SPARSE or (self.resolution.layout == "slided" and not of_experts):
+        if self.resolution.path != SPARSE:
             slides = []
         return [*sorted(slides, key=lambda pattern: pattern.density), NOT_PRUNED]
 

@@ -7,7 +7,7 @@ checkpoint lacks a tensor.  So every tensor is checked before it is loaded, and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from slidesparse.bitmask import decompress
 from slidesparse.checkpoint.converted import restore
 from slidesparse.checkpoint.metadata import LayerEntry
 from slidesparse.checkpoint.storage import CheckpointError
+from slidesparse.pattern import Pattern
 from slidesparse.quantize import FP8
 
 Loader = Callable[..., None]
@@ -32,28 +33,17 @@ class LoadCheck:
         name: the layer's name.
         in_features: K, before weights are cut into tensor-parallel shards.
         parts: the number of parts of the layer, such as q, k and v; a checkpoint may also hold them as one tensor.
-        remedy: what to do about a weight of another number of columns.
+        slided: the patterns at which its weights may be slided; vLLM's loaders get them restored to [N, K].
         strict: False to check nothing, where stock vLLM would serve the layer if we did not.
-        slided: the entry of a layer whose weight is stored slided; vLLM's loader gets it restored to [N, K].
     """
 
     def __init__(
-        self,
-        name: str,
-        in_features: int,
-        parts: int,
-        remedy: str = AGAIN,
-        strict: bool = True,
-        slided: LayerEntry | None = None,
+        self, name: str, in_features: int, parts: int, slided: Iterable[Pattern] = (), strict: bool = True
     ) -> None:
-        self._name, self._parts, self._remedy, self._strict, self._slided = (
-            name,
-            parts,
-            remedy,
-            strict,
-            slided,
-        )
-        self._columns = slided.columns("slided") if slided else in_features  # of the stored weight
+        self._name, self._parts, self._strict = name, parts, strict
+        entries = [LayerEntry(pattern, in_features) for pattern in slided]
+        # by the columns of stored weights; None for those that are not slided
+        self._entries = {in_features: None, **{entry.columns("slided"): entry for entry in entries}}
         self._loaded: dict[str, set[object]] = {"weight": set(), "weight_scale": set(), "bias": set()}
         self._packed = False
         self._watched: dict[str, Loader] = {}
@@ -73,8 +63,8 @@ class LoadCheck:
         def check_and_load(parameter: Any, tensor: Tensor, *part: Any, **kwargs: Any) -> None:
             self._check(kind, parameter, tensor)
             counts = tensor.is_meta or not parameter.is_meta  # vLLM first counts what a reload brings
-            if kind == "weight" and self._slided:
-                tensor = self._unslided(tensor, parameter, self._slided)
+            if kind == "weight" and (entry := self._entries[tensor.shape[1]]):
+                tensor = self._unslided(tensor, parameter, entry)
             key = next(iter((*part, *kwargs.values())), None)
             if kind == "weight" and key in self._loaded[kind]:
                 packed = f"packed and as it is; {AGAIN}"
@@ -102,10 +92,10 @@ class LoadCheck:
                     f"{self._name}: the checkpoint holds {tensor.dtype} weights, its config.json says "
                     f"{parameter.dtype}; {AGAIN}"
                 )
-            if tensor.dim() != 2 or tensor.shape[1] != self._columns:
+            if tensor.dim() != 2 or tensor.shape[1] not in self._entries:
                 raise CheckpointError(
                     f"{self._name}: the checkpoint holds a weight of shape {list(tensor.shape)}, its metadata and the "
-                    f"model need {self._columns} columns; {self._remedy}"
+                    f"model need {' or '.join(map(str, self._entries))} columns; {AGAIN}"
                 )
         elif not tensor.is_meta and not bool(torch.isfinite(tensor.float()).all()):
             raise CheckpointError(f"{self._name}: {kind} holds NaN or Inf; {AGAIN}")

@@ -37,9 +37,6 @@ W8A8 = (CompressedTensorsW8A8Int8, CompressedTensorsW8A8Fp8)  # the schemes that
 OVERSIZED = 20 << 20  # bytes of a block of GPU memory that torch does not split while vLLM loads a model
 ABSENT = "none of the checkpoint's pruned layers is in this part of the model"
 UNABLE = "in a setting that the backend does not support"
-UNLISTED = (
-    "if it is pruned, vLLM and the metadata call it otherwise: convert the original model to the dense layout"
-)
 DUMPS = ("sharded_state", "runai_streamer_sharded", "tensorizer")  # load formats of other engines' parameters
 PACKED = "_slidesparse_packed"  # marks a parameter that is already in the backend's form
 
@@ -94,11 +91,12 @@ class SlideSparseScheme(CompressedTensorsScheme):
             )
         self.in_features = in_features  # K, before sharding
         layout = self.config.resolution.layout
-        slided = self.entry if layout == "slided" else None
-        remedy = UNLISTED if layout == "slided" and not self.entry else AGAIN
+        listed = self.config.metadata.layers.values() if self.config.metadata else ()
+        entries = ([self.entry] if self.entry else listed) if layout == "slided" else ()
         strict = not self.unasked or layout != "dense"
         parts = len(kwargs["output_partition_sizes"])
-        self.load_check = LoadCheck(self.name, in_features, parts, remedy, strict, slided)
+        patterns = {entry.pattern for entry in entries}
+        self.load_check = LoadCheck(self.name, in_features, parts, patterns, strict)
         self.inner.create_weights(layer=layer, **kwargs)
         for kind in ("weight", "weight_scale"):
             parameter = getattr(layer, kind)

@@ -164,7 +164,6 @@ OF_CONFIGS: list[tuple[Any, ...]] = [
     ("slided", {"slidesparse": None}, NO_BLOCK),
     ("slided", {"slidesparse": None}, NO_BLOCK, SPARSE_FLAGS),
     ("dense", WRONG_K, f"{DOWN}: the metadata say {QWEN.intermediate + 1} in-features, the model has"),
-    ("slided", metadata(lambda layers: layers.pop(DOWN)), "if it is pruned, vLLM and the metadata call it"),
     ("dense", UNLISTED_K, f"{FUSES}model.layers.0.self_attn.qkv_proj, but their patterns"),
     ("dense", UNLISTED_K, "k_proj unpruned, v_proj 6:8; convert again with the same pattern"),
     ("dense", {}, "DISABLE_SLIDESPARSE='on': use 1 or 0", {"DISABLE_SLIDESPARSE": "on"}),

@@ -82,12 +82,14 @@ SPARSE = [("falcon_h1", 12), ("granitemoehybrid", 8), ("lfm2", 8)]
 @pytest.mark.usefixtures("warm")
 @needs_convolution
 def test_layers_of_other_names_are_sparse(engines: Engines, tmp_path: Path, name: str, sparse: int) -> None:
-    """Such as model.2.mixer.in_proj, or w1 fused with w3; doctor, the server and stock agree."""
+    """Such as model.2.mixer.in_proj, or w1 fused with w3; doctor, the server and stock agree.  Slided ones, too."""
     model = hybrid(name, tmp_path)
     options = {"dtype": HYBRIDS[name].get("dtype", "float32")}
     answer = engines.as_stock(model, {"USE_CUSPARSELT": "1"}, options=options)
     (served,) = summaries(answer.log)
     assert served["layers"] == {"6:8": sparse}
+    convert(model, tmp_path / "slided", layout="slided")
+    assert engines.serve(tmp_path / "slided", options=options).tokens == answer.tokens
     report = doctor.examine("model", model)
     assert (report.code, report.patterns) == (0, served["layers"])
 
