@@ -84,10 +84,10 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, arithmetic: Arithmetic = "cuda"
         scaled = values * scale.reciprocal() if arithmetic == "cpu" else values / scale
         return scaled.clamp_(-LARGEST[FP8], LARGEST[FP8]).to(FP8), scale
     inverse = scale.reciprocal() if arithmetic == "cpu" else torch.div(largest, absmax)
-    inverse.masked_fill_(absmax == 0, 0.0)
     codes = values * inverse
     if arithmetic == "triton":  # below a half, so that numbers next to it are rounded as they should
         codes = torch.trunc(codes + torch.full_like(codes, 0.5 - 2**-25).copysign_(codes))
+    # NaN too where a whole row is 0, whose inverse is infinite
     return codes.round_().clamp_(-128.0, 127.0).nan_to_num_(nan=0.0).to(INT8), scale
 
 
