@@ -137,8 +137,32 @@ def convert(
     MetadataError, PatternError or CalibrationError) before anything is written when the source or the options cannot be
     used, and EnvironmentFault when the output does not fit or a library is missing.
     """
+    try:
+        return _convert(Path(source), Path(out), options, dry_run, progress, skeletons)
+    except Exception as error:
+        if not options.calibration or not is_out_of_memory(error):
+            raise
+        device, reason = options.calibration.torch_device, " ".join(str(error).split())
+        less = ["fewer --samples", "a smaller --seqlen"]
+        less += ["--rotate off"] * (options.calibration.rotate == "auto")
+        less += ["--device cpu"] * (device.type != "cpu")
+        raise CalibrationError(
+            f"calibration does not fit into the memory of {device} ({shown(reason or type(error).__name__)}); where "
+            "more is free, --resume continues from the finished layers; less is needed with "
+            f"{', '.join(less[:-1])} or {less[-1]}"
+        ) from None
+
+
+def _convert(
+    source: Path,
+    out: Path,
+    options: ConvertOptions,
+    dry_run: bool,
+    progress: Progress,
+    skeletons: Skeletons | None,
+) -> Report:
+    """See `convert`."""
     started = time.monotonic()
-    source, out = Path(source), Path(out)
     for pattern in (options.pattern, *(pattern for _, pattern in options.layer_patterns)):
         if isinstance(pattern, MixedPattern) and pattern.share:
             raise CheckpointError(
@@ -277,18 +301,7 @@ def _prune_and_write(planner: Planner, task: Task | None, report: Report, progre
         was_sparse, weights = _check_values(plan, reader, progress)
         report = replace(report, was_sparse=was_sparse)
         if task:
-            try:
-                return _write_calibrated(planner, task, report, reader, weights, progress)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                reason = shown(" ".join(str(error).split()) or type(error).__name__)
-                elsewhere = "" if task.device.type == "cpu" else ", or --device cpu"
-                raise CalibrationError(
-                    f"calibration does not fit into the memory of {task.device} ({reason}); where more is free, "
-                    f"--resume continues from the finished layers; less is needed with fewer --samples, a smaller "
-                    f"--seqlen{elsewhere}"
-                ) from None
+            return _write_calibrated(planner, task, report, reader, weights, progress)
         write_output(plan, out, reader, None, progress)
         return report
 
