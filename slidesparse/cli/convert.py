@@ -71,7 +71,7 @@ def convert(
             "rises by at most this much, on the kind of text where that is most: held-out samples of each --calib and, "
             "where there is one, the reference of the Python language.",
             metavar="PERCENT",
-            rich_help_panel="A pattern for each layer, chosen by a budget (instead of --sparsity; needs --calib)",
+            rich_help_panel="A budget instead of --sparsity (needs --calib)",
         ),
     ] = None,
     quant: Annotated[

@@ -77,7 +77,7 @@ def doctor(
 ) -> None:
     """Show what this machine can run, what is missing, and how to get it.  Without MODEL, always exits 0.
 
-    With MODEL: exit 0 if SlideSparse serves it here, 1 if not, 3 if this machine lacks something for it.
+    With MODEL: exit 0 if SlideSparse serves it here, 1 if not, 2 if it is invalid, 3 if the machine lacks something.
     """
     from slidesparse.doctor import announce_compiling, collect, examine, lines, render
 

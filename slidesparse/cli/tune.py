@@ -56,7 +56,12 @@ def tune(
             "all."
         ),
     ] = None,
-    m: Tokens = None,
+    m: Annotated[
+        str | None,
+        typer.Option(
+            "--m", help="Numbers of tokens, comma-separated; default 1 to 16384, for cusparselt 64 to 16384."
+        ),
+    ] = None,
     library: Annotated[
         str | None,
         typer.Option(
