@@ -225,6 +225,8 @@ def _tokens(text: str) -> int:
 
 
 def _algorithm(entry: Any) -> str:
+    if isinstance(entry, dict):  # as 0.2.0 wrote it
+        entry = entry["algorithm"]
     algorithm = entry[0] if isinstance(entry, list) else entry  # before its microseconds, until 0.3.0
     if not isinstance(algorithm, str):
         raise TypeError(f"an algorithm is {shown(algorithm)}")

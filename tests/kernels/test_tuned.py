@@ -87,6 +87,18 @@ def test_lookup_needs_equal_problems_and_machines(change: dict[str, object], cac
         assert choose(replace(PROBLEM, **change)) is None
 
 
+@pytest.mark.parametrize(
+    "entry", ['["plain", 1.0]', '{"algorithm": "plain", "us": 1.0, "others": {"b": 1.25}, "tried": 60}']
+)
+def test_entries_with_times_are_read_and_written_without(entry: str) -> None:
+    """The user's tables of 0.3.0, and of 0.2.0 with objects, which a server must not refuse after an upgrade."""
+    path = save_results((64, "plain"))
+    path.write_text(path.read_text().replace('"plain"', entry))
+    tuned._merged_table.cache_clear()
+    save_results((512, "new"))
+    assert [*json.loads(path.read_text())["entries"].values()] == [{"64": "plain", "512": "new"}]
+
+
 def test_user_table_overrides_the_shipped_one(cache: Path) -> None:
     path = save_results((64, "shipped"), (128, "shipped"))
     tuned.SHIPPED_TABLES.mkdir()
@@ -141,7 +153,7 @@ def test_damaged_or_foreign_table_is_reported(cache: Path, text: str | None, mes
     [
         *((key, '"what"') for key in ('"64"', '"entries"', f'"{tuned.Shape.of_problem(PROBLEM)}"')),
         ('"64"', '"-16"'),
-        *(('"a"', entry) for entry in ("7", "[]", "[7, 1.0]", '{"algorithm": "a"}')),
+        *(('"a"', entry) for entry in ("7", "[]", "[7, 1.0]", "{}", '{"algorithm": 7}')),
         ('{"64": "a"}', '["what"]'),
     ],
 )
