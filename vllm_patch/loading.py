@@ -42,8 +42,8 @@ class LoadCheck:
     ) -> None:
         self._name, self._parts, self._strict = name, parts, strict
         entries = [LayerEntry(pattern, in_features) for pattern in slided]
-        # by the columns of stored weights; None for those that are not slided
-        self._entries = {in_features: None, **{entry.columns("slided"): entry for entry in entries}}
+        # by the columns of stored weights; None for those that are [N, K]: sliding changes none at 2:4 that has as many
+        self._entries = {entry.columns("slided"): entry for entry in entries} | {in_features: None}
         self._loaded: dict[str, set[object]] = {"weight": set(), "weight_scale": set(), "bias": set()}
         self._packed = False
         self._watched: dict[str, Loader] = {}
@@ -62,6 +62,7 @@ class LoadCheck:
         @functools.wraps(loader)
         def check_and_load(parameter: Any, tensor: Tensor, *part: Any, **kwargs: Any) -> None:
             self._check(kind, parameter, tensor)
+            shape = list(tensor.shape)  # as the checkpoint holds it
             counts = tensor.is_meta or not parameter.is_meta  # vLLM first counts what a reload brings
             if kind == "weight" and (entry := self._entries[tensor.shape[1]]):
                 tensor = self._unslided(tensor, parameter, entry)
@@ -76,7 +77,7 @@ class LoadCheck:
                 if type(error) not in (AssertionError, RuntimeError):
                     raise  # out of memory, or an error of ours
                 raise CheckpointError(
-                    f"{self._name}: the checkpoint's {kind} of shape {list(tensor.shape)} does not fit the layer "
+                    f"{self._name}: the checkpoint's {kind} of shape {shape} does not fit the layer "
                     f"({str(error) or 'another shape is expected'}); {AGAIN}"
                 ) from error
             if counts:

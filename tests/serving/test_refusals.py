@@ -128,6 +128,7 @@ OF_TENSORS: list[tuple[str, str, Change, str]] = [
     ("dense", D_SCALE, holed(slice(31)), "the checkpoint's weight_scale of shape [31, 1] does not fit"),
     ("dense", K_WEIGHT, Tensor.bfloat16, "the checkpoint holds torch.bfloat16 weights"),
     ("dense", K_WEIGHT, holed(slice(31)), "the checkpoint's weight of shape [31, 128]"),
+    ("slided", K_WEIGHT, holed(slice(31)), "the checkpoint's weight of shape [31, 192]"),
     ("dense", K_BIAS, None, "the checkpoint lacks its bias: 2 of its 3 parts"),
     ("dense", K_BIAS, nan, "bias holds NaN"),
     ("dense", D_WEIGHT, BLOCKS, "row 5, block 2 (columns from 16) has 8 non-zeros, 6:8"),

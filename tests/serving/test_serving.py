@@ -247,6 +247,14 @@ def test_mixed_patterns_tokens_equal_stock(engines: Engines, source: Path, tmp_p
         ), answer.summary
 
 
+def test_unpruned_layers_beside_slided_ones_of_as_many_columns(engines: Engines, tmp_path: Path) -> None:
+    """At 2:4 a slided weight has the columns of an unpruned one, which obeys no pattern."""
+    source = write_w8a8(QWEN, tmp_path / "source")
+    convert(source, tmp_path / "out", "2:4", layer=["down_proj=dense"], layout="slided")
+    answer = engines.serve(tmp_path / "out")
+    assert "6 layers sparse, 2 not pruned" in answer.summary, answer.summary
+
+
 @pytest.mark.slow
 def test_mixed_patterns_tp2_tokens_equal_stock(engines: Engines, source: Path, tmp_path: Path) -> None:
     """Shards have 64 and 160 columns: whole blocks of 10 and 8, cut blocks of 6."""
