@@ -356,8 +356,13 @@ def _refuse_unasked(_: Any, __: str, layer: Any) -> None:
     """
     if not isinstance(layer, LinearBase) or getattr(layer, "quant_config", layer) is not None:
         return
-    config = getattr(get_current_vllm_config_or_none(), "quant_config", None)
-    if not isinstance(config, SlideSparseConfig) or not config.metadata or compat.is_part():
+    vllm_config = get_current_vllm_config_or_none()
+    config = getattr(vllm_config, "quant_config", None)
+    if not isinstance(config, SlideSparseConfig) or not config.metadata:
+        return
+    if (
+        vllm_config.speculative_config is not None
+    ):  # a draft model's layers may have the names of the pruned ones
         return
     if any(f".{layer.prefix}".endswith(f".{name}") for name in config.metadata.layers):
         raise ResolveError(

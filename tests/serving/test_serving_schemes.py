@@ -246,6 +246,30 @@ def test_head_of_another_dtype_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch) 
         assert layer_scheme._is_other_head(dtype) is is_other_head
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_pruned_layers_that_vllm_builds_unasked_are_refused(
+    monkeypatch: pytest.MonkeyPatch, stages: int
+) -> None:
+    """In each stage of a pipeline, too, but not beside a draft model, whose layers may have the same names."""
+    from slidesparse.vllm_patch.config import SlideSparseConfig
+    from vllm.config import vllm as current
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    layer: Any = object.__new__(RowParallelLinear)
+    torch.nn.Module.__init__(layer)
+    layer.quant_config, layer.prefix = None, LAYER
+    made = SimpleNamespace(
+        quant_config=SlideSparseConfig.from_config(config("dense")),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
+        speculative_config=SimpleNamespace(),
+    )
+    monkeypatch.setattr(current, "_current_vllm_config", made)
+    torch.nn.ModuleList([layer])
+    made.speculative_config = None
+    with pytest.raises(ResolveError, match=f"^{LAYER}: this vLLM builds the layer without quantization"):
+        torch.nn.ModuleList([layer])
+
+
 def test_batch_invariance_is_refused_where_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
     require_invariance("hopper", "fp8")
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
