@@ -119,7 +119,7 @@ def calibrate(task: Task, reader: Reader, work: WorkFolder, progress: Progress) 
 
     Blocks that are already there are run but not pruned again.  The result is deterministic on the same machine.
 
-    Raises CalibrationError when activations are not finite or a block does not fit into memory.
+    Raises CalibrationError when activations are not finite.
     """
     if all(is_finished(task, work, number) for number in _blocks_to_prune(task)):
         return
@@ -152,26 +152,20 @@ def run_blocks(
     shapes = [(*ids.shape, model.hidden) for ids in batches]
     states = [HiddenStates(shapes, task.device, streams) for _ in range(streams)]
     last = model.blocks - 1 if to_the_end else max(_blocks_to_prune(task), default=-1)
-    try:
-        ends = model.ends(reader)
-        for i, ids in enumerate(batches):
-            x = ends.embed(ids)
-            for stream_states in states:
-                stream_states[i] = x
-        del ends, x
-        for number in range(last + 1):
-            block = model.load(reader, number)
-            blocks = [block, *(block.copy() for _ in states[1:])]
-            pruned, *dense = (Stream(*pair) for pair in zip(blocks, states, strict=True))
-            yield BlockRun(task, number, pruned, dense[0] if dense else None, batches)
-            report(number)
-            for stream in (pruned, *dense) if number < last or to_the_end else ():
-                stream.advance()
-    except torch.OutOfMemoryError as error:
-        raise CalibrationError(
-            f"calibrating a layer of the model does not fit into the memory of {task.device} ({error}); use "
-            "fewer --samples, or --device cpu"
-        ) from None
+    ends = model.ends(reader)
+    for i, ids in enumerate(batches):
+        x = ends.embed(ids)
+        for stream_states in states:
+            stream_states[i] = x
+    del ends, x
+    for number in range(last + 1):
+        block = model.load(reader, number)
+        blocks = [block, *(block.copy() for _ in states[1:])]
+        pruned, *dense = (Stream(*pair) for pair in zip(blocks, states, strict=True))
+        yield BlockRun(task, number, pruned, dense[0] if dense else None, batches)
+        report(number)
+        for stream in (pruned, *dense) if number < last or to_the_end else ():
+            stream.advance()
 
 
 def _blocks_to_prune(task: Task) -> list[int]:

@@ -264,6 +264,17 @@ def test_run_that_fills_the_memory_is_resumed(
         assert snapshot(tmp_path / name) == snapshot(tmp_path / "whole")
 
 
+def test_block_that_does_not_fit_into_a_gpu(
+    source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = torch.OutOfMemoryError("CUDA out of memory")
+    monkeypatch.setattr(pipeline.Stream, "advance", Mock(side_effect=full))
+    with pytest.raises(
+        CalibrationError, match=r"CUDA out of memory.*--resume continues .*less is needed with"
+    ):
+        calibrated(source, tmp_path / "out", ids, epochs=0)
+
+
 def test_folders_of_others(source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted link, another user's folder, one that others may change, and a file in its place."""
     out, victim = tmp_path / "out", tmp_path / "victim"
