@@ -27,6 +27,7 @@ from slidesparse.errors import ENVIRONMENT, INTERRUPTED, USAGE, SlideSparseError
 
 LINE_SECONDS = 30.0  # least time between two lines of progress in a log
 NO_MEMORY = "the memory of this machine is full; end other programs, or use a machine with more"
+NO_GPU_MEMORY = "the memory of a GPU is full; end other programs that use it, or use one with more"
 MAX_COLUMNS = 1000  # characters of a table's line
 # Packages that commands import when they need them
 LIBRARIES = ("datasets", "huggingface_hub", "numpy", "pyarrow", "regex", "torch", "transformers")
@@ -105,7 +106,8 @@ class Commands(TyperGroup):
             raise  # its reader, such as `head`, has closed the pipe: Typer ends the command without a message
         except (MemoryError, OSError, RuntimeError) as error:
             if is_out_of_memory(error):
-                fail(ENVIRONMENT, NO_MEMORY, as_json)
+                of_gpu = type(error).__name__ == "OutOfMemoryError"  # torch's
+                fail(ENVIRONMENT, NO_GPU_MEMORY if of_gpu else NO_MEMORY, as_json)
             if not isinstance(error, OSError):
                 raise
             words = f"{error.strerror or error}: {error.filename or 'while reading or writing'}"

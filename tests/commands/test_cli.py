@@ -365,10 +365,15 @@ def test_errors_of_the_system_exit_3(source: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_full_memory_exits_3(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for fill in (bytearray, torch.empty):
+    of_gpu = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    for fill, words in (
+        (bytearray, console.NO_MEMORY),
+        (torch.empty, console.NO_MEMORY),
+        (of_gpu, console.NO_GPU_MEMORY),
+    ):
         monkeypatch.setattr(os, "preadv", lambda *_, fill=fill: fill(2**50))
         result = Done("inspect", source)
-        assert (result.code, result.err) == (3, f"error: {console.NO_MEMORY}\n")
+        assert (result.code, result.err) == (3, f"error: {words}\n")
 
 
 def test_demo_does_not_overwrite_other_files(tmp_path: Path) -> None:
