@@ -524,9 +524,8 @@ def _rename(model: Any, tensors: Mapping[str, Any]) -> tuple[dict[str, str], dic
     }
     targets, sources = {}, {}
     renamed = {}
-    for name in sorted(
-        tensors, key=dot_natural_key
-    ):  # as transformers does: some renamings depend on earlier ones
+    # in the order of transformers, as some renamings depend on earlier ones
+    for name in sorted(tensors, key=dot_natural_key):
         found = rename_source_key(name, renamings, converters, prefix, parameters)
         if found[0] not in parameters and name in parameters:
             found = rename_source_key(name, [], [], prefix, parameters)

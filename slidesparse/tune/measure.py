@@ -67,9 +67,8 @@ class CudaClock:
     """
 
     def __init__(self) -> None:
-        self._first: torch.cuda.CUDAGraph | None = (
-            None  # the shared memory lives as long as one of its graphs
-        )
+        # the shared memory lives as long as one of its graphs
+        self._first: torch.cuda.CUDAGraph | None = None
 
     def time_once(self, launch: Launch) -> float:
         """Run one launch eagerly, to its end; return its time in microseconds, which includes gaps."""
