@@ -1,4 +1,4 @@
-"""What the GPU takes for a step: its CUDA graph, replayed in a row, with no host to wait for.
+"""Times what the GPU takes for a step: its CUDA graph is replayed in a row, with no host to wait for.
 
 A step of a few milliseconds may end before vLLM has prepared the next one, so that the time between steps is that of
 the host, which differs from step to step and from machine to machine.  In decode, vLLM replays one graph a step, which

@@ -55,7 +55,7 @@ def test_tokens_of_random_weights_are_routed_alike_by_all_systems(tmp_path: Path
 def test_figures_of_another_run_are_refused(tmp_path: Path) -> None:
     run = one_run(tmp_path)  # 128 steps of 16 prompts of 8 tokens, at most 128 tokens each
     valid = {"elapsed_time": 2.0, "num_requests": 2048, "total_num_tokens": 2048 * 9}
-    rate, nothing = 2048 * 9 / 2, {"watts": None, "steps": []}
+    rate, nothing = 2048 * 9 / 2, {"watts": None, "steps": [], "graph_ms": 3.0}
     unknown = {"step_ms": None, "tokens_per_s": rate, "tokens_per_joule": None, "graph_ms": None}
     assert read_figures(run, valid, nothing) == unknown
     # medians are of steps of M tokens after another one: 0.25, 0.5 and 0.125
@@ -67,7 +67,8 @@ def test_figures_of_another_run_are_refused(tmp_path: Path) -> None:
         with pytest.raises(RunError):
             read_figures(run, valid | change, nothing)
     decode = one_run(tmp_path / "decode", "decode", m=64)  # only output tokens: 256 per sequence
-    assert read_figures(decode, valid | {"num_requests": 64}, nothing)["tokens_per_s"] == 64 * 256 / 2
+    found = read_figures(decode, valid | {"num_requests": 64}, nothing)
+    assert (found["tokens_per_s"], found["graph_ms"]) == (64 * 256 / 2, 3.0)
 
 
 def test_one_graph_is_timed_once_in_the_steps_that_replay_it(monkeypatch: pytest.MonkeyPatch) -> None:
