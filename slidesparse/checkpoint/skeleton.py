@@ -523,15 +523,11 @@ def _rename(model: Any, tensors: Mapping[str, Any]) -> tuple[dict[str, str], dic
         for part, source in enumerate(converter.source_patterns)
     }
     targets, sources = {}, {}
-    renamed = {}
     # in the order of transformers, as some renamings depend on earlier ones
     for name in sorted(tensors, key=dot_natural_key):
-        found = rename_source_key(name, renamings, converters, prefix, parameters)
-        if found[0] not in parameters and name in parameters:
-            found = rename_source_key(name, [], [], prefix, parameters)
-        renamed[name] = found
-    for name in tensors:
-        target, source = renamed[name]
+        target, source = rename_source_key(name, renamings, converters, prefix, parameters)
+        if target not in parameters and name in parameters:
+            target, source = rename_source_key(name, [], [], prefix, parameters)
         if target in parameters or source is not None:
             targets[name] = target
         if source is not None:
