@@ -95,7 +95,7 @@ def violations(w: Tensor, pattern: SlidePattern, phase: int = 0) -> Violation | 
 
 
 def obeys(w: Tensor, pattern: Pattern | None, phase: int = 0) -> bool:
-    """Return whether ``w`` [N, K] has at most L-2 non-zeros in each block; any weight obeys another pattern."""
+    """Return whether ``w`` [N, K] has at most L-2 non-zeros in each block; any obeys None and mixed patterns."""
     return not isinstance(pattern, SlidePattern) or not (
         violations(w[:ROWS], pattern, phase) or violations(w, pattern, phase)
     )

@@ -360,9 +360,7 @@ def _refuse_unasked(_: Any, __: str, layer: Any) -> None:
     config = getattr(vllm_config, "quant_config", None)
     if not isinstance(config, SlideSparseConfig) or not config.metadata:
         return
-    if (
-        vllm_config.speculative_config is not None
-    ):  # a draft model's layers may have the names of the pruned ones
+    if vllm_config.speculative_config:  # a draft model's layers may have the names of the pruned ones
         return
     if any(f".{layer.prefix}".endswith(f".{name}") for name in config.metadata.layers):
         raise ResolveError(
