@@ -15,14 +15,11 @@ from benchmarks.records import E2E, RecordsError
 from benchmarks.report import (
     ACCURACY,
     BENCHMARKS,
-    H100,
     H200,
-    MAIN,
     REAL_MODELS,
     ROOT,
     TABLES,
     layer_fits,
-    whole_models,
 )
 from slidesparse.convert import budget
 from slidesparse.errors import CheckFailed
@@ -48,9 +45,7 @@ def _plots() -> Iterator[tuple[Path, str, str]]:
 
     Other releases of the library draw other bytes.
     """
-    rows = whole_models(H100)
-    frontier = H100 if (rows[rows["round"].isin(MAIN)]["system"] == "bf16").any() else H200
-    for name, data in (("curve", ()), ("frontier", (frontier / f"{E2E.name}.csv",))):
+    for name, data in (("curve", ()), ("frontier", (H200 / f"{E2E.name}.csv",))):
         path, sources = ACCURACY / f"{name}.svg", [REAL_MODELS, *data, Path(__file__).with_name("plots.py")]
         note = f"of data {hashlib.sha256(b''.join(source.read_bytes() for source in sources)).hexdigest()}"
         text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -59,7 +54,7 @@ def _plots() -> Iterator[tuple[Path, str, str]]:
             continue
         from benchmarks import plots
 
-        yield path, text, plots.curve(note) if name == "curve" else plots.frontier(frontier, note)
+        yield path, text, plots.curve(note) if name == "curve" else plots.frontier(note)
 
 
 def _files() -> Iterator[tuple[Path, str, str]]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from benchmarks.e2e.plan import DECODE, DENSE, PREFILL
 from benchmarks.kernel import STOCK
-from benchmarks.report import CODER, MAIN, PATTERNS, QWEN, WIKITEXT, real_model_rows, whole_models
+from benchmarks.report import CODER, H200, PATTERNS, PEERS, WIKITEXT, real_model_rows, whole_models
 from slidesparse.errors import EnvironmentFault
 
 try:
@@ -113,8 +112,8 @@ def curve(note: str) -> str:
     return _svg(figure, note)
 
 
-def frontier(folder: Path, note: str) -> str:
-    """Return the speed of a 7B model's shapes in a folder of results against the loss of the coder."""
+def frontier(note: str) -> str:
+    """Return the loss of the coder against the speed of a 7B model's shapes on an H200."""
     rows = real_model_rows()
     rows = rows[(rows["model"] == CODER) & (rows["text"] == WIKITEXT)]
     means = _of_most_text(rows, ["quant", "pattern", "kind", "minutes"], "perplexity")
@@ -135,8 +134,8 @@ def frontier(folder: Path, note: str) -> str:
     }
     points["int8", DENSE] = "INT8, not pruned", loss("int8", DENSE, "calibrated", "-")
     points |= {("int8", p): (f"INT8, {p}", loss("int8", p, "sparsegpt", "distilled")) for p in PATTERNS[::-1]}
-    speeds = whole_models(folder)
-    speeds = speeds[(speeds["model"] == QWEN) & speeds["round"].isin(MAIN)]
+    speeds = whole_models(H200)
+    speeds = speeds[speeds["round"].isin(PEERS)]
     figure, panels = _panels(["decode, batch size 16", "prefill, 8192 tokens per step"])
     for axes, (stage, m, context) in zip(panels, ((DECODE, 16, 16), (PREFILL, 8192, 1024)), strict=True):
         cell = speeds[(speeds["stage"] == stage) & (speeds["M"] == m) & (speeds["context"] == context)]

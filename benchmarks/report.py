@@ -55,13 +55,14 @@ STEPS = {"prefill": "prefill, {} tokens per step", "decode": "decode, batch size
 MAIN, OTHER, UNFUSED_RUNS = range(100), range(100, 200), range(200, 300)
 MIXTURES = range(500, 600)  # rounds with pruned experts
 STEPPED = range(700, 800)  # rounds on the H200 by version 0.3.0, with the GPU's part of decode
+PEERS = range(800, 900)  # rounds on the H200 beside what people would pick instead
 NOT_PRUNED = {DENSE: "not pruned"}
-BESIDE = {  # type and column of h100/e2e.csv: what people would pick.  FP8 is of an earlier run (round 101)
+BESIDE = {  # type and column of the rounds PEERS
     ("int8", "bf16"): "BF16",
     ("int8", "w4a16"): "W4A16 (Machete, groups of 128)",
     ("int8", "w4a8"): "W4A8 in FP8 (CUTLASS, groups of 128)",
-    ("fp8", STOCK): "FP8, stock (an earlier run)",
-    ("int8", STOCK): "INT8, stock",
+    **{(dtype, STOCK): f"{dtype.upper()}, stock" for dtype in ("fp8", "int8")},
+    **{("fp8", name): f"FP8, {NOT_PRUNED.get(name, name)}" for name in (DENSE, "6:8")},
     **{("int8", name): f"INT8, {NOT_PRUNED.get(name, name)}" for name in (DENSE, "6:8", TWO_FOUR)},
 }
 REFERENCE_COLUMNS = ("results", "model", "dtype", "pattern", "M", "speedup")
@@ -178,19 +179,16 @@ def bitnet() -> str:
 
 
 def beside() -> str:
-    """Milliseconds of a decode step and thousand tokens per second of prefill, beside other types, on an H100."""
-    rows = whole_models(H100)
-    rows = rows[(rows["model"] == QWEN) & (rows["round"].isin(MAIN) | (rows["dtype"] == "fp8"))]
-    decode = rows[(rows["stage"] == "decode") & (rows["context"] <= 32)].pivot_table(
-        "step_ms", ["dtype", "column"], "M", "median"
-    )
-    prefill = rows[rows["stage"] == PREFILL].groupby(["dtype", "column"])["rate"].median()
+    """Milliseconds of decode, of a step and of its GPU's part, and thousand tokens/s of prefill, beside other types."""
+    rows = _rounds(PEERS)
+    medians = rows.groupby(["stage", "dtype", "column", "M"])[["step_ms", "graph_ms", "rate"]].median()
+    steps, graphs = (medians.loc["decode"][value].unstack() for value in ("step_ms", "graph_ms"))
+    prefill = medians.loc[PREFILL]["rate"].unstack()[8192]
     lines = [
-        (label, *(ratio(ms) for ms in decode.loc[key]), f"{prefill[key] / 1000:.1f}")
+        (label, *map(ratio, (*steps.loc[key], *graphs.loc[key])), f"{prefill[key] / 1000:.1f}")
         for key, label in BESIDE.items()
-        if key in prefill
     ]
-    return table(("", *decode, PREFILL), lines)
+    return table(("", *steps, *(f"{m}: the GPU's part" for m in graphs), PREFILL), lines)
 
 
 def contexts() -> str:
