@@ -71,6 +71,7 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -80,6 +81,7 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOATS = ("F32", "F16", "BF16")  # dtypes that are quantized
+SCALES = (*FLOATS, "F8_E8M0")  # of scales of blocks, which may be powers of two
 
 COMPRESSED, BITMASK, SHAPE = ".compressed", ".bitmask", ".shape"  # suffixes for a weight without its zeros
 ROW_OFFSETS = ".row_offsets"  # suffix for the starts of the rows in flat values

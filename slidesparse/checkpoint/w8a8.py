@@ -18,7 +18,7 @@ import regex  # type: ignore[import-untyped]  # as vLLM does
 
 from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, QUANT_METHOD, SPARSE_FORMATS, sparsity_of
 from slidesparse.checkpoint.names import HEAD, SCALE, WEIGHT, fused_name, layer_names, search
-from slidesparse.checkpoint.storage import FLOATS, Checkpoint, CheckpointError, TensorSpec
+from slidesparse.checkpoint.storage import FLOATS, SCALES, Checkpoint, CheckpointError, TensorSpec
 from slidesparse.errors import shown
 
 FP8_METHOD = "fp8"  # the quant_method of DeepSeek, Qwen and AutoFP8
@@ -170,10 +170,11 @@ def _require_scale(scale: TensorSpec, scheme: Scheme, shape: tuple[int, ...]) ->
     else:
         count = rows if scheme.strategy == "channel" else 1
         fits, expected = scale.rows * scale.columns == count and len(scale.shape) <= 2, f"{count}"
-    if scale.dtype not in FLOATS or not fits:
+    dtypes: tuple[str, ...] = SCALES if scheme.block else FLOATS
+    if scale.dtype not in dtypes or not fits:
         raise CheckpointError(
             f"tensor {scale.name} is {scale.dtype} {list(scale.shape)}; scales per {scheme.strategy} of "
-            f"{rows} rows are {expected} of {', '.join(FLOATS)}"
+            f"{rows} rows are {expected} of {', '.join(dtypes)}"
         )
 
 
