@@ -93,8 +93,8 @@ class Skeleton:
         lists = [entry for entry in lists if id(entry[1]) in inside] or lists
         if not lists or getattr(self.config, "is_encoder_decoder", False):
             raise CheckpointError(
-                f"{type(self.model).__name__} is not a stack of {depth} transformer blocks, the only form that can be "
-                "converted"
+                f"{type(self.model).__name__} is not a stack of {depth} transformer blocks, as many as config.json's "
+                "num_hidden_layers; other forms can neither be converted nor inspected: serve the model as it is"
             )
         name, module = lists[0]
         return name, list(module)
@@ -290,7 +290,8 @@ class Skeleton:
         for (target, count), found in counts.items():
             if found != count:
                 raise CheckpointError(
-                    f"{target} has {found} matrices of experts, but config.json describes {count}; fetch it again"
+                    f"{target} has {found} matrices of experts, but config.json describes {count}; fetch it again, "
+                    "unless its experts are of several kinds, as for text and images: such models cannot be converted"
                 )
 
     # Tensors and parameters
