@@ -183,12 +183,6 @@ class Model:
         """Record the arguments of all blocks for ``ids``, with all weights outside of blocks equal to ``weight``."""
         with torch.inference_mode(False), torch.no_grad():
             _, stand_ins = self.run_ends(self._placeholders(self.skeleton.model, weight), ids, stop=-1)
-        for number, stand_in in enumerate(stand_ins):
-            if not hasattr(stand_in, "call"):
-                raise CalibrationError(
-                    f"{type(self.skeleton.model).__name__} does not run its block {number} on text; prune the model "
-                    "without --calib"
-                )
         return [stand_in.call for stand_in in stand_ins]
 
     @cached_property
@@ -241,6 +235,11 @@ class Model:
             out = None
         finally:
             setattr(holder, name, blocks)
+        for number, stand_in in enumerate(stand_ins[:1] if stop == 0 else stand_ins):
+            if not hasattr(stand_in, "call"):
+                raise CalibrationError(
+                    f"{type(model).__name__} does not run its block {number} on text; prune the model without --calib"
+                )
         return out, stand_ins
 
     @contextmanager

@@ -301,6 +301,11 @@ class Skeleton:
         """The tensor that each parameter is stored as, for parameters that are stored unchanged."""
         return {target: name for name, target in self._targets.items() if not self.converted(name)}
 
+    @property
+    def buffers(self) -> frozenset[str]:
+        """The tensors of the checkpoint that are buffers of the model."""
+        return frozenset(self.stored[name] for name, _ in self.model.named_buffers() if name in self.stored)
+
     def name_of(self, parameter: str) -> str:
         """Return the tensor that a parameter is stored as, or else that transformers would write for it."""
         from transformers.core_model_loading import revert_weight_conversion

@@ -241,6 +241,21 @@ def test_blocks_that_text_does_not_reach_are_converted_by_magnitude(tmp_path: Pa
     convert(source, tmp_path / "out")
     with pytest.raises(CalibrationError, match="does not run its block 1 on text"):
         calibrated(source, tmp_path / "calibrated", "random", samples=1, seqlen=8)
+    encoder = {**VISION, "num_hidden_layers": 2}
+    convert(tiny("git", tmp_path / "git", vision_config=encoder), tmp_path / "no text at all")
+
+
+def test_limits_of_a_clamp_may_be_infinite(tmp_path: Path) -> None:
+    """They are no weights: Gemma 4 stores those of its audio encoder, which are infinite until they are learned."""
+    source = tiny("gemma4_audio", tmp_path / "source")
+    convert(source, tmp_path / "out")
+    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    limits = {name: x for name, x in before.items() if name.endswith(("_min", "_max"))}
+    assert any(map(torch.isinf, limits.values()))
+    assert_same_tensors({name: after[name] for name in limits}, limits)
+    name = min(limits)
+    rewrite(source, **{name: torch.full_like(limits[name], torch.nan)})
+    refused(source, f"tensor {name} in model.safetensors is not finite", out="nan")
 
 
 def test_head_may_be_tied_by_the_language_models_config_alone(tmp_path: Path) -> None:
