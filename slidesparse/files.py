@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from slidesparse.errors import EnvironmentFault, SlideSparseError
 
 JSON_LIMIT = 256 * 2**20  # bytes of a JSON file that is read
+GLANCE = 0.2  # seconds for which a process may hold a lock that only sees whether another has it
 SHARED = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -64,8 +66,15 @@ def locked(path: Path, busy: SlideSparseError | None = None) -> Iterator[bool]:
     descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o600)
     held = True
     try:
+        how = fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+            try:
+                fcntl.flock(descriptor, how)
+            except BlockingIOError:
+                time.sleep(GLANCE)
+                fcntl.flock(descriptor, how)
+                if not path.exists():  # it was removed by the process that had it
+                    raise
         except OSError as error:
             if busy and isinstance(error, BlockingIOError):
                 raise busy from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import re
@@ -23,6 +24,7 @@ from slidesparse.calibrate.resume import work_folder
 from slidesparse.convert import budget, stream
 from slidesparse.convert.budget import Budget
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
+from slidesparse.files import locked
 
 ID_SAMPLES, TEXT_SAMPLES = 12, 40
 BUDGET: dict[str, Any] = {"budget": Budget(0.3, tokens=(16,)), "epochs": 0}
@@ -220,6 +222,20 @@ def test_concurrent_calibration_is_refused(source: Path, tmp_path: Path, ids: st
 
     calibrated(source, tmp_path / "out", ids, epochs=0, progress=interfere)
     assert len(messages) == 1
+
+
+def test_lock_of_one_that_only_looked_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    monkeypatch.setattr("time.sleep", lambda _: os.close(descriptor))
+    with locked(tmp_path, CalibrationError("busy")) as held:
+        assert held
+    used = files.own_folder(tmp_path / "used")
+    descriptor = os.open(used, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    monkeypatch.setattr("time.sleep", lambda _: (used.rmdir(), os.close(descriptor)))
+    with pytest.raises(CalibrationError, match="busy"), locked(used, CalibrationError("busy")):
+        pass
 
 
 def test_work_of_an_interrupted_run_is_named_by_a_conversion_that_does_not_use_it(
