@@ -20,6 +20,7 @@ from slidesparse.checkpoint.metadata import LayerEntry
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.pattern import Pattern
 from slidesparse.quantize import FP8
+from slidesparse.slide import row_chunks
 
 Loader = Callable[..., None]
 
@@ -105,7 +106,11 @@ class LoadCheck:
         """Return the weight [N, K] on the parameter's device; one of either on the device meta has no values."""
         if slided.is_meta or parameter.is_meta:
             return slided.new_empty(len(slided), entry.in_features, device="meta")
-        return restore(slided.to(parameter.device), entry, "slided", self._name)
+        weight = parameter.data.new_empty(len(slided), entry.in_features)
+        for rows in row_chunks(*slided.shape):  # as restoring a large weight takes several times its memory
+            chunk = slided[rows].to(parameter.device)
+            weight[rows] = restore(chunk, entry, "slided", self._name, rows.start)
+        return weight
 
     def require_all(self, layer: torch.nn.Module) -> None:
         """Raise CheckpointError, which names the missing tensors, unless all were loaded; then reset for a reload.

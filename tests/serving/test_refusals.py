@@ -17,9 +17,13 @@ from models import QWEN, write_float, write_w8a8
 from safetensors.torch import load_file
 from torch import Tensor
 
-from slidesparse.checkpoint.converted import open_checkpoint
+from slidesparse.checkpoint.converted import open_checkpoint, restore
 from slidesparse.checkpoint.storage import CheckpointError
+from slidesparse.errors import CheckFailed
 from slidesparse.evaluate.engine import summaries
+from slidesparse.pattern import parse_pattern
+from slidesparse.prune import prune
+from slidesparse.slide import slide
 
 pytestmark = pytest.mark.vllm
 
@@ -239,6 +243,30 @@ def test_missing_tensors_of_a_one_row_layer_are_named(missing: str) -> None:
             check.require_all(layer)
     else:
         check.require_all(layer)
+
+
+def test_slided_weights_are_restored_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large weight needs several times its memory while it is restored; a damaged row keeps its number."""
+    from slidesparse.vllm_patch.loading import LoadCheck
+
+    monkeypatch.setattr("slidesparse.slide.CHUNK_ELEMENTS", 60)
+    read = []
+    monkeypatch.setattr(
+        "slidesparse.vllm_patch.loading.restore",
+        lambda values, *others: read.append(len(values)) or restore(values, *others),
+    )
+    six_eight = parse_pattern("6:8")
+    dense = prune(torch.arange(1, 161).view(10, 16).to(torch.int8), six_eight)
+    parameter = torch.nn.Parameter(torch.zeros_like(dense), requires_grad=False)
+    check = LoadCheck("q", 16, 1, [six_eight])
+    load = check.watch(lambda parameter, tensor: parameter.data.copy_(tensor), "weight")
+    slided = slide(dense, six_eight)
+    load(parameter, slided)
+    assert torch.equal(parameter, dense)
+    assert read == [2] * 5
+    slided[7, 0] = slided[7, 4] = 1
+    with pytest.raises(CheckFailed, match="q: row 7"):
+        load(parameter, slided)
 
 
 # What is served
