@@ -149,8 +149,8 @@ class Planner:
         self.head = self._asked_head()  # the lm_head, if it is to be quantized
         if self.head:
             self.skeleton = Skeleton(untie_head(checkpoint, asked=True))
-        # Of the linear layers, by the checkpoint's names, those that vLLM never quantizes, and vLLM's names of all
-        self.unquantized, self.served_names = frozenset[str](), dict[str, list[str]]()
+        # Of the linear layers, by the checkpoint's names, why vLLM does not quantize some, and vLLM's names of all
+        self.unquantized, self.served_names = dict[str, str](), dict[str, list[str]]()
         self.checkpoint = checkpoint = self.skeleton.with_single_experts()
         self.routed = naming.experts(checkpoint.tensors)
         self.source = opened(checkpoint, options.quant, bool(self.routed))
@@ -344,7 +344,7 @@ class Planner:
             layers, groups, [text for text in self.options.ignore if text not in of_head], BY_IGNORE
         )
         kept = {name: BY_IGNORE for name in layers if name in ignored}
-        kept |= {name: UNSERVED for name in layers if name in self.unquantized}
+        kept |= {name: self.unquantized[name] for name in layers if name in self.unquantized}
         if self.source.requantizes and (
             quantized := [name for name in kept if not self.source.is_float(name)]
         ):
@@ -521,7 +521,8 @@ def ask(planner: Planner, skeletons: Skeletons) -> str:
                 "vLLM, which is installed here, quantizes no linear layer of this model: it would load the converted "
                 "weights as if they were floats, or not at all; serve the original checkpoint"
             )
-        planner.unquantized, planner.served_names = frozenset(planned - serving.quantized), names
+        planner.unquantized = dict.fromkeys(planned - serving.quantized, UNSERVED)
+        planner.served_names = names
         plan = planner.plan()
 
     def serve(plan: ConversionPlan) -> Serving:
@@ -534,7 +535,8 @@ def ask(planner: Planner, skeletons: Skeletons) -> str:
     except NotServedError as error:
         # experts may be built without quantization, as those of FlexOlmo
         if planner.experts and isinstance(plan.source, Floats):
-            planner.unquantized |= {*planner.experts}
+            reason = f"{UNSERVED}: {str(error).splitlines()[-1]}"
+            planner.unquantized |= dict.fromkeys(planner.experts, reason)
             plan = planner.plan()
             with contextlib.suppress(NotServedError):
                 served = serve(plan)
