@@ -34,7 +34,7 @@ class ConvertOptions:
 
     def __post_init__(self) -> None:
         choices = {
-            "--quant": (self.quant or "int8", tuple(KINDS)),
+            "--quant": ("int8" if self.quant is None else self.quant, tuple(KINDS)),
             "--layout": (self.layout, WRITTEN_LAYOUTS),
         }
         for option, (value, allowed) in choices.items():

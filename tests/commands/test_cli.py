@@ -143,6 +143,7 @@ CALIBRATE = "convert source out -s 6:8 --calib random"
 INVALID = [
     ("convert source out -s nonsense", "'nonsense'"),
     ("convert source out", "neither a pattern nor a budget"),
+    ("convert source out -s 6:8 --quant ''", "--quant '' is not known; use one of int8, fp8"),
     ("convert source out -s 6:8 --max-loss 25%", "found --sparsity and --max-loss"),
     ("convert source out --max-loss 25", "--max-loss '25' is not a percentage"),
     *((f"convert source out --max-loss {x}", f"--max-loss {x} is not between") for x in ("0%", "100%")),
@@ -300,7 +301,7 @@ def test_budget_prints_losses(
 )
 def test_interrupt_during_import_prints_no_traceback(module: str, name: str) -> None:
     program = f"""
-import os, signal, sys
+import os, runpy, signal, sys
 class Interrupter:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
@@ -308,8 +309,7 @@ class Interrupter:
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with the signal ignored
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup with this one
 sys.meta_path.insert(0, Interrupter())
-from slidesparse.cli import main
-main()
+runpy.run_module("slidesparse", run_name="__main__")
 """
     result = run(program, "--version")
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")

@@ -17,6 +17,7 @@ PLUGIN = ROOT / "vllm_patch"
 
 # What runs before models are served; the modules that serve them, and the plugin, import none of it.
 OFFLINE = {"calibrate", "convert", "evaluate", "synth", "tune", "doctor", "cli", "demo", "packaged"}
+OFFLINE |= {"__main__"}
 # vLLM swallows an ImportError of the plugin's entry-point module, so that needs nothing installed.
 STDLIB_ONLY = "vllm_patch errors versions pattern theory build.find build.compile gemm flags doctor kernels"
 INSIDE_VLLM = CORE / "evaluate" / "worker.py"  # a program that runs inside vLLM; no module imports it
