@@ -40,7 +40,7 @@ from slidesparse.flags import DISABLE, MODE, REQUESTS
 from slidesparse.resolve import Resolution
 
 PROGRAM = "slidesparse.vllm_patch.skeleton"
-ERROR_LINE = re.compile(r"\b\w+(?:Error|Exception): |^(?:\w+\.)+error: ")  # such as regex's
+ERROR_LINE = re.compile(r"\b\w+(?:Error|Exception)(?:: |$)|^(?:\w+\.)+error: ")  # such as regex's
 CONTINUED_ERROR = re.compile(r"ValidationError: \d+ ")  # of pydantic; field and reason follow
 MAX_LINES, MAX_CHARACTERS = 5, 500  # lines of the log in an error message, and characters of each
 

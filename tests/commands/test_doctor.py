@@ -21,6 +21,7 @@ from slidesparse import doctor, gemm, versions
 from slidesparse.build import compile, find
 from slidesparse.checkpoint.metadata import KEY
 from slidesparse.checkpoint.tokens import require_readable
+from slidesparse.serving import find_errors
 
 ROOT = Path(__file__).parents[2]
 BLOCKED = ("torch", "vllm", "triton", "numpy", "rich", "typer")
@@ -431,3 +432,7 @@ def test_what_needs_no_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         document = json.loads(told.out)
         assert (told.code, told.err, document["code"]) == (2, result.err, 2)
         assert f"error: {document['verdict']}\n" == told.err
+
+
+def test_errors_without_a_message_are_found_in_a_log() -> None:
+    assert find_errors("  assert head == 0\nAssertionError\nException ignored in: x\n") == "AssertionError"
