@@ -24,7 +24,9 @@ TEXT, MESSAGES, TOOLS = "text", "messages", "tools"
 SPLIT = "train"  # of a dataset on the Hub
 BUFFER = 1000  # of its documents, from which the next one is drawn
 BATCH = 2**20  # characters that are encoded together, in 200 times the memory
-_PAGE = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/datasets/(.+?)/?")
+_PAGE = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/datasets/(.+?)(?:/viewer|/tree/main)?/?"
+)
 
 
 class Conversation(NamedTuple):
@@ -94,22 +96,28 @@ def _name(data: str) -> str:
 def _document(value: Any, where: str, is_json: bool = False) -> list[Document]:
     """Return the document in a row, or none if it is empty."""
     try:
-        value = json.loads(value) if is_json else _filled(value)
+        value = json.loads(value) if is_json else value
         value = {TEXT: value} if isinstance(value, str) else value
-        if isinstance(messages := value.get(MESSAGES), list) and value.get(TEXT) is None:
+        if not isinstance(value, dict) or not {TEXT, MESSAGES} & value.keys():
+            raise ValueError(f"found {shown(list(value) if isinstance(value, dict) else value)}")
+        value = value if is_json else _filled(value)
+        messages, text = value.get(MESSAGES), value.get(TEXT)
+        if isinstance(messages, list) and text is None:
             tools = value.get(TOOLS)  # in Parquet often as text
             chat = Conversation(
                 [*map(_message, messages)], json.loads(tools) if isinstance(tools, str) else tools
             )
             json.dumps(chat, ensure_ascii=False, default=str).encode()
             return [chat] if messages else []
-        if not isinstance(text := value[TEXT], str):
-            raise TypeError(f"the text is {shown(text)}")
+        text = "" if messages is None and text is None else text  # as of rows that a dataset lacks
+        if not isinstance(text, str):
+            raise TypeError(f"found {shown(messages if text is None else text)}")
         text.encode()  # half of a surrogate pair is no text for tokenizers
         return [text] if text.strip() else []
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as reason:
+        problem = f"{reason} is missing" if isinstance(reason, KeyError) else reason
         raise SlideSparseError(
-            f'{where} ({type(reason).__name__}: {reason}): give {{"text": "..."}}, '
+            f'{where} ({problem}): give {{"text": "..."}}, '
             '{"messages": [{"role": "user", "content": "..."}, ...]} or a string'
         ) from reason
 
@@ -145,8 +153,13 @@ def _message(message: Any) -> dict[str, Any]:
 def _parquet_rows(path: Path) -> list[Any]:
     from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped]
 
-    try:  # other columns may be large, or of types that Python lacks
-        return list(ParquetFile(path).read([TEXT, MESSAGES, TOOLS]).to_pylist())
+    try:
+        file = ParquetFile(path)
+        names = file.schema_arrow.names
+        if not {TEXT, MESSAGES} & {*names}:
+            return [dict.fromkeys(names)]  # a row that is refused by its keys
+        # other columns may be large, or of types that Python lacks
+        return list(file.read([TEXT, MESSAGES, TOOLS]).to_pylist())
     except Exception as error:  # of the library
         raise SlideSparseError(
             f"{path} cannot be read as Parquet: {' '.join(str(error).split())[:300]}"
