@@ -22,7 +22,7 @@ def local_folder(model: str) -> Path:
     folder, page = Path(model), _PAGE.fullmatch(model)
     if folder.exists():
         return folder
-    if page and not _ID.fullmatch(page[1]):
+    if not _ID.fullmatch(page[1]) if page else "://" in model:  # a folder's name would lose a slash
         raise CheckpointError(
             f"{model} is not the page of a model; give https://huggingface.co/ORG/NAME, or ORG/NAME"
         )

@@ -75,8 +75,9 @@ def test_local_folder_takes_precedence_over_hub_id(cache: Path, tmp_path: Path) 
 )
 def test_address_of_a_models_page_is_its_id(cache: Path, page: str) -> None:
     assert local_folder(page) == local_folder("org/name")
-    with pytest.raises(CheckpointError, match=f"{page}/blob/x is not the page of a model"):
-        local_folder(f"{page}/blob/x")
+    for other in (f"{page}/blob/x", "hf://org/name"):
+        with pytest.raises(CheckpointError, match=f"{other} is not the page of a model"):
+            local_folder(other)
 
 
 def test_unavailable_and_incomplete_hub_models_exit_2(cache: Path) -> None:
