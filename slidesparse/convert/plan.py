@@ -238,6 +238,7 @@ class Planner:
         widths = {name: self._source(name).in_features(name) for name in patterns}
         if not source.metadata:
             kept |= self._other_matrices({*kept, *patterns, *source.heads})
+            self._require_apart(patterns, kept)
         experts = {*self.experts}
         pruned = {name: LayerEntry(pattern, widths[name]) for name, pattern in patterns.items() if pattern}
         entries = {name: entry for name, entry in pruned.items() if name not in experts}
@@ -367,7 +368,10 @@ class Planner:
                 kept[name] = JOINED
         chosen = [name for name in candidates if name not in kept]
         if not chosen and {*self.experts} <= kept.keys():
-            raise CheckpointError("every linear layer is ignored, so nothing is left to prune; ignore fewer")
+            reasons = ", ".join(sorted({*kept.values()}))
+            raise CheckpointError(
+                f"no linear layer is left to prune: all stay unchanged ({reasons}); ignore fewer"
+            )
         return chosen, kept
 
     def _groups(self, layers: Collection[str]) -> tuple[tuple[str, ...], ...]:
@@ -402,6 +406,15 @@ class Planner:
                 other = SPLIT if self.skeleton.converted(name) else NOT_LINEAR
                 kept[layer] = BY_SOURCE if self.source.is_float(layer) else other
         return kept
+
+    def _require_apart(self, quantized: Collection[str], kept: Mapping[str, str]) -> None:
+        """Raise CheckpointError for a matrix of which vLLM would take ``quantized`` layers for parts, to be ignored."""
+        for name in quantized:
+            if (fused := naming.fused_name(name)) in kept:
+                raise CheckpointError(
+                    f"{fused}{WEIGHT} and {name}{WEIGHT} are both in {self.checkpoint.folder}, and vLLM makes one "
+                    "layer of them; remove that which is not of this model"
+                )
 
     # The output
 

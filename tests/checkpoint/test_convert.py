@@ -405,6 +405,14 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         ),
         [f"are both the model's {Q}.weight; remove one of them"],
     ),
+    "a fused layer beside its parts": (
+        lambda s: rewrite(s, **{Q.replace("q_proj", "qkv_proj.weight"): torch.ones(128, 64)}),
+        ["layers.1.self_attn.qkv_proj.weight and ", "are both in ", "vLLM makes one layer of them"],
+    ),
+    "a method that nothing has": (
+        config(quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"}),
+        ["all stay unchanged (not quantized in the source)"],
+    ),
     "modules.json of others": (
         lambda source: (source / "modules.json").write_text('[{"name": "1"}]'),
         ["modules.json is not a list of modules"],
@@ -446,7 +454,7 @@ OPTIONS: list[tuple[dict[str, Any], list[str], type[Exception]]] = [
     ({"ignore": ["a" * 1001]}, ["--ignore", "more than 1000"], CheckpointError),
     ({"ignore": ["o_proj", "down_porj"]}, ["--ignore 'down_porj'", "14 linear layers"], CheckpointError),
     ({"ignore": ["1.mlp.gate"]}, ["--ignore covers", GATE], CheckpointError),
-    ({"ignore": ["."]}, ["every linear layer is ignored"], CheckpointError),
+    ({"ignore": ["."]}, ["no linear layer is left to prune: all stay unchanged (--ignore"], CheckpointError),
     ({"ignore": ["o_proj", ENDLESS]}, [f"--ignore {ENDLESS!r} takes more than"], CheckpointError),
     ({"layer": [".=dense"]}, ["no linear layer is left to prune"], CheckpointError),
     ({"layer": ["down_proj"]}, ["--layer 'down_proj'", "REGEX=PATTERN"], CheckpointError),
