@@ -123,8 +123,10 @@ def read_own(path: Path, limit: int = JSON_LIMIT) -> bytes:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a JSON file atomically, with a checksum of the value."""
-    write_atomically(path, json.dumps({"sha256": _sum(value), "value": value}, indent=1).encode() + b"\n")
+    """Write a JSON file atomically, with a checksum of its name and the value."""
+    write_atomically(
+        path, json.dumps({"sha256": _sum(path, value), "value": value}, indent=1).encode() + b"\n"
+    )
 
 
 def read_json(path: Path) -> Any:
@@ -133,7 +135,7 @@ def read_json(path: Path) -> Any:
         return None
     try:
         content = json.loads(read_own(path))
-        if content.keys() == {"sha256", "value"} and content["sha256"] == _sum(content["value"]):
+        if content.keys() == {"sha256", "value"} and content["sha256"] == _sum(path, content["value"]):
             return content["value"]
     except (ValueError, AttributeError, RecursionError) as error:
         if isinstance(error, DamagedFile):
@@ -141,5 +143,5 @@ def read_json(path: Path) -> Any:
     raise DamagedFile(f"{path} does not hold what was written there")
 
 
-def _sum(value: object) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+def _sum(path: Path, value: object) -> str:
+    return hashlib.sha256(json.dumps([path.name, value]).encode()).hexdigest()

@@ -121,6 +121,19 @@ def test_budget_is_not_resumed_by_other_layer_times(
         run(model, tmp_path / "out", ids, resume=True, **BUDGET)
 
 
+@pytest.mark.parametrize(("good", "bad"), [("layer-00000", "state"), ("state", "layer-00000")])
+def test_file_in_the_place_of_another_is_refused(
+    model: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch, good: str, bad: str
+) -> None:
+    """Both are as they were written, but not there."""
+    with dying(monkeypatch, 4), pytest.raises(Killed):
+        run(model, tmp_path / "out", ids, epochs=0)
+    work = work_folder(tmp_path / "out")
+    shutil.copy(work / f"{good}.json", work / f"{bad}.json")
+    with pytest.raises(CalibrationError, match=f"{bad}.json does not hold what was written there; remove"):
+        run(model, tmp_path / "out", ids, epochs=0, resume=True)
+
+
 @DEVICES
 def test_killed_by_a_signal_resumes(source: Path, tmp_path: Path, ids: str, device: str) -> None:
     """Within the second block's 14 tensors."""
