@@ -197,7 +197,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         Raises ResolveError if vLLM has no scheme for a linear layer, if parts of a fused one differ, and if
         quantization_config leaves a pruned one unquantized.
         """
-        name = layer_name or type(layer).__name__
+        name = layer_name or self.summary.unnamed(layer)
         if not isinstance(layer, LinearBase):
             return self._head_scheme(layer, name)
         parts = self._parts(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import weakref
 from collections import Counter
@@ -25,12 +26,17 @@ class LayerSummary:
 
     def __init__(self) -> None:
         self._pending: dict[str, weakref.ref[Any]] = {}
+        self._unnamed = itertools.count(1)
         self.concludes = False  # whether an expected layer concludes, or another one has
         self.sparse: dict[str, str] = {}  # layer -> its pattern
         self.dense: dict[str, str] = {}  # layer -> reason
         self.claimed: set[str] = set()  # layers that the metadata list and that vLLM has by name
         self.by_weights: dict[str, Found] = {}  # layer whose pattern its weights have decided
         self.fusion = ""  # the outcome of SLIDESPARSE_FUSE
+
+    def unnamed(self, module: Any) -> str:
+        """Return a name of its own for a layer that vLLM gives none, such as q_a_proj of MiniCPM3."""
+        return f"{type(module).__name__} {next(self._unnamed)}"
 
     def expect(self, layer: str, module: Any) -> None:
         """Expect a layer, which `count` counts once its weights are loaded."""

@@ -43,6 +43,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {**MAMBA, **GRANITE, "layer_types": ["mamba", "attention"]},
     "lfm2": {**LFM2, "layer_types": ["conv", "full_attention"]},
     "qwen3_5_text": {**GATED_DELTA, **IN_BFLOAT16, "layer_types": ["linear_attention", "full_attention"]},
+    "minicpm3": MLA,  # of whose layers vLLM gives q_a_proj no name
     "deepseek_v2": {**MLA, "first_k_dense_replace": 2, "n_routed_experts": 4, "moe_intermediate_size": 64},
 }
 
@@ -73,7 +74,7 @@ needs_convolution = pytest.mark.skipif(
     numbers(VLLM[1])[:2] in ((0, 30), (0, 31)),
     reason="vLLM 0.30 and 0.31 do not run these models on CPUs: causal_conv1d in float32, or of a width of 3",
 )
-SPARSE = [("falcon_h1", 12), ("granitemoehybrid", 8), ("lfm2", 8)]
+SPARSE = [("falcon_h1", 12), ("granitemoehybrid", 8), ("lfm2", 8), ("minicpm3", 14)]
 
 
 @pytest.mark.parametrize(
