@@ -104,10 +104,12 @@ test-cpus: venv
 	@$(AVX2) $(PARALLEL) $(BY_FILE) -m "not alone"
 
 release: venv
-	@rm -rf dist build/fresh
+	@rm -rf dist build
 	@$(BIN)/python -m build
 	@$(BIN)/twine check --strict dist/*
 	@$(BIN)/check-wheel-contents dist/*.whl
+	@mkdir build && tar -xf dist/*.tar.gz -C build --strip-components=1 --one-top-level=archive
+	@cd build/archive && ../../$(BIN)/python -m pytest -q -p no:cacheprovider tests/commands/test_hygiene.py
 	@$(PYTHON) -m venv build/fresh
 	@build/fresh/bin/python -m pip --disable-pip-version-check -qq install dist/*.whl
 	@cd build/fresh && PATH=$$PWD/bin bin/slidesparse doctor

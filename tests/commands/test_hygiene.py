@@ -35,7 +35,7 @@ def tracked() -> list[Path]:
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         paths = [ROOT / name for name in listed.stdout.split("\0") if name]
     else:
-        folders = ("slidesparse", "vllm_patch", "csrc", "tests", "docker")
+        folders = ("slidesparse", "vllm_patch", "csrc", "tests", "benchmarks", "docs", "tools", "docker")
         paths = [*ROOT.glob("*.*"), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
     return sorted(path for path in paths if path.is_file() and "__pycache__" not in path.parts)
 
