@@ -87,10 +87,10 @@ def collect() -> dict[str, str]:
 
 def render(report: dict[str, str]) -> str:
     """Return the report as text for people."""
-    lines = []
+    lines, width = [], max(map(len, report))
     for title, words in report.items():
         for line in words.splitlines():
-            lines.append(f"  {title:<20} {line}")
+            lines.append(f"  {title:<{width}} {line}")
             title = ""
     return "\n".join(lines)
 

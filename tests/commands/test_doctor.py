@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -69,7 +70,7 @@ def test_report_agrees_with_torch_and_backends() -> None:
         assert report[f"backend {name}"] == expected
     text = doctor.render(report)
     assert all(line.startswith("  ") for line in text.splitlines())
-    assert f"Python               {'.'.join(map(str, sys.version_info[:3]))}" in text
+    assert re.search(rf"^  Python +{platform.python_version()} ", text, re.M)
 
 
 def test_doctor_runs_on_bare_python() -> None:
@@ -80,7 +81,7 @@ def test_doctor_runs_on_bare_python() -> None:
     assert document["backend hopper"].startswith("not usable: torch is not installed: pip install")
     assert document["GPU"] == "none: nvidia-smi is not on the PATH"
     assert document["C++ compiler"].startswith("no C++ compiler was found")
-    assert "\n" + " " * 23 + "remedy: install one (apt install g++)" in run_doctor(PATH="")
+    assert re.search(r"\n {22,}remedy: install one \(apt install g\+\+\)", run_doctor(PATH=""))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_machine_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for pattern in (
         "cuSPARSELt 0.7.1 was found",
         "remedy: pip install .*cusparselt",
-        "bindings of cuSPARSELt +not compiled yet: run `slidesparse build`",
+        "bindings of cuSPARSELt {2,}not compiled yet: run `slidesparse build`",
         f"Hopper kernels +{tmp_path}/hopper",
         "hopper/cache cannot be written: set SLIDESPARSE_CACHE",
         "SPARSITY=2_8",
