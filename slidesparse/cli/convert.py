@@ -248,7 +248,7 @@ def _summarize(report: Report, dry_run: bool) -> None:
     if report.budget:
         _show_budget(report.budget)
     if not (report.budget and dry_run):
-        show("pattern", f"{plan.pattern}; as a vLLM flag: SPARSITY={plan.pattern.flag}")
+        show("pattern", str(plan.pattern))
         kind = f"{plan.quant.upper()} W8A8, {plan.options.layout} layout"
         title = "pruned" if plan.pattern.density < 1 else "layers"
         show(title, f"{len(plan.patterns)} linear layers, {kind}")

@@ -75,7 +75,6 @@ def test_convert_summarizes_on_stdout(source: Path, tmp_path: Path, sparsity: st
     lines = result.out.splitlines()
     before, after = (sum(t.nbytes for t in tensors_of(folder).values()) / 1e6 for folder in (source, out))
     for fact in (
-        "SPARSITY=2_8",
         "5 linear layers, INT8 W8A8, dense layout",
         "speed     of 5 linear layers relative to unpruned ones: ",
         "unchanged 9 weights neither pruned nor quantized again (--ignore): ",
@@ -83,7 +82,7 @@ def test_convert_summarizes_on_stdout(source: Path, tmp_path: Path, sparsity: st
         f"{before:.1f} MB -> {after:.1f} MB in ",
     ):
         assert sum(fact in line for line in lines) == 1, fact
-    assert lines[-1] == f"serve     vllm serve '{out}'"
+    assert (lines[0], lines[-1]) == ("pattern   6:8 (2 of every 8 pruned)", f"serve     vllm serve '{out}'")
     unpruned = Done("convert", source, tmp_path / "unpruned", "--sparsity", "dense").out
     assert "\nlayers    14 linear layers, INT8 W8A8, dense layout\n" in unpruned
 
