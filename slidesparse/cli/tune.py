@@ -31,7 +31,7 @@ Tokens = Annotated[
 ]
 Limit = Annotated[
     float | None,
-    typer.Option("--time-limit", help="Stop after this many seconds; repeat the command to continue."),
+    typer.Option("--time-limit", min=0, help="Stop after this many seconds; repeat the command to continue."),
 ]
 
 
