@@ -73,7 +73,7 @@ def locked(path: Path, busy: SlideSparseError | None = None) -> Iterator[bool]:
             except BlockingIOError:
                 time.sleep(GLANCE)
                 fcntl.flock(descriptor, how)
-                if not path.exists():  # it was removed by the process that had it
+                if not _is_open(path, descriptor):  # it was removed by the process that had it
                     raise
         except OSError as error:
             if busy and isinstance(error, BlockingIOError):
@@ -82,6 +82,14 @@ def locked(path: Path, busy: SlideSparseError | None = None) -> Iterator[bool]:
         yield held
     finally:
         os.close(descriptor)
+
+
+def _is_open(path: Path, descriptor: int) -> bool:
+    """Return whether a path still leads to what was opened there."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -238,17 +238,26 @@ def test_concurrent_calibration_is_refused(source: Path, tmp_path: Path, ids: st
 
 
 def test_lock_of_one_that_only_looked_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it removed the folder, in whose place there may be that of a third one."""
     descriptor = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     monkeypatch.setattr("time.sleep", lambda _: os.close(descriptor))
     with locked(tmp_path, CalibrationError("busy")) as held:
         assert held
-    used = files.own_folder(tmp_path / "used")
-    descriptor = os.open(used, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    monkeypatch.setattr("time.sleep", lambda _: (used.rmdir(), os.close(descriptor)))
-    with pytest.raises(CalibrationError, match="busy"), locked(used, CalibrationError("busy")):
-        pass
+    for makes_another in (False, True):
+        used = files.own_folder(tmp_path / "used")
+        descriptor = os.open(used, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+        def end(_: float, used: Path = used, held: int = descriptor, again: bool = makes_another) -> None:
+            used.rmdir()
+            if again:
+                used.mkdir()
+            os.close(held)
+
+        monkeypatch.setattr("time.sleep", end)
+        with pytest.raises(CalibrationError, match="busy"), locked(used, CalibrationError("busy")):
+            pass
 
 
 def test_work_of_an_interrupted_run_is_named_by_a_conversion_that_does_not_use_it(
