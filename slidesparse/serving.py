@@ -40,7 +40,8 @@ from slidesparse.flags import DISABLE, MODE, REQUESTS
 from slidesparse.resolve import Resolution
 
 PROGRAM = "slidesparse.vllm_patch.skeleton"
-ERROR_LINE = re.compile(r"\b\w+(?:Error|Exception)(?:: |$)|^(?:\w+\.)+error: ")  # such as regex's
+ERROR_LINE = re.compile(r"\b\w+(?:Error|Exception): |^(?:\w+\.)+error: ")  # such as regex's
+BARE_ERROR = re.compile(r"(?:^|\] )[\w.]+(?:Error|Exception)$")  # without a message; code is above
 CONTINUED_ERROR = re.compile(r"ValidationError: \d+ ")  # of pydantic; field and reason follow
 MAX_LINES, MAX_CHARACTERS = 5, 500  # lines of the log in an error message, and characters of each
 
@@ -174,11 +175,17 @@ def _planned(source: Path, config: Mapping[str, Any], folder: Path) -> Path:
 
 
 def find_errors(log: str) -> str:
-    """Return the lines of vLLM's log with the errors raised, or else its last lines; long ones are shortened."""
+    """Return the errors raised in vLLM's log, those without a message with their code, or else its last lines.
+
+    Long lines are shortened.
+    """
     lines = log.splitlines()
     raised = []
     for i, line in enumerate(lines):
-        if ERROR_LINE.search(line) and "WARNING" not in line:
+        if BARE_ERROR.search(line):
+            above = (other.rpartition("    ")[2].strip(" ^~") for other in reversed(lines[:i]))
+            raised.append(": ".join([line, *filter(None, above)][:2]))
+        elif ERROR_LINE.search(line) and "WARNING" not in line:
             raised.append(line)
             if CONTINUED_ERROR.search(line):
                 raised += [line for line in lines[i + 1 : i + 3] if "For further information" not in line]

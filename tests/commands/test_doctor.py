@@ -436,4 +436,19 @@ def test_what_needs_no_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_errors_without_a_message_are_found_in_a_log() -> None:
-    assert find_errors("  assert head == 0\nAssertionError\nException ignored in: x\n") == "AssertionError"
+    """The code is what tells them apart, and takes no lines from others."""
+    log = """
+ERROR [a.py:1]     assert head == 0
+ERROR [a.py:1]            ^^^^^^^^^
+ERROR [a.py:1] AssertionError
+    raise KeyError
+KeyError
+ValueError: why
+Exception ignored in: x
+"""
+    assert find_errors(log).splitlines() == [
+        "ERROR [a.py:1] AssertionError: assert head == 0",
+        "KeyError: raise KeyError",
+        "ValueError: why",
+    ]
+    assert find_errors("AssertionError") == "AssertionError"
