@@ -302,9 +302,11 @@ class Skeleton:
         return {target: name for name, target in self._targets.items() if not self.converted(name)}
 
     @property
-    def buffers(self) -> frozenset[str]:
-        """The tensors of the checkpoint that are buffers of the model."""
-        return frozenset(self.stored[name] for name, _ in self.model.named_buffers() if name in self.stored)
+    def limits(self) -> frozenset[str]:
+        """The tensors of the checkpoint that are buffers and infinite in a new model, such as the limits of a clamp."""
+        buffers = self.model.named_buffers()
+        infinite = {name for name, x in buffers if not x.is_meta and bool(x.isinf().any())}
+        return frozenset(self.stored[name] for name in infinite if name in self.stored)
 
     def name_of(self, parameter: str) -> str:
         """Return the tensor that a parameter is stored as, or else that transformers would write for it."""

@@ -75,7 +75,7 @@ class ConversionPlan:
     source_of: Callable[[str], Source]  # what makes the codes of a layer
     # the quantized linear layers of blocks, those together that vLLM may fuse; () if transformers cannot run the model
     groups: tuple[tuple[str, ...], ...]
-    buffers: frozenset[str]  # tensors that are no weights, such as the limits of a clamp, and may be infinite
+    limits: frozenset[str]  # tensors that are no weights but limits of a clamp, and may be infinite
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -269,7 +269,7 @@ class Planner:
             head=self.head,
             source_of=self._source,
             groups=self._groups({name for name in patterns if name != self.head}),
-            buffers=self.skeleton.buffers,
+            limits=self.skeleton.limits,
         )
 
     # The choice of layers and patterns

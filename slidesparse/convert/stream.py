@@ -497,7 +497,7 @@ def _check_chunk(plan: ConversionPlan, reader: Reader, output: Output, rows: sli
     Refuses NaN and Inf, zero points that are not 0, and rows of a converted source that break their pattern.
     """
     values, name = reader.rows(output.source.name, rows), output.source.name
-    if not is_finite(values) and (name not in plan.buffers or bool(values.float().isnan().any())):
+    if not is_finite(values) and (name not in plan.limits or bool(values.float().isnan().any())):
         row, column = map(int, (~values.float().isfinite()).nonzero()[0])
         is_vector, place = len(output.source.shape) < 2, rows.start + row
         where = f"element {place}" if is_vector else f"row {place}, column {column}"
@@ -558,7 +558,7 @@ def _write_chunk(
             else:
                 source = codes if codes and name in trained else reader
                 values = source.rows(name, rows)  # float32 if it was rotated or trained
-            if name in plan.buffers:
+            if name in plan.limits:
                 writer.write(spec.name, rows.start, values)
             else:
                 _write_finite(writer, spec, rows, values)

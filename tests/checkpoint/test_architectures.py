@@ -256,6 +256,11 @@ def test_limits_of_a_clamp_may_be_infinite(tmp_path: Path) -> None:
     name = min(limits)
     rewrite(source, **{name: torch.full_like(limits[name], torch.nan)})
     refused(source, f"tensor {name} in model.safetensors is not finite", out="nan")
+    # of routers, biases are buffers, too
+    routed = tiny("glm4_moe", tmp_path / "routed", **ARCHITECTURES["glm4_moe"])
+    name = next(name for name in tensors_of(routed) if name.endswith("e_score_correction_bias"))
+    rewrite(routed, **{name: torch.full_like(tensors_of(routed)[name], torch.inf)})
+    refused(routed, f"tensor {name} in model.safetensors is not finite", out="inf")
 
 
 def test_head_may_be_tied_by_the_language_models_config_alone(tmp_path: Path) -> None:
