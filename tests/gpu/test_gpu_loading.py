@@ -6,19 +6,15 @@ the page cache; dense and sparse loads alternate.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import load_once
 import pytest
+from engines import STOCK, Engines
+from gpu_engines import MEMORY
 from gpu_layers import require_served
 
-from slidesparse.flags import DISABLE
 from slidesparse.pattern import SlidePattern
 from slidesparse.synth import synth
 from slidesparse.tune.shapes import find_model
@@ -36,18 +32,18 @@ LAYERS = 28
 LAYER_MIB = sum(shape.n * shape.k for shape in find_model(MODEL)[1]) / MIB  # of a layer's weights, in bytes
 
 
-def load(folder: Path, stock: bool) -> dict[str, Any]:
-    env = {**os.environ, **({DISABLE: "1"} if stock else {})}
-    command = [sys.executable, load_once.__file__, str(folder)]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert not run.returncode, run.stdout[-3000:] + run.stderr[-3000:]
-    result: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    assert result["sparse"] != stock
-    return result
+def load(engines: Engines, folder: Path, stock: bool) -> dict[str, Any]:
+    options = {"dtype": "bfloat16", "max_model_len": 1024, **MEMORY}
+    env = STOCK if stock else {}
+    answer = engines.serve(folder, task="loading", registered="timed_loading", env=env, options=options)
+    assert bool(answer.summary) != stock, answer.summary
+    return answer.data
 
 
 @pytest.mark.parametrize("quant", ["int8", "fp8"])
-def test_sparse_7b_loads_in_time_and_memory_of_the_dense_one(tmp_path: Path, quant: str) -> None:
+def test_sparse_7b_loads_in_time_and_memory_of_the_dense_one(
+    engines: Engines, tmp_path: Path, quant: str
+) -> None:
     """Its peak is at most one decoder layer higher, and less memory is allocated afterwards."""
     backend = require_served()
     dense, sparse = tmp_path / "dense", tmp_path / "sparse"
@@ -55,8 +51,8 @@ def test_sparse_7b_loads_in_time_and_memory_of_the_dense_one(tmp_path: Path, qua
     synth(MODEL, sparse, quant=quant, pattern=SlidePattern.parse("6:8"))
     stock_loads, sparse_loads = [], []
     for _ in range(ROUNDS):
-        stock_loads.append(load(dense, stock=True))
-        sparse_loads.append(load(sparse, stock=False))
+        stock_loads.append(load(engines, dense, stock=True))
+        sparse_loads.append(load(engines, sparse, stock=False))
     seconds = [median(result["seconds"] for result in side) for side in (stock_loads, sparse_loads)]
     peaks = [max(result["peak"] for result in side) / MIB for side in (stock_loads, sparse_loads)]
     resident = [side[0]["after"] / MIB for side in (stock_loads, sparse_loads)]

@@ -138,6 +138,13 @@ def sleep(llm: Any, work: Json) -> Json:
     return result
 
 
+def loading(llm: Any, work: Json) -> Json:
+    """The time and memory in which the engine's process has loaded the weights."""
+    from timed_loading import MEASURED
+
+    return dict(MEASURED)
+
+
 def _weight_bytes(worker: Any) -> tuple[int, int]:
     """Bytes of the model's parameters, and of those in memory that is released during sleep."""
     from vllm.device_allocator.cumem import CuMemAllocator
@@ -165,4 +172,5 @@ TASKS: dict[str, Callable[[Any, Json], Json]] = {
     "adapters": adapters,
     "profile": profile,
     "sleep": sleep,
+    "loading": loading,
 }
