@@ -32,7 +32,7 @@ def prepare(
     from slidesparse.calibrate.written import write
     from slidesparse.checkpoint.skeleton import Skeleton
     from slidesparse.checkpoint.storage import Checkpoint
-    from slidesparse.cli.console import byte_progress
+    from slidesparse.cli.console import byte_progress, warn
     from slidesparse.packaged import MODELS, build
     from slidesparse.tune.shapes import parse_choice
 
@@ -41,7 +41,9 @@ def prepare(
         build(name, work / name)
     model = Model(Skeleton(Checkpoint.open(work / name)), Calibration(()).torch_device)
     with byte_progress(lines=True) as progress:
-        ids, _ = write(model, samples + held_out, SEQLEN, progress, "--calib")
+        ids, note = write(model, samples + held_out, SEQLEN, progress, "--calib")
+    if note:
+        warn(note, "note")
     np.save(work / f"{name}.own.npy", ids[:samples])
     np.save(work / f"{name}.held_out.npy", ids[samples:])
 
