@@ -9,7 +9,7 @@ import torch
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 ENTRY: dict[str, Any] = {}  # of our registry of backends: none
-# ``seconds`` of vLLM's ``load_model``, which includes packing, and bytes that torch had allocated, ``peak`` and ``after``
+# ``seconds`` of vLLM's ``load_model``, which includes packing; ``peak`` and ``after``, bytes that torch had allocated
 MEASURED: dict[str, float] = {}
 
 _load = BaseModelLoader.load_model
