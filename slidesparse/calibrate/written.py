@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ from slidesparse.build.compile import cache_folder, make_folder
 from slidesparse.calibrate.inputs import free_bytes
 from slidesparse.calibrate.model import Model
 from slidesparse.checkpoint.tokens import automatic_tokenizer, require_ids
-from slidesparse.errors import CalibrationError, SlideSparseError, is_out_of_memory
+from slidesparse.errors import LOGGER, CalibrationError, SlideSparseError, is_out_of_memory
 from slidesparse.evaluate.engine import run
 from slidesparse.progress import Progress
 from slidesparse.serving import is_available
@@ -40,6 +41,8 @@ BATCH = 32  # samples that transformers writes at a time
 GPU_SHARE = 0.9  # of its free memory, for vLLM
 MARK = "slidesparse"  # a word in place of the user's message
 ID_BYTES = 4
+
+_logger = logging.getLogger(LOGGER)
 
 Ids = list[int]
 Report = Callable[[int], None]  # called with the number of tokens written so far
@@ -76,24 +79,20 @@ def write(model: Model, samples: int, length: int, progress: Progress, option: s
                 progress("writing", ID_BYTES * tokens, ID_BYTES * total)
 
             report(0)
-            more, failure = _write(model, prompts[len(texts) : samples], length, len(texts), report)
-            texts, note = [*texts, *more], "; ".join(filter(None, [note, failure]))
+            texts = [*texts, *_write(model, prompts[len(texts) : samples], length, len(texts), report)]
             with suppress(OSError):  # what is not kept is written again
                 files.write_json(path, texts)
     return np.asarray(texts[:samples], np.int32), note
 
 
-def _write(
-    model: Model, prompts: Sequence[Ids], length: int, seed: int, report: Report
-) -> tuple[Sequence[Ids], str]:
-    """Continue ``prompts`` to samples of ``length`` ids; return them and a hint for the user or ""."""
-    note = ""
+def _write(model: Model, prompts: Sequence[Ids], length: int, seed: int, report: Report) -> Sequence[Ids]:
+    """Continue ``prompts`` to samples of ``length`` ids.  A failure of vLLM is logged, as transformers is slower."""
     if model.device.type == "cuda" and is_available():
         try:
-            return _by_vllm(model, prompts, length, seed, report), ""
+            return _by_vllm(model, prompts, length, seed, report)
         except SlideSparseError as error:
             reason = str(error).splitlines()[:2][-1]  # the first error of vLLM's log is the cause of others
-            note = f"transformers wrote the text, as vLLM failed: {reason}"
+            _logger.warning("transformers writes the text, which takes longer, as vLLM failed: %s", reason)
     too_large = CalibrationError(
         f"the whole model, which has to write its own text, does not fit into the memory of {model.device}; give text "
         "instead: FILE.jsonl"
@@ -102,7 +101,7 @@ def _write(
     if values * _dtype(model).itemsize > free_bytes(model.device):
         raise too_large
     try:
-        return _by_transformers(model, prompts, length, seed, report), note
+        return _by_transformers(model, prompts, length, seed, report)
     except Exception as error:
         if is_out_of_memory(error):
             raise too_large from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -124,6 +125,31 @@ def test_conversion_and_distillation_by_own_text(folder: Path, tmp_path: Path) -
     assert first.samples == "its own text, 8 samples, 192 tokens"
     calibrated(folder, tmp_path / "second", "", **options)
     assert snapshot(tmp_path / "first") == snapshot(tmp_path / "second")
+
+
+def test_transformers_writes_where_vllm_fails(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a GPU, which says so at once: it takes longer."""
+
+    def fails(*_: object) -> None:
+        raise SlideSparseError("vLLM ended:\nno memory\nand more")
+
+    model = open_model(folder)
+    expected = write(model, 2)
+    (path,) = (Path(os.environ["SLIDESPARSE_CACHE"]) / "texts").glob("*/ids.json")
+    path.unlink()
+    monkeypatch.setattr(written, "is_available", lambda: True)
+    monkeypatch.setattr(written, "_by_vllm", fails)
+    assert np.array_equal(write(model, 2), expected)  # on a CPU vLLM is not asked
+    assert not caplog.records
+    path.unlink()
+    on_gpu, by_transformers = copy.copy(model), written._by_transformers
+    on_gpu.device = torch.device("cuda")
+    monkeypatch.setattr(written, "free_bytes", lambda _: 1 << 40)
+    monkeypatch.setattr(written, "_by_transformers", lambda _, *rest: by_transformers(model, *rest))
+    assert np.array_equal(write(on_gpu, 2), expected)
+    assert caplog.messages == ["transformers writes the text, which takes longer, as vLLM failed: no memory"]
 
 
 def test_other_models_are_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
