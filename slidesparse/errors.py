@@ -23,6 +23,11 @@ MAX_NAMES = 3  # names listed in a message or a line of a summary
 
 INSTALL_CUDA = f"pip install vllm=={VLLM_ON_GPUS[-1]}"
 INSTALL = f"{INSTALL_CUDA}; without an NVIDIA GPU, follow docs/install.md"
+# of data, as options and messages name them
+FORMS = (
+    'FILE.jsonl, FILE.json or FILE.parquet (a "text", or chat "messages", a row), FILE.txt, FILE.npy (token ids), or '
+    "the ORG/NAME of a dataset on the Hub; text also as .gz"
+)
 
 
 class SlideSparseError(Exception):

@@ -18,7 +18,7 @@ from slidesparse.calibrate.model import Model
 from slidesparse.calibrate.written import DISTILLATION_TOKENS, SELF, write
 from slidesparse.checkpoint import tokens
 from slidesparse.checkpoint.tokens import Document
-from slidesparse.errors import CalibrationError, SlideSparseError
+from slidesparse.errors import FORMS, CalibrationError, SlideSparseError
 from slidesparse.progress import Progress
 
 RANDOM = "random"
@@ -88,7 +88,7 @@ def load_sources(
     """Read calibration data; return the samples of each source.
 
     Args:
-        data: files in the `FORMS` of `slidesparse.checkpoint.tokens`, tokenized by the checkpoint's tokenizer, datasets
+        data: files in the FORMS of `slidesparse.errors`, tokenized by the checkpoint's tokenizer, datasets
             on the Hub, "self" for text that the model writes (see `slidesparse.calibrate.written`), REFERENCE, or
             "random"; none of them twice.  Each contributes an equal share of the samples, or all that it has.
         progress: called while texts are tokenized and while the model writes.
@@ -173,8 +173,8 @@ def _load(data: str, model: Model, samples: int, length: int, option: str, progr
         raise type(error)(f"{option}: {error}") from error
     if not chosen:
         raise CalibrationError(
-            f"{option} {data} gives no sample of {length} tokens; give more text, or a smaller --seqlen. Data are "
-            f"{tokens.FORMS}, or the words self or random"
+            f"{option} {data} gives no sample of {length} tokens; give more text, or a smaller --seqlen. Data are the "
+            f"words self or random, or {FORMS}"
         )
     tokens.require_ids(chosen, model.vocabulary, f"{option} {data}", model.checkpoint.folder)
     return Samples(
@@ -202,7 +202,7 @@ def _pieces(data: str) -> Iterator[Document]:
     if data == REFERENCE:
         yield from python_reference()
         return
-    if Path(data).suffix.lower() != ".txt":
+    if tokens.form(data) != ".txt":
         yield from tokens.read_documents(data)
         return
     for text in tokens.read_documents(data):

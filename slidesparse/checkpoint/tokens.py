@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import groupby
@@ -14,13 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from slidesparse.checkpoint.storage import CheckpointError, parse_json
-from slidesparse.errors import SlideSparseError, shown
+from slidesparse.errors import FORMS, SlideSparseError, shown
 
 TOKENIZER = "tokenizer.json"
 INSTEAD = ", or give token ids instead of texts: ids.npy"
 MAX_IDS = 2**28  # ids in a file, 2 GiB
 # Keys of a document, as a text or as the turns of a conversation and the tools that its template describes
 TEXT, MESSAGES, TOOLS = "text", "messages", "tools"
+TURNS = "conversations"  # instead of messages, as ShareGPT has them: {"from": "human", "value": "..."}
+SPEAKERS = {"human": "user", "gpt": "assistant"}  # other names are roles of chat templates, too
 SPLIT = "train"  # of a dataset on the Hub
 BUFFER = 1000  # of its documents, from which the next one is drawn
 BATCH = 2**20  # characters that are encoded together, in 200 times the memory
@@ -38,16 +42,18 @@ class Conversation(NamedTuple):
 
 Document = str | Conversation
 Encode = Callable[[list[str], bool], list[list[int]]]
-FORMS = (
-    'FILE.jsonl or FILE.parquet (a "text", or chat "messages", a line), FILE.txt, FILE.npy (token ids) or the ORG/NAME '
-    "of a dataset on the Hub"
-)
 
 
 def read_text(path: Path) -> str:
-    """Read a file in UTF-8, without a byte order mark.  Raises SlideSparseError for another encoding."""
+    """Read a file in UTF-8, without a byte order mark; one in .gz is unpacked.
+
+    Raises SlideSparseError for another encoding or a damaged archive.
+    """
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
+            return file.read()
+    except (gzip.BadGzipFile, EOFError, zlib.error) as reason:
+        raise SlideSparseError(f"{path} cannot be unpacked ({reason}); fetch it again") from reason
     except UnicodeDecodeError as reason:
         raise SlideSparseError(
             f"{path} is not text in UTF-8 ({reason}); convert it: iconv -f ENCODING -t utf-8"
@@ -58,16 +64,21 @@ def read_documents(data: str) -> Iterator[Document]:
     """Yield the documents of a file in one of the `FORMS` but .npy, or of a dataset on the Hub.
 
     A line of a .jsonl file is a string, or an object with "text", or with "messages" and perhaps "tools", as OpenAI has
-    them; empty ones are skipped.  A .txt file is one document.  Raises SlideSparseError, with the line number, for
-    anything else.
+    them, or with "conversations", as ShareGPT has them; empty ones are skipped.  A .json file holds such lines, or one
+    list of such rows.  A .txt file is one document.  Raises SlideSparseError, with the line number, for anything else.
     """
     path = Path(data)
-    suffix = path.suffix.lower() if path.is_file() else ""
+    suffix = form(data) if path.is_file() else ""
     if suffix == ".txt":
         yield from [text] if (text := read_text(path)).strip() else []
-    elif suffix == ".jsonl":
+    elif suffix in (".json", ".jsonl"):
+        text = read_text(path)
+        if suffix == ".json" and text.lstrip().startswith("["):
+            for number, row in enumerate(_list(text, path), 1):
+                yield from _document(row, f"{path}, row {number}")
+            return
         # JSON strings may contain U+2028 and the like, so that lines end at line feeds only
-        for number, line in enumerate(read_text(path).split("\n"), 1):
+        for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
                 yield from _document(line, f"{path}, line {number}", is_json=True)
     elif suffix == ".parquet":
@@ -79,6 +90,11 @@ def read_documents(data: str) -> Iterator[Document]:
     else:
         problem = "is not a supported type of file" if path.is_file() else "is not a file"
         raise SlideSparseError(f"{shown(data)} {problem}; give {FORMS}")
+
+
+def form(data: str) -> str:
+    """Return the suffix that tells the form of a file, such as ".jsonl", in lower case and without ".gz"."""
+    return Path(data.lower().removesuffix(".gz")).suffix
 
 
 def is_dataset(data: str) -> bool:
@@ -93,15 +109,22 @@ def _name(data: str) -> str:
     return page[1] if page else data
 
 
+def _list(text: str, path: Path) -> list[Any]:
+    try:
+        return json.loads(text)  # type: ignore[no-any-return]
+    except (ValueError, RecursionError) as reason:
+        raise SlideSparseError(f"{path} is no JSON: {reason}; fetch it again") from reason
+
+
 def _document(value: Any, where: str, is_json: bool = False) -> list[Document]:
     """Return the document in a row, or none if it is empty."""
     try:
         value = json.loads(value) if is_json else value
         value = {TEXT: value} if isinstance(value, str) else value
-        if not isinstance(value, dict) or not {TEXT, MESSAGES} & value.keys():
+        if not isinstance(value, dict) or not {TEXT, MESSAGES, TURNS} & value.keys():
             raise ValueError(f"found {shown(list(value) if isinstance(value, dict) else value)}")
         value = value if is_json else _filled(value)
-        messages, text = value.get(MESSAGES), value.get(TEXT)
+        messages, text = value.get(MESSAGES, value.get(TURNS)), value.get(TEXT)
         if isinstance(messages, list) and text is None:
             tools = value.get(TOOLS)  # in Parquet often as text
             chat = Conversation(
@@ -135,6 +158,9 @@ def _message(message: Any) -> dict[str, Any]:
     Its content is a text: the parts of one are joined, and a call of tools may lack it.  The arguments of a call are no
     JSON but objects.  Keys without a value are left out.
     """
+    if "from" in message:
+        speaker = message["from"]
+        return _message({"role": SPEAKERS.get(speaker, speaker), "content": message["value"]})
     role, content = message["role"], message.get("content")
     calls = [dict(call) for call in message.get("tool_calls") or ()]
     for call in calls:
@@ -156,10 +182,10 @@ def _parquet_rows(path: Path) -> list[Any]:
     try:
         file = ParquetFile(path)
         names = file.schema_arrow.names
-        if not {TEXT, MESSAGES} & {*names}:
+        if not {TEXT, MESSAGES, TURNS} & {*names}:
             return [dict.fromkeys(names)]  # a row that is refused by its keys
         # other columns may be large, or of types that Python lacks
-        return list(file.read([TEXT, MESSAGES, TOOLS]).to_pylist())
+        return list(file.read([TEXT, MESSAGES, TURNS, TOOLS]).to_pylist())
     except Exception as error:  # of the library
         raise SlideSparseError(
             f"{path} cannot be read as Parquet: {' '.join(str(error).split())[:300]}"

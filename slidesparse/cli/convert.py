@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from slidesparse.cli.console import Layout, byte_progress, out, show, warn
-from slidesparse.errors import SlideSparseError, argument, listed
+from slidesparse.errors import FORMS, SlideSparseError, argument, listed
 from slidesparse.pattern import Pattern, parse_pattern
 
 if TYPE_CHECKING:
@@ -35,10 +35,6 @@ TERNARY = (
 UNASKED = (
     "vLLM is not installed here, so it was not asked which of these layers it quantizes, and by what names: before "
     "serving, run slidesparse doctor {out} where it is"
-)
-FORMS = (
-    'FILE.jsonl or FILE.parquet (a "text", or chat "messages", a line), FILE.txt, FILE.npy (token ids) or the ORG/NAME '
-    "of a dataset on the Hub"
 )
 
 # Options under a heading of --help
@@ -82,8 +78,8 @@ def convert(
         list[str] | None,
         _calibration_option(
             help="Text similar to what the model will serve; without it, weights are pruned by magnitude. May be "
-            f"repeated, to mix: {FORMS}; the word self, for text that the model writes; or the word random, for trying "
-            "things out.",
+            "repeated, to mix: the word self, for text that the model writes; the word random, for trying things out; "
+            f"or {FORMS}.",
             metavar="DATA",
         ),
     ] = None,

@@ -31,7 +31,7 @@ def perplexity(
     data: Annotated[
         str,
         typer.Option(
-            help="Evaluation text: FILE.txt, FILE.jsonl, FILE.parquet, or token ids in FILE.npy.",
+            help="Evaluation text: FILE.txt, FILE.jsonl, FILE.json, FILE.parquet, or token ids in FILE.npy.",
             metavar="FILE",
         ),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import pickle
@@ -121,6 +122,27 @@ def test_conversations_have_the_ids_of_their_chat_template(decoder: Model, tmp_p
         load(path, decoder, 2, 7)
 
 
+@pytest.mark.parametrize("form", ["json", "json.gz", "jsonl.gz", "parquet"])
+def test_conversations_of_sharegpt(decoder: Model, tmp_path: Path, form: str) -> None:
+    """In a list or in lines, packed or not, beside texts."""
+    turns = [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c"}]
+    data: list[Any] = [
+        {"id": "x", "conversations": turns},
+        {"id": "y", "conversations": []},
+        {"text": "a\nb"},
+    ]
+    path = tmp_path / f"chat.{form}"
+    if form == "parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(data[:2]), path)
+    else:
+        lines = json.dumps(data, indent=1) if form == "json" else "\n".join(map(json.dumps, data))
+        with (gzip.open if form.endswith(".gz") else open)(path, "wt", encoding="utf-8") as file:
+            file.write(lines)
+    chat, *others = read_documents(str(path))
+    assert others == ([] if form == "parquet" else ["a\nb"])
+    assert chat.messages == TURNS
+
+
 # As those of models that call tools: Llama 3.1's asks for the key
 TOOL_TEMPLATE = """{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{% for m in messages %}{{ m.role }}
 {% if 'tool_calls' in m %}{% for c in m.tool_calls %}{{ c.function.arguments.word }} {% endfor %}{% endif %}
@@ -172,6 +194,9 @@ def test_plain_text_is_sampled(decoder: Model, tmp_path: Path, monkeypatch: pyte
     load_sources([str(path)], decoder, lambda phase, *bytes_done: calls.append(bytes_done), 5, 8)
     assert len(calls) < 150
     assert calls[-1] == (1200, 1200)  # the rest was not wanted
+    with gzip.open(tmp_path / "book.txt.gz", "wb") as packed:
+        packed.write(path.read_bytes())
+    assert rows(load(str(tmp_path / "book.txt.gz"), decoder, 5, 8)) == rows(load(str(path), decoder, 5, 8))
     path.write_text("a b c " * 50)
     assert rows(load(str(path), decoder, None, 7)) == [[1, 2, 3, 1, 2, 3, END]] * 25
 
@@ -275,7 +300,15 @@ REFUSED: dict[str, tuple[bytes | str, str]] = {
     "null.jsonl": ('{"text": null}', "gives no sample of 500 tokens"),
     "number_text.jsonl": ('{"text": 7, "messages": null}', "line 1 (found 7)"),
     "chat_text.jsonl": ('{"messages": "hello"}', "line 1 (found 'hello')"),
-    "from.jsonl": ('{"messages": [{"from": "human"}]}', "line 1 ('role' is missing)"),
+    "from.jsonl": ('{"messages": [{"content": "a"}]}', "line 1 ('role' is missing)"),
+    "value.jsonl": ('{"conversations": [{"from": "gpt"}]}', "line 1 ('value' is missing)"),
+    "rows.json": ('["a", 3]', "rows.json, row 2 (found 3): give"),
+    "cut.json": ('["a", "b', "cut.json is no JSON: Unterminated string"),
+    "cut.json.gz": (
+        gzip.compress(b'"a b c"' * 99)[:-9],
+        "cut.json.gz cannot be unpacked (Compressed file ended",
+    ),
+    "none.txt.gz": (b"a b c", "none.txt.gz cannot be unpacked (Not a gzipped file"),
     "tool.jsonl": ('{"messages": [{"role": "user", "content": null}]}', "has no text as its content"),
     "turns.jsonl": ('{"messages": ["hello"]}', "turns.jsonl, line 1 ("),
     "broken.jsonl": ("plain text\n", "broken.jsonl, line 1 (Expecting value"),
