@@ -301,7 +301,7 @@ class Skeleton:
         """The tensor that each parameter is stored as, for parameters that are stored unchanged."""
         return {target: name for name, target in self._targets.items() if not self.converted(name)}
 
-    @property
+    @cached_property
     def limits(self) -> frozenset[str]:
         """The tensors of the checkpoint that are buffers and infinite in a new model, such as the limits of a clamp."""
         buffers = self.model.named_buffers()

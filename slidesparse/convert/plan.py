@@ -57,6 +57,7 @@ class Output:
     specs: tuple[TensorSpec, ...]
     layer: str | None = None  # name of the layer, if the tensor is a weight to quantize
     pattern: Pattern | None = None  # None: not pruned
+    is_limit: bool = False  # whether it is no weight but a limit of a clamp, and may be infinite
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,6 @@ class ConversionPlan:
     source_of: Callable[[str], Source]  # what makes the codes of a layer
     # the quantized linear layers of blocks, those together that vLLM may fuse; () if transformers cannot run the model
     groups: tuple[tuple[str, ...], ...]
-    limits: frozenset[str]  # tensors that are no weights but limits of a clamp, and may be infinite
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -269,7 +269,6 @@ class Planner:
             head=self.head,
             source_of=self._source,
             groups=self._groups({name for name in patterns if name != self.head}),
-            limits=self.skeleton.limits,
         )
 
     # The choice of layers and patterns
@@ -446,7 +445,8 @@ class Planner:
             largest = max(floats, key=lambda spec: spec.nbytes)  # the embedding
             return Output(spec, stored.file, (spec._replace(dtype=largest.dtype),))
         if layer == name or layer not in patterns:
-            return Output(spec, stored.file, self.source.copies(spec))
+            is_limit = name in self.skeleton.limits
+            return Output(spec, stored.file, self.source.copies(spec), is_limit=is_limit)
         entry, rows = entries.get(layer), spec.shape[0]
         source = self._source(layer)
         columns = entry.columns(self.options.layout) if entry else source.in_features(layer)

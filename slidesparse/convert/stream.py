@@ -497,7 +497,7 @@ def _check_chunk(plan: ConversionPlan, reader: Reader, output: Output, rows: sli
     Refuses NaN and Inf, zero points that are not 0, and rows of a converted source that break their pattern.
     """
     values, name = reader.rows(output.source.name, rows), output.source.name
-    if not is_finite(values) and (name not in plan.limits or bool(values.float().isnan().any())):
+    if not _may_hold(output, values):
         row, column = map(int, (~values.float().isfinite()).nonzero()[0])
         is_vector, place = len(output.source.shape) < 2, rows.start + row
         where = f"element {place}" if is_vector else f"row {place}, column {column}"
@@ -514,6 +514,11 @@ def _check_chunk(plan: ConversionPlan, reader: Reader, output: Output, rows: sli
     if output.layer and (metadata := plan.source.metadata):
         restore(values, metadata.layers[output.layer], metadata.layout, output.layer, rows.start)
     return values
+
+
+def _may_hold(output: Output, values: Tensor) -> bool:
+    """Return whether a tensor may hold the values, which are finite, but for the limits of a clamp."""
+    return is_finite(values) or (output.is_limit and not bool(values.float().isnan().any()))
 
 
 def is_finite(values: Tensor) -> bool:
@@ -558,10 +563,7 @@ def _write_chunk(
             else:
                 source = codes if codes and name in trained else reader
                 values = source.rows(name, rows)  # float32 if it was rotated or trained
-            if name in plan.limits:
-                writer.write(spec.name, rows.start, values)
-            else:
-                _write_finite(writer, spec, rows, values)
+            _write_checked(writer, output, spec, rows, values)
         return
     if codes and layer + WEIGHT in trained:
         weight = codes.rows(layer + WEIGHT, rows)
@@ -575,13 +577,13 @@ def _write_chunk(
         weight = slide(weight, pattern, layer=layer)
     writer.write(output.specs[0].name, rows.start, weight)
     if len(output.specs) > 1 and scale is not None:
-        _write_finite(writer, output.specs[1], rows, scale)
+        _write_checked(writer, output, output.specs[1], rows, scale)
 
 
-def _write_finite(writer: Writer, spec: TensorSpec, rows: slice, values: Tensor) -> None:
+def _write_checked(writer: Writer, output: Output, spec: TensorSpec, rows: slice, values: Tensor) -> None:
     """Write rows in the dtype of their tensor.  Raises CheckpointError for values out of its range."""
     converted = values.to(DTYPES[spec.dtype])
-    if not is_finite(converted):
+    if not _may_hold(output, converted):
         raise CheckpointError(
             f"converted values of {spec.name} are out of the range of {spec.dtype}; save the source in BF16 or F32, "
             "convert it with --rotate off, or fetch it again if scales are damaged"
