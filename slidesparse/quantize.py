@@ -42,6 +42,17 @@ def arithmetic_of(x: Tensor) -> Arithmetic:
     return "cpu" if x.device.type == "cpu" else "cuda"
 
 
+def is_finite(values: Tensor) -> bool:
+    """Return whether all elements are finite; for the usual dtypes without temporary memory."""
+    if not values.dtype.is_floating_point or not values.numel():
+        return True
+    if values.dtype == FP8:  # no Inf, and one NaN of either sign: 0x7f and 0xff
+        return int(values.view(torch.int8).max()) < 0x7F and int(values.view(torch.uint8).max()) < 0xFF
+    if values.element_size() == 1:
+        return bool(torch.isfinite(values.float()).all())
+    return bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())  # NaN wins both comparisons
+
+
 def quantize_rows(x: Tensor, dtype: torch.dtype, arithmetic: Arithmetic = "cuda") -> tuple[Tensor, Tensor]:
     """Quantize each row with its own scale; the scale returned is the one used.
 

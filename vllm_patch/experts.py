@@ -26,6 +26,7 @@ from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.gemm.problem import DTYPES, Layer
 from slidesparse.pattern import Pattern, PatternError, SlidePattern
 from slidesparse.prune import prune
+from slidesparse.quantize import is_finite
 from slidesparse.resolve import BREAKS, ResolveError, batch_invariant, left_to_vllm
 from slidesparse.slide import obeys
 
@@ -113,7 +114,7 @@ class Experts:
         weights = [layer.w13_weight.data, layer.w2_weight.data]
         for weight, scale in zip(weights, (layer.w13_weight_scale, layer.w2_weight_scale), strict=True):
             require_numbers(self.name, weight)
-            if not bool(torch.isfinite(scale).all()):
+            if not is_finite(scale):
                 raise CheckpointError(
                     f"{self.name}: the checkpoint lacks experts, or their scales hold NaN; {AGAIN}"
                 )

@@ -19,7 +19,7 @@ from slidesparse.checkpoint.converted import restore
 from slidesparse.checkpoint.metadata import LayerEntry
 from slidesparse.checkpoint.storage import CheckpointError
 from slidesparse.pattern import Pattern
-from slidesparse.quantize import FP8
+from slidesparse.quantize import is_finite
 from slidesparse.slide import row_chunks
 
 Loader = Callable[..., None]
@@ -99,7 +99,7 @@ class LoadCheck:
                     f"{self._name}: the checkpoint holds a weight of shape {list(tensor.shape)}, its metadata and the "
                     f"model need {' or '.join(map(str, self._entries))} columns; {AGAIN}"
                 )
-        elif not tensor.is_meta and not bool(torch.isfinite(tensor.float()).all()):
+        elif not tensor.is_meta and not is_finite(tensor):
             raise CheckpointError(f"{self._name}: {kind} holds NaN or Inf; {AGAIN}")
 
     def _unslided(self, slided: Tensor, parameter: Tensor, entry: LayerEntry) -> Tensor:
@@ -163,11 +163,9 @@ class LoadCheck:
 
 
 def require_numbers(name: str, weight: Tensor) -> None:
-    """Raise CheckpointError if an FP8 E4M3 weight holds NaN (0x7f or 0xff), without allocating memory."""
-    if weight.dtype == FP8 and weight.numel():
-        positive, negative = (int(weight.view(kind).max()) for kind in (torch.int8, torch.uint8))
-        if positive == 0x7F or negative == 0xFF:
-            raise CheckpointError(f"{name}: weight holds NaN; {AGAIN}")
+    """Raise CheckpointError if an FP8 weight holds NaN."""
+    if not is_finite(weight):
+        raise CheckpointError(f"{name}: weight holds NaN; {AGAIN}")
 
 
 def _dense(name: str, tensors: dict[str, Tensor]) -> Tensor:

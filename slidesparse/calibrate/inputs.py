@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slidesparse.calibrate.model import Block, fast_products
 from slidesparse.errors import CalibrationError
+from slidesparse.quantize import is_finite
 
 DEVICE_PART = 4  # hidden states may take 1 / DEVICE_PART of a GPU's free memory, else they are in host memory
 HOST_PART = 2  # of which they may take 1 / HOST_PART
@@ -118,7 +119,7 @@ class Hessian:
 
     def require_finite(self, of: str) -> None:
         """Raise CalibrationError when an input is NaN or infinite, or H overflows."""
-        if not bool(torch.isfinite(self.matrix.diagonal()).all()):
+        if not is_finite(self.matrix.diagonal()):
             raise CalibrationError(
                 f"the inputs of {of} are not finite (NaN or Inf); the weights or the calibration samples are damaged, "
                 "or the model overflows float32"

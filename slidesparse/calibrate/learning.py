@@ -46,6 +46,7 @@ from slidesparse.checkpoint.names import WEIGHT
 from slidesparse.checkpoint.storage import Reader
 from slidesparse.errors import CalibrationError
 from slidesparse.progress import Progress
+from slidesparse.quantize import is_finite
 
 ROTATING = "rotating"  # the phase in progress reports
 LOSSES = "losses"  # the name of the stored losses without and with the rotation
@@ -261,7 +262,7 @@ def _output_gradients(
                 loss = F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
                 pieces += torch.autograd.grad(loss, part)
         gradients.append(torch.cat(pieces))
-    if not all(bool(torch.isfinite(x).all()) for x in gradients):
+    if not all(map(is_finite, gradients)):
         raise CalibrationError(
             "the gradient of the loss is not finite (NaN or Inf), so no rotation can be learned; use --rotate off"
         )

@@ -33,7 +33,7 @@ from slidesparse.checkpoint.storage import Reader
 from slidesparse.errors import CalibrationError
 from slidesparse.progress import Progress
 from slidesparse.prune import prune
-from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
+from slidesparse.quantize import NAMES, dequantize_rows, is_finite, quantize_rows
 from slidesparse.slide import obeys
 
 METHOD, SWEEPS = "sparsegpt", 4  # and passes that refine a layer afterwards
@@ -301,7 +301,7 @@ def quantize_skipped(run: BlockRun) -> None:
 
 def _quantize_layer(run: BlockRun, name: str, w: Tensor, tensors: dict[str, Tensor]) -> Tensor:
     """Quantize a layer, by the checkpoint's name: add codes and scale to ``tensors``, return the dequantized weight."""
-    if not bool(torch.isfinite(w).all()):
+    if not is_finite(w):
         raise CalibrationError(
             f"pruning {name} gave weights that are not finite (NaN or Inf): its weights or inputs are too large for "
             "sums in float32; pruning without --calib computes none"

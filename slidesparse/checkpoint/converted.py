@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from slidesparse.checkpoint.bitnet import as_int8
@@ -15,6 +14,7 @@ from slidesparse.checkpoint.storage import INDEX, SUFFIX, Checkpoint, Checkpoint
 from slidesparse.checkpoint.w8a8 import parse_block, require_quantized
 from slidesparse.errors import CheckFailed
 from slidesparse.pattern import MixedPattern, PatternError
+from slidesparse.quantize import is_finite
 from slidesparse.slide import Violation, bits, slide, unslide, violation_message, violations
 
 MISTRAL = "consolidated"  # beginning of the names of weights in Mistral's format
@@ -56,8 +56,7 @@ def open_checkpoint(folder: str | Path) -> tuple[Checkpoint, Metadata | None]:
             require_quantized(checkpoint, layer, source)
             _require_columns(checkpoint, metadata, layer)
             for name in (layer + SCALE, layer + BIAS):
-                stored = name in checkpoint.tensors
-                if stored and not bool(torch.isfinite(reader.whole(name).float()).all()):
+                if name in checkpoint.tensors and not is_finite(reader.whole(name)):
                     raise CheckpointError(
                         f"tensor {name} holds NaN or Inf; convert the original checkpoint again"
                     )

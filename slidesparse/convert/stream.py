@@ -25,7 +25,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from slidesparse.calibrate.distill import Distilled, distill, require_memory
@@ -85,7 +84,7 @@ from slidesparse.errors import CalibrationError, is_out_of_memory, shown
 from slidesparse.pattern import MixedPattern, SlidePattern
 from slidesparse.progress import Progress, no_progress
 from slidesparse.prune import prune
-from slidesparse.quantize import FP8
+from slidesparse.quantize import is_finite
 from slidesparse.serving import Skeletons
 from slidesparse.slide import obeys, require_pattern, slide
 
@@ -519,17 +518,6 @@ def _check_chunk(plan: ConversionPlan, reader: Reader, output: Output, rows: sli
 def _may_hold(output: Output, values: Tensor) -> bool:
     """Return whether a tensor may hold the values, which are finite, but for the limits of a clamp."""
     return is_finite(values) or (output.is_limit and not bool(values.float().isnan().any()))
-
-
-def is_finite(values: Tensor) -> bool:
-    """Return whether all elements are finite, in one pass and without temporaries for the usual dtypes."""
-    if not values.dtype.is_floating_point or not values.numel():
-        return True
-    if values.dtype == FP8:  # no Inf, and one NaN of either sign
-        return bool((values.view(torch.int8) & 0x7F).max() < 0x7F)
-    if values.element_size() == 1:
-        return bool(torch.isfinite(values.float()).all())
-    return bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())  # NaN wins both comparisons
 
 
 def _write_tensors(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from strategies import assert_same_bits, raw
 from torch import Tensor
 
-from slidesparse.quantize import FP8, INT8, LARGEST, dequantize_rows, quantize_rows
+from slidesparse.quantize import FP8, INT8, LARGEST, dequantize_rows, is_finite, quantize_rows
 
 ARITHMETICS = ("cuda", "cpu")
 SOURCES = (torch.float32, torch.float16, torch.bfloat16)
@@ -157,3 +157,19 @@ def test_fp8_codes_equal_vllms_native_formula(source: torch.dtype, columns: int)
     q, scale = quantize_rows(x, FP8, "cpu")
     assert_same_bits(scale, vllm_scale)
     assert_same_bits(q, vllm_codes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, FP8, torch.float8_e5m2])
+@pytest.mark.parametrize("place", [0, 31, 32, 1000])
+def test_values_that_are_not_finite_are_found_anywhere(dtype: torch.dtype, place: int) -> None:
+    for value in (torch.nan, -torch.nan, *(() if dtype == FP8 else (torch.inf, -torch.inf))):
+        x = torch.linspace(-3, 3, 1001).to(dtype)
+        assert is_finite(x)
+        x[place] = value
+        assert not is_finite(x)
+    assert is_finite(torch.ones(0, 4).to(dtype))
+
+
+def test_codes_of_nan_are_found() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(FP8)
+    assert [i for i, code in enumerate(codes) if not is_finite(code)] == [0x7F, 0xFF]
