@@ -11,9 +11,11 @@ Standard library only.  A message says what was found, what is allowed, and what
 from __future__ import annotations
 
 import errno
+import logging
 import reprlib
 import shlex
 from collections.abc import Sequence
+from functools import cache
 
 from slidesparse.versions import VLLM_ON_GPUS
 
@@ -64,6 +66,12 @@ def is_out_of_memory(error: BaseException) -> bool:
         or type(error).__name__ == "OutOfMemoryError"  # of torch, for GPUs
         or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
     )
+
+
+@cache  # models have many layers, and vLLM may load a plugin several times
+def warn_once(message: str) -> None:
+    """Log a warning, once per process, where a server's log has it."""
+    logging.getLogger(LOGGER).warning("%s", message)
 
 
 def shown(value: object) -> str:

@@ -8,13 +8,11 @@ the key lacks (nested models, and decisions that depend on the weights) see
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from functools import cache
 from typing import Any, get_type_hints
 
 from slidesparse import __version__, flags, gemm
@@ -26,7 +24,7 @@ from slidesparse.checkpoint.metadata import (
     Metadata,
     sparsity_of,
 )
-from slidesparse.errors import LOGGER, SlideSparseError
+from slidesparse.errors import SlideSparseError, warn_once
 from slidesparse.flags import BACKEND, FUSE, SPARSITY, Flags
 from slidesparse.gemm import DENSE, SPARSE
 from slidesparse.pattern import DENSE_WEIGHT, MixedPattern, Pattern, SlidePattern, parse_pattern
@@ -48,8 +46,6 @@ NOT_PRUNED = MixedPattern(Fraction(0))
 FASTER_UNPRUNED = (9, 0)
 
 Capability = tuple[int, int] | None  # compute capability of a GPU
-
-_logger = logging.getLogger(LOGGER)
 
 
 class ResolveError(SlideSparseError, ValueError):
@@ -164,10 +160,9 @@ def _unasked(
     return resolve(quantization_config, requested, on_cuda, capability)
 
 
-@cache
 def warn_left(reason: str) -> None:
     """Log in one line, once, why vLLM serves a model that the plugin would serve unasked."""
-    _logger.warning("vLLM's own kernels serve this model: %s", " ".join(reason.split()))
+    warn_once(f"vLLM's own kernels serve this model: {' '.join(reason.split())}")
 
 
 def is_w8a8(quantization_config: Mapping[str, Any]) -> bool:

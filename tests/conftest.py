@@ -16,6 +16,7 @@ import pytest
 from engines import Engines
 from hypothesis import HealthCheck, settings
 
+from slidesparse.errors import warn_once
 from slidesparse.flags import DISABLE, MODE, REQUESTS
 from slidesparse.serving import Skeletons
 
@@ -82,8 +83,9 @@ def warm(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Non
 
 @pytest.fixture(autouse=True)
 def logs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `caplog` see what is logged below vLLM's logger, which is the root's once vLLM is imported."""
+    """Let `caplog` see what is logged below vLLM's logger, which is the root's once vLLM is imported, in each test."""
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    warn_once.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from functools import cache
 from typing import Any
 
 from slidesparse import versions
-from slidesparse.errors import LOGGER, EnvironmentFault
+from slidesparse.errors import EnvironmentFault, warn_once
 from slidesparse.flags import DISABLE
-
-logger = logging.getLogger(LOGGER)
 
 OF_DRAFTS = "draft_model."  # begins the names of a draft model's layers
 
@@ -25,7 +22,9 @@ def unsupported() -> str:
     found = versions.installed(*versions.DISTRIBUTIONS)
     supported, remark = versions.judge(*found) if found else (True, "")  # built from source without metadata
     if supported and remark:
-        warn(f"SlideSparse runs in a vLLM that may not fit: {remark}. DISABLE_SLIDESPARSE=1 switches it off")
+        warn_once(
+            f"SlideSparse runs in a vLLM that may not fit: {remark}. DISABLE_SLIDESPARSE=1 switches it off"
+        )
     return "" if supported else remark
 
 
@@ -33,7 +32,7 @@ def unsupported() -> str:
 def stay_out(problem: str) -> None:
     """Warn that the plugin serves nothing, and refuse checkpoints and flags that need it.  Never raises."""
     remedy = f"install a tested vLLM ({versions.VLLM_TESTED_TEXT}), or set {DISABLE}=1"
-    warn(f"SlideSparse stays out of this vLLM, which serves models by itself: {problem}; {remedy}")
+    warn_once(f"SlideSparse stays out of this vLLM, which serves models by itself: {problem}; {remedy}")
     with contextlib.suppress(Exception):
         _register_refusal(f"SlideSparse does not run in this vLLM: {problem}; {remedy}")
 
@@ -56,12 +55,6 @@ def _register_refusal(message: str) -> None:
                 raise CompatibilityError(message)
 
     register_quantization_config(QUANT_METHOD)(Refusal)
-
-
-@cache  # vLLM may load a plugin several times, and makes many layers
-def warn(message: str) -> None:
-    """Log a warning once per process."""
-    logger.warning("%s", message)
 
 
 def forget_input_quant_key(layer: object) -> None:

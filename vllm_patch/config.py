@@ -26,7 +26,7 @@ from vllm.platforms import current_platform
 from slidesparse import flags
 from slidesparse.checkpoint.metadata import COMPRESSED_TENSORS, KEY, QUANT_METHOD, LayerEntry, Metadata
 from slidesparse.checkpoint.names import FUSED
-from slidesparse.errors import shown
+from slidesparse.errors import shown, warn_once
 from slidesparse.flags import REQUIRED, SPARSITY, Flags
 from slidesparse.gemm import SPARSE
 from slidesparse.pattern import DENSE_WEIGHT, Pattern, SlidePattern
@@ -101,7 +101,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         resolution = claim(config, user_quant, _machine)
         unknown = flags.unknown_names()
         if unknown and (resolution or config.get("quant_method") == COMPRESSED_TENSORS):
-            compat.warn(f"environment variables that SlideSparse does not read: {', '.join(unknown)}")
+            warn_once(f"environment variables that SlideSparse does not read: {', '.join(unknown)}")
         if config.get("quant_method") == COMPRESSED_TENSORS and not (
             resolution and needs_plugin(config, user_quant)
         ):
@@ -307,7 +307,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
             raise ResolveError(
                 f"{name}: {problem}, {conflict}. To run sparse layers: {remedy}; to use vLLM's own kernels: {stock}"
             )
-        compat.warn(f"SlideSparse leaves them dense: {problem}. To run them sparse: {remedy}")
+        warn_once(f"SlideSparse leaves them dense: {problem}. To run them sparse: {remedy}")
 
     def _entry(self, name: str) -> LayerEntry | None:
         """Return the metadata entry that all parts share that vLLM fuses into a layer; None if no part has one.
@@ -381,9 +381,9 @@ def _warn_without_effect(config: Mapping[str, Any], served: bool) -> None:
     """Warn that vLLM cannot read a checkpoint, or that flags have no effect on it unless they ask for us."""
     idle = [name for name in flags.active_names() if name == SPARSITY or not served]
     if not served and (stored := unread_storage(config)):
-        compat.warn(f"{stored}; {CONVERT_STORED}")
+        warn_once(f"{stored}; {CONVERT_STORED}")
     elif idle:
-        compat.warn(
+        warn_once(
             f"{', '.join(idle)} has no effect on this checkpoint, which `slidesparse convert` did not make, unless "
             f"{REQUIRED} is set"
         )

@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 from slidesparse import gemm, ops, profiling
 from slidesparse.checkpoint.metadata import LayerEntry
 from slidesparse.checkpoint.storage import CheckpointError
-from slidesparse.errors import LOGGER, SlideSparseError
+from slidesparse.errors import LOGGER, SlideSparseError, warn_once
 from slidesparse.gemm import SPARSE
 from slidesparse.gemm.problem import NAMES, Layer
 from slidesparse.pattern import MixedPattern, Pattern, PatternError, SlidePattern
@@ -278,7 +278,7 @@ def conclude(config: SlideSparseConfig) -> None:
     if problem := config.unclaimed():
         if resolution.asked:
             raise PatternError(problem)
-        compat.warn(problem)
+        warn_once(problem)
     pruned = summary.claimed or summary.pruned_by_weights
     absent = metadata and metadata.layers and not pruned  # as in a pipeline stage or a draft model
     numbers, line = summary.lines(resolution, ABSENT if absent else "")

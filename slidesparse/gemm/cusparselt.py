@@ -227,7 +227,7 @@ class CuSparseLt(LibraryBackend):
             if algorithm is None:
                 raise
             # It was tuned for another shape or number of tokens, and this one may not support it
-            tuned.note_refused(self.name, tuned.Shape.of_problem(problem), algorithm, str(error))
+            tuned.note_refused(self.name, tuned.Shape.of_problem(problem), algorithm, error)
             return self.plan(problem, device)
 
 

@@ -11,7 +11,6 @@ fastest and what an algorithm's name means.  A file ships with the package, or i
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slidesparse.build.compile import cache_folder, make_folder
-from slidesparse.errors import LOGGER, EnvironmentFault, shown
+from slidesparse.errors import EnvironmentFault, shown, warn_once
 from slidesparse.files import locked, write_atomically
 from slidesparse.gemm.problem import ALL_2_4, Problem
 
@@ -35,8 +34,6 @@ MIN_EXTRAPOLATED_TOKENS = 2048
 MIN_SHARE, SMALL_M = 1 / 8, 64
 CACHE_VARIABLE = "SLIDESPARSE_CACHE"  # environment variable: the folder, instead of ~/.cache/slidesparse
 SHIPPED_TABLES = Path(__file__).parent.parent / "tuned_tables"
-
-_logger = logging.getLogger(LOGGER)
 
 
 class TableError(EnvironmentFault, RuntimeError):
@@ -172,22 +169,20 @@ def tuned_tokens(subject: Subject, problem: Problem, shipped: bool = True) -> li
     return list(table.get(Shape.of_problem(problem), ()))
 
 
-@cache
 def note_untuned(library: str, dtype: str, n: int, k: int, instead: str) -> None:
     """Log once that a problem is not tuned, what runs ``instead``, and how to tune it with those around it."""
-    _logger.warning(
-        "%s has no tuned algorithm for %s weights [%d, %d] and uses %s; to tune: slidesparse tune FOLDER "
-        "--library %s, with the model's folder, or --shapes for its layers' parts on one of several GPUs",
-        *(library, dtype, n, k, instead, library),
+    warn_once(
+        f"{library} has no tuned algorithm for {dtype} weights [{n}, {k}] and uses {instead}; to tune: slidesparse "
+        f"tune FOLDER --library {library}, with the model's folder, or --shapes for its layers' parts on one of "
+        "several GPUs"
     )
 
 
-@cache
-def note_refused(library: str, shape: Shape, algorithm: str, error: str) -> None:
+def note_refused(library: str, shape: Shape, algorithm: str, error: object) -> None:
     """Log once that a tuned algorithm does not run."""
-    _logger.warning(
-        "%s refuses the algorithm %s that was tuned for %s, and its own heuristic runs instead: %s",
-        *(library, algorithm, shape, error),
+    warn_once(
+        f"{library} refuses the algorithm {algorithm} that was tuned for {shape}, and its own heuristic runs instead: "
+        f"{error}"
     )
 
 

@@ -30,8 +30,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(tuned.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(tuned, "SHIPPED_TABLES", tmp_path / "shipped")
     tuned._similar_gpus.cache_clear()
-    tuned.note_untuned.cache_clear()
-    tuned.note_refused.cache_clear()
     return tmp_path / "cache" / "tuned"
 
 

@@ -11,6 +11,7 @@ import torch
 from commands import run
 
 from slidesparse import versions
+from slidesparse.errors import LOGGER
 from slidesparse.versions import VLLM_ON_CPUS, VLLM_ON_GPUS, judge
 
 pytestmark = pytest.mark.vllm
@@ -44,9 +45,8 @@ def test_untested_vllm_warns_once(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     """vLLM may load the plugin several times in a process."""
     from slidesparse.vllm_patch import compat
 
-    compat.warn.cache_clear()
     monkeypatch.setattr(versions, "version", lambda name: "9.0.0")
-    with caplog.at_level(logging.WARNING, logger=compat.logger.name):
+    with caplog.at_level(logging.WARNING, logger=LOGGER):
         assert [compat.unsupported() for _ in range(2)] == ["", ""]
     (record,) = caplog.records
     assert "9.0.0 is not tested" in record.getMessage()

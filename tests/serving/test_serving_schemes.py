@@ -17,6 +17,7 @@ from models import QWEN, quantization_config
 
 from slidesparse import gemm
 from slidesparse.checkpoint.metadata import KEY, QUANT_METHOD, LayerEntry, Metadata
+from slidesparse.errors import LOGGER
 from slidesparse.flags import Flags
 from slidesparse.gemm import BackendError
 from slidesparse.pattern import SlidePattern
@@ -50,13 +51,11 @@ def no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate a GPU that cannot multiply FP8."""
-    from slidesparse.vllm_patch import compat
     from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors, schemes
 
     of_vllm, scheme = compressed_tensors.CompressedTensorsConfig, schemes.CompressedTensorsW8A16Fp8
     monkeypatch.setattr(of_vllm, "_check_scheme_supported", lambda *_, **__: False)
     monkeypatch.setattr(scheme, "__init__", lambda *_, **__: None)  # without an engine's config
-    compat.warn.cache_clear()
 
 
 def scheme_of(quantization: dict[str, Any], name: str = LAYER) -> str:
@@ -93,12 +92,10 @@ def test_another_scheme_of_vllm_is_refused(
 
 @pytest.mark.usefixtures("ampere")
 def test_vllm_serves_dense_layouts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    from slidesparse.vllm_patch import compat
-
-    with caplog.at_level(logging.WARNING, logger=compat.logger.name):
+    with caplog.at_level(logging.WARNING, logger=LOGGER):
         for name in (LAYER, "model.layers.1.mlp.down_proj"):
             assert scheme_of(config("dense"), name) == "CompressedTensorsW8A16Fp8"
-    (message,) = (record.getMessage() for record in caplog.records if record.name == compat.logger.name)
+    (message,) = (record.getMessage() for record in caplog.records if record.name == LOGGER)
     assert message.startswith(
         "SlideSparse leaves them dense: vLLM runs W8A8 layers of this checkpoint with its own CompressedTensorsW8A16Fp8"
     )

@@ -246,12 +246,12 @@ def configuration_table(layer: Layer, device: torch.device) -> list[tuple[int, t
 def _fitting_configuration(backend: Hopper, problem: Problem, device: torch.device) -> str:
     """Return the tuned configuration if it fits the current device, else the one that the cost model predicts."""
     found = cuda.tuned_algorithm(backend, problem, device)
-    try:
-        if found is not None:
+    if found is not None:
+        try:
             native.fit(found, DTYPES[problem.dtype])
             return found
-    except LibraryError as error:
-        tuned.note_refused(backend.name, tuned.Shape.of_problem(problem), found, str(error))
+        except LibraryError as error:
+            tuned.note_refused(backend.name, tuned.Shape.of_problem(problem), found, error)
     return _candidates(problem, 1)[0][0]
 
 
