@@ -125,29 +125,19 @@ def other_use(folder: Path, config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def matched(
-    layers: Sequence[str], groups: Iterable[tuple[str, ...]], regexes: Sequence[str], option: str
-) -> set[str]:
-    """Return the layers that the regexes of ``option`` match, searched in names without ``.weight``.
-
-    Raises CheckpointError for a regex that does not compile or matches nothing, and if a group that vLLM fuses is
-    matched only in part, because the parts of one matrix must be treated alike.
-    """
-    selected: set[str] = set()
-    for text in regexes:
-        matches = search(text, layers, option)
-        if not matches:
-            example = f", such as {layers[0]}" if layers else ""
-            raise CheckpointError(
-                f"{option} {shown(text)} matches none of the {len(layers)} linear layers{example}"
-            )
-        selected |= matches
-    require_alike(groups, dict.fromkeys(selected), option)
-    return selected
+def matched(text: str, layers: Sequence[str], option: str) -> set[str]:
+    """Return the layers that a regex of ``option`` matches, as `search` does; also raises CheckpointError for none."""
+    if matches := search(text, layers, option):
+        return matches
+    example = f", such as {layers[0]}" if layers else ""
+    raise CheckpointError(f"{option} {shown(text)} matches none of the {len(layers)} linear layers{example}")
 
 
 def require_alike(groups: Iterable[tuple[str, ...]], given: Mapping[str, object], option: str) -> None:
-    """Raise CheckpointError if ``option`` has ``given`` the layers of a group that vLLM fuses different values."""
+    """Raise CheckpointError if ``option`` has ``given`` values to some of the layers of a group, or different ones.
+
+    vLLM may fuse these, and the parts of one matrix must be treated alike.
+    """
     for group in groups:
         values = {name: given[name] for name in group if name in given}
         covered = [name for name in values if values[name] == next(iter(values.values()))]

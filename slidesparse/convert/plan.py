@@ -307,7 +307,7 @@ class Planner:
                     f"--layer {shown(regex)} matches only layers that stay unchanged, such as {name} ({kept[name]}); "
                     f"leave it out{f', or {BY_IGNORE}' * (kept[name] == BY_IGNORE)}"
                 )
-            given |= dict.fromkeys(naming.matched([*patterns], (), [regex], "--layer"), pattern)
+            given |= dict.fromkeys(naming.matched(regex, [*patterns], "--layer"), pattern)
         naming.require_alike(groups, given, "--layer")
         for name, pattern in given.items():
             asked = pattern or (by_budget or {}).get(name, self.options.pattern)
@@ -340,9 +340,9 @@ class Planner:
             raise CheckpointError(
                 f"--ignore {min(of_head)!r} and --layer both name {self.head}; leave one of them out"
             )
-        ignored = naming.matched(
-            layers, groups, [text for text in self.options.ignore if text not in of_head], BY_IGNORE
-        )
+        others = [text for text in self.options.ignore if text not in of_head]
+        ignored = {name for text in others for name in naming.matched(text, layers, BY_IGNORE)}
+        naming.require_alike(groups, dict.fromkeys(ignored), BY_IGNORE)
         kept = {name: BY_IGNORE for name in layers if name in ignored}
         kept |= {name: self.unquantized[name] for name in layers if name in self.unquantized}
         if self.source.requantizes and (
