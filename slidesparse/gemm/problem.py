@@ -34,8 +34,8 @@ BLOCKS = ALL_2_4, MIXED, ALL_DENSE = ("2:4", "mixed", "dense")
 CODED = "coded"  # those of a weight that is not slid but coded, see `slidesparse.gemm.hopper.format`
 TWO_FOUR = SlidePattern(HARDWARE_LENGTH)  # 2:4: the identity, because its windows do not overlap
 SIX_EIGHT = SlidePattern(8)  # the pattern of coded weights
-# Lengths of the patterns whose windows backends that code weights store
-SLID_BY_CODERS = (HARDWARE_LENGTH, 6)
+# Lengths of the patterns at which a backend that codes 6:8 does not store weights dense
+STORED_BY_CODERS = (HARDWARE_LENGTH, 6, SIX_EIGHT.length)
 MIN_ROWS = 16
 MIN_INT8_ROWS = 32  # of a dense product, as torch takes no fewer than 17 on a GPU
 
@@ -44,19 +44,13 @@ class LibraryError(EnvironmentFault, RuntimeError):
     """A GEMM library refused a call, or is missing; the message holds the library's error, the shapes and the types."""
 
 
-def stores_windows(pattern: SlidePattern, coded: bool) -> bool:
-    """Whether a backend, of which ``coded`` is, stores the windows of weights at ``pattern``."""
-    return not coded or pattern.length in SLID_BY_CODERS
-
-
 def stored_pattern(pattern: SlidePattern | None, coded: bool) -> SlidePattern | None:
     """Return the pattern in whose form a backend stores a weight, slid or coded; None for dense.
 
     Windows of 8:10 have as many bytes as the dense weight and those of milder patterns more, so backends that code
     store these dense.
     """
-    kept = pattern is None or stores_windows(pattern, coded) or pattern == SIX_EIGHT
-    return pattern if kept else None
+    return pattern if pattern and (not coded or pattern.length in STORED_BY_CODERS) else None
 
 
 def coded_columns(layout: SlideLayout, coded: bool) -> int:

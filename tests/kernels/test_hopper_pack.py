@@ -25,7 +25,7 @@ from slidesparse.build.find import compiler
 from slidesparse.gemm import cuda
 from slidesparse.gemm.hopper import native
 from slidesparse.gemm.hopper.backend import Hopper, pack_by_kernel
-from slidesparse.gemm.problem import SIX_EIGHT, SLID_BY_CODERS, TWO_FOUR, Layer, LibraryError
+from slidesparse.gemm.problem import SIX_EIGHT, STORED_BY_CODERS, TWO_FOUR, Layer, LibraryError
 from slidesparse.pattern import SlidePattern
 from slidesparse.prune import prune
 from slidesparse.quantize import FP8, INT8
@@ -200,7 +200,7 @@ def test_dense_blocks_stay(device: torch.device, n: int, k: int, share: float, d
     assert_same_bits(packed.cpu(), hopper_packers.pack_mixed(codes, dense))
 
 
-@given(cases(dtypes=(INT8, FP8), lengths=(*SLID_BY_CODERS, 8)))
+@given(cases(dtypes=(INT8, FP8), lengths=STORED_BY_CODERS))
 @settings(max_examples=60)
 def test_pack_kernel_equals_reference_on_random_weights(device: torch.device, case: Case) -> None:
     check(case.weight, case.pattern, case.phase, device)
