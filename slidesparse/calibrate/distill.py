@@ -48,14 +48,14 @@ from slidesparse.calibrate.finetune import BETAS, fake_quantize, learning_rate_f
 from slidesparse.calibrate.inputs import free_bytes
 from slidesparse.calibrate.losses import perplexity_change
 from slidesparse.calibrate.model import Model, fast_products
-from slidesparse.calibrate.resume import DISTILLED, DISTILLING, WorkFolder
+from slidesparse.calibrate.resume import DISTILLED, DISTILLING, WorkFolder, served_weight
 from slidesparse.calibrate.task import Task
 from slidesparse.checkpoint.names import SCALE, WEIGHT
 from slidesparse.checkpoint.storage import NAMES as DTYPE_NAMES
 from slidesparse.checkpoint.storage import Reader, TensorSpec
 from slidesparse.errors import CalibrationError, EnvironmentFault, SlideSparseError
 from slidesparse.progress import Progress
-from slidesparse.quantize import NAMES, dequantize_rows, quantize_rows
+from slidesparse.quantize import NAMES, quantize_rows
 
 # Adam's peak learning rate, relative to the root mean square of a tensor: RATE for each nat of divergence at the start,
 # and no more than MAX_RATE.  In trials of 72 s each on an H100, with steps of 32768 tokens of mixed text, the best
@@ -448,8 +448,7 @@ class _Training:
             self._dense.put(prefix + name, w.to(self._product_dtype))
             full = quantized.get(name.removesuffix(WEIGHT), "") if name.endswith(WEIGHT) else ""
             if full in task.layers:
-                stored, scale = (codes.whole(full + suffix).to(self._device) for suffix in (WEIGHT, SCALE))
-                w = dequantize_rows(stored, scale)
+                w = served_weight(codes, full, self._device)
             if full or (w.dim() == 1 and name in parameters and prefix + name in model.skeleton.stored):
                 trained[name] = w, self._dtype if full else None
                 w = _served(*trained[name])

@@ -23,7 +23,7 @@ from slidesparse.calibrate.graphs import recordings
 from slidesparse.calibrate.inputs import Hessian, HiddenStates, Stream, gather_hessian, output_error
 from slidesparse.calibrate.model import Block, LayerGroup
 from slidesparse.calibrate.permutation import find_order, may_permute
-from slidesparse.calibrate.resume import WorkFolder
+from slidesparse.calibrate.resume import WorkFolder, served_weight
 from slidesparse.calibrate.roles import find_roles, layer_orders
 from slidesparse.calibrate.sparsegpt import Pruner, factor, pruner
 from slidesparse.calibrate.task import Task
@@ -319,10 +319,5 @@ def _quantize_layer(run: BlockRun, name: str, w: Tensor, tensors: dict[str, Tens
 def restore_block(run: BlockRun, work: WorkFolder) -> None:
     """Replace the weights of a block by those of its finished layers."""
     with (finished := work.tensors()).reader() as reader:
-
-        def served(name: str) -> Tensor:
-            codes, scale = (reader.whole(name + suffix).to(run.task.device) for suffix in (WEIGHT, SCALE))
-            return dequantize_rows(codes, scale)
-
         names = (name for name in run.places if name + WEIGHT in finished.tensors)
-        run.replace(run.block, ((name, served(name)) for name in names))
+        run.replace(run.block, ((name, served_weight(reader, name, run.task.device)) for name in names))

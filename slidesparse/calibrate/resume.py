@@ -32,17 +32,20 @@ import torch
 from torch import Tensor
 
 from slidesparse import files
+from slidesparse.checkpoint.names import SCALE, WEIGHT
 from slidesparse.checkpoint.storage import (
     NAMES,
     SUFFIX,
     Checkpoint,
     CheckpointError,
+    Reader,
     StoredTensor,
     TensorSpec,
     Writer,
     read_header,
 )
 from slidesparse.errors import CalibrationError, shown
+from slidesparse.quantize import dequantize_rows
 
 STATE, LOSSES, CHOICE = "state.json", "losses.json", "choice.json"
 ROTATION, SMOOTHING = f"rotation{SUFFIX}", f"smoothing{SUFFIX}"
@@ -153,6 +156,12 @@ class WorkFolder:
     def damaged(self, problem: object) -> CalibrationError:
         """Return the error for a file that does not hold what was written there."""
         return CalibrationError(f"{problem}; remove {self.folder} to start over")
+
+
+def served_weight(finished: Reader, layer: str, device: torch.device) -> Tensor:
+    """Return the weight [N, K] of a finished layer, its codes times their scales."""
+    codes, scale = (finished.whole(layer + suffix).to(device) for suffix in (WEIGHT, SCALE))
+    return dequantize_rows(codes, scale)
 
 
 def work_folder(out: Path) -> Path:
