@@ -33,7 +33,7 @@ from torch.nn.attention import sdpa_kernel
 from torch.optim.lr_scheduler import LambdaLR
 
 from slidesparse.calibrate.changes import ChangedReader
-from slidesparse.calibrate.finetune import ATTENTION, fixed_order, learning_rate_factor
+from slidesparse.calibrate.finetune import ATTENTION, BETAS, fixed_order, learning_rate_factor
 from slidesparse.calibrate.inputs import HiddenStates, gather_hessian
 from slidesparse.calibrate.model import Block, fast_products
 from slidesparse.calibrate.pipeline import BlockRun, block_counter, run_blocks
@@ -52,7 +52,6 @@ ROTATING = "rotating"  # the phase in progress reports
 LOSSES = "losses"  # the name of the stored losses without and with the rotation
 STEPS = 100
 RATE = 0.012  # peak learning rate: radians a step in each plane of Q, for a hidden size of 512
-BETAS = (0.9, 0.95)
 GRADIENT_TOKENS = 16384  # tokens whose gradients are computed; at least one batch
 GRADIENT_PIECE = 4096  # tokens of a backward pass
 LOGITS_PER_CHUNK = 2**28  # logits computed at a time

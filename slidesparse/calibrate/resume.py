@@ -189,18 +189,17 @@ def open_work(out: Path, state: Mapping[str, Any], resume: bool) -> Iterator[Wor
         raise KeyboardInterrupt("--resume continues from the finished layers") from None
 
 
-def require_resumable(out: Path, state: Mapping[str, Any], resume: bool) -> bool:
-    """Return whether an interrupted run left work; see `open_work` for what is refused.
+def require_resumable(out: Path, state: Mapping[str, Any], resume: bool) -> None:
+    """Raise the errors of `open_work`, without creating the folder.
 
     Args:
         state: some of the values that the run must have in common.
     """
     folder = work_folder(out)
-    if not folder.is_symlink() and not folder.exists():
-        return False
-    files.own_folder(folder, ELSEWHERE)
-    with files.locked(folder, _busy(out)):
-        return _is_resumable(folder, state, resume)
+    if folder.is_symlink() or folder.exists():
+        files.own_folder(folder, ELSEWHERE)
+        with files.locked(folder, _busy(out)):
+            _is_resumable(folder, state, resume)
 
 
 def leftover(out: Path) -> str:
