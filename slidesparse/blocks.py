@@ -22,28 +22,26 @@ STRIP = 64  # out-features of a block
 BLOCK = 128  # in-features
 
 
-def strips_of(n: int) -> int:
-    """Return how many strips ``n`` out-features fill, the last one perhaps in part."""
-    return -(-n // STRIP)
+def grid(n: int, k: int) -> tuple[int, int]:
+    """Return how many strips a weight [n, k] fills, and how many blocks each, the last ones perhaps in part."""
+    return -(-n // STRIP), -(-k // BLOCK)
 
 
-def blocks_of(columns: int) -> int:
-    """Return how many blocks ``columns`` fill, the last one perhaps in part."""
-    return -(-columns // BLOCK)
+def by_weight(of_blocks: Tensor, n: int, k: int) -> Tensor:
+    """Return what ``of_blocks`` [strips, blocks] says of the block of each weight, [n, k]."""
+    return of_blocks.repeat_interleave(STRIP, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
 
 
 def dense_blocks(weight: Tensor) -> Tensor:
     """Return which blocks of [N, K] have a group of four with more than two non-zeros, bool [strips, blocks]."""
-    k = weight.shape[1]
     dense = []
     for rows in weight.split(STRIP * 64):  # in chunks, which bounds the memory
-        kept = torch.nn.functional.pad(
-            nonzero(rows), (0, blocks_of(k) * BLOCK - k, 0, strips_of(rows.shape[0]) * STRIP - rows.shape[0])
-        )
-        groups = kept.reshape(-1, STRIP, blocks_of(k), BLOCK // HARDWARE_LENGTH, HARDWARE_LENGTH)
+        (n, k), (strips, blocks) = rows.shape, grid(*rows.shape)
+        kept = torch.nn.functional.pad(nonzero(rows), (0, blocks * BLOCK - k, 0, strips * STRIP - n))
+        groups = kept.reshape(strips, STRIP, blocks, BLOCK // HARDWARE_LENGTH, HARDWARE_LENGTH)
         counts = groups.sum(-1, dtype=torch.uint8)
         dense.append((counts > HARDWARE_NONZEROS).any(3).any(1))
-    return torch.cat(dense) if dense else weight.new_zeros(0, blocks_of(k), dtype=torch.bool)
+    return torch.cat(dense)
 
 
 def choose_blocks(strips: int, blocks: int, share: Fraction) -> Tensor:

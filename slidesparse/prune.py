@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slidesparse import blocks
+from slidesparse.blocks import by_weight, choose_blocks, grid
 from slidesparse.pattern import HARDWARE_LENGTH, ZEROS, MixedPattern, Pattern, SlidePattern
 from slidesparse.slide import bits, blocks_of
 
@@ -26,12 +26,9 @@ def prune(w: Tensor, pattern: Pattern, phase: int = 0) -> Tensor:
         A new [N, K] of the same dtype; every kept weight unchanged bit for bit.
     """
     if isinstance(pattern, MixedPattern):
-        rows, columns = w.shape
-        chosen = blocks.choose_blocks(blocks.strips_of(rows), blocks.blocks_of(columns), pattern.share)
-        chosen = chosen.to(w.device).repeat_interleave(blocks.STRIP, 0)[:rows]
-        chosen = chosen.repeat_interleave(blocks.BLOCK, 1)[:, :columns]
+        chosen = choose_blocks(*grid(*w.shape), pattern.share).to(w.device)
         pruned = prune(w, SlidePattern(HARDWARE_LENGTH))
-        return torch.where(chosen, bits(pruned), bits(w)).view(w.dtype)
+        return torch.where(by_weight(chosen, *w.shape), bits(pruned), bits(w)).view(w.dtype)
     if pattern.length is None:
         return w.clone()
     layout = pattern.layout(w.shape[1], phase)

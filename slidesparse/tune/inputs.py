@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slidesparse.blocks import BLOCK, STRIP, blocks_of, strips_of
+from slidesparse.blocks import by_weight, grid
 from slidesparse.gemm.cuda import CudaBackend
 from slidesparse.gemm.problem import ALL_2_4, CODED, DTYPES, MIXED, SIX_EIGHT, Plan, Problem, Tensors
 from slidesparse.pattern import round_up
@@ -122,11 +122,10 @@ def clones(first: Tensor, count: int) -> list[Tensor]:
 def with_sparse_blocks(weight: Tensor, share: float) -> Tensor:
     """Return a weight [N, K] of one-byte codes whose blocks are 2:4 to a ``share``, spread evenly over the strips."""
     n, k = weight.shape
-    shape = strips_of(n), blocks_of(k)
+    shape = grid(n, k)
     number = torch.arange(shape[0] * shape[1], device=weight.device).view(shape)
     order = (number * GOLDEN_RATIO_CONJUGATE).frac().view(-1).argsort().argsort().view(shape)
-    sparse = (order < round(share * order.numel())).repeat_interleave(STRIP, 0)[:n]
-    sparse = sparse.repeat_interleave(BLOCK, 1)[:, :k]
+    sparse = by_weight(order < round(share * order.numel()), n, k)
     kept = two_of_four(n * round_up(k, 4), torch.Generator(weight.device).manual_seed(0)).view(n, -1)[:, :k]
     return weight.view(torch.int8).masked_fill(sparse & ~kept, 0).view(weight.dtype)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slidesparse.blocks import BLOCK, STRIP, blocks_of, strips_of
+from slidesparse.blocks import BLOCK, STRIP, grid
 from slidesparse.gemm.hopper.format import BLOCK_BYTES, DENSE_BYTES, OFFSET_UNIT, allocate_mixed
 from slidesparse.gemm.problem import SIX_EIGHT
 from slidesparse.slide import nonzero, require_pattern
@@ -34,7 +34,7 @@ _KEPT_COLUMNS = {
 def pack(weight: Tensor) -> Tensor:
     """Pack 2:4 weights [N, K'] of one-byte elements: uint8 [strips * blocks * 5120]; -0.0 may become +0.0."""
     n, slided = weight.shape
-    strips, blocks = strips_of(n), blocks_of(slided)
+    strips, blocks = grid(n, slided)
     codes = functional.pad(weight.view(torch.uint8), (0, blocks * BLOCK - slided, 0, strips * STRIP - n))
     groups = codes.view(strips * STRIP, blocks * BLOCK // 4, 4)
     magnitudes = groups & 0x7F if weight.dtype.is_floating_point else groups
@@ -76,7 +76,7 @@ def pack_coded(weight: Tensor, phase: int = 0) -> Tensor:
     """Code 6:8 weights [N, K] after ``phase`` zero columns: uint8 [strips * blocks * 6784]; -0.0 may be +0.0."""
     n, k = weight.shape
     require_pattern(weight, SIX_EIGHT, "weight", phase)
-    strips, blocks = strips_of(n), blocks_of(SIX_EIGHT.layout(k, phase).padded)
+    strips, blocks = grid(n, SIX_EIGHT.layout(k, phase).padded)
     if not blocks * strips:
         return weight.new_empty(0, dtype=torch.uint8)
     right = blocks * BLOCK - phase - k
