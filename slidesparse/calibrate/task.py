@@ -90,6 +90,7 @@ class Task:
     calibration: Calibration
     held_back: tuple[Samples, ...] = ()  # with a budget: samples of each kind of text that it is validated on
     texts: tuple[Samples, Samples] | None = None  # training and validation split of distillation
+    rotates: bool = False  # whether to learn a rotation, which is used if it helps or was requested
 
     @property
     def device(self) -> torch.device:

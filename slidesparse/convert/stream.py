@@ -20,7 +20,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -177,13 +176,14 @@ def _convert(
         require_resumable(out, _asked(options, options.calibration), resume)
     checkpoint, _ = open_checkpoint(source)
     require_readable(source)
-    planner, rotation = _planner(checkpoint, options)
+    planner, why_not = _planner(checkpoint, options)
     unserved = ask(planner, skeletons) if skeletons else ""
     plan = planner.plan()
     task, calibration = None, options.calibration
     if calibration:
         layers, skipped, hold_back = plan.patterns, plan.unpruned, options.budget is not None
         task = prepare(planner.model, layers, skipped, plan.quant, calibration, hold_back, progress)
+        task = replace(task, rotates=why_not is None)
     distillation = require_memory(task) if task and task.texts else ""
     if task and options.budget:  # what it lacks is refused here, not after the model was rotated
         require_usable(task, options.budget)
@@ -194,7 +194,7 @@ def _convert(
         out,
         samples=task.samples.summary if task else "",
         note=task.samples.note if task else "",
-        rotation=rotation,
+        rotation=ROTATED if why_not is None else why_not,
         distillation=distillation,
         left_out=tuple(map(str, left_out)),
         unserved=unserved,
@@ -203,7 +203,7 @@ def _convert(
         report = replace(report, note="; ".join(filter(None, [report.note, left_beside(out)])))
     else:
         if task:
-            require_resumable(out, _state(task, options, rotation), task.calibration.resume)
+            require_resumable(out, _state(task, options), task.calibration.resume)
         else:
             report = replace(report, note=leftover(out))
         remove_stale(out)
@@ -216,14 +216,14 @@ def _convert(
     if dry_run and task and options.budget:
         with planner.checkpoint.reader() as reader, tempfile.TemporaryDirectory() as folder:
             work = WorkFolder(Path(folder))
-            dense = _transformed(task, reader, work, rotation == ROTATED, progress)
+            dense = _transformed(task, reader, work, progress)
             outcome = estimate(task, dense.reader, work, options.budget, dense.rotated, progress)
-            report = replace(report, rotation=dense.rotation or rotation, budget=outcome)
+            report = replace(report, rotation=dense.rotation or report.rotation, budget=outcome)
     return replace(report, seconds=time.monotonic() - started)
 
 
-def _planner(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Planner, str]:
-    """Return the planner of a checkpoint, and ROTATED if the model will be rotated, otherwise "" or why not.
+def _planner(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Planner, str | None]:
+    """Return the planner of a checkpoint, and None if the model will be rotated, otherwise why not, or "".
 
     Raises CalibrationError if rotation was requested and is impossible.
     """
@@ -241,14 +241,15 @@ def _planner(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Planner, 
         return planner, "not rotated: in FP8 it costs more than it gains"
     if planner.source.quantization.kv_cache:
         why_not = "the scales of its quantized KV cache hold for its own values"
-    elif not isinstance(planner.source, Quantized):
+    elif isinstance(planner.source, Quantized):
+        why_not = "its weights are ternary"
+    else:
         untied = Planner(untie_head(checkpoint), options)
         with untied.checkpoint.reader() as reader:
-            why_not = rotation_obstacle(untied.model, reader) or _sparse(untied, reader) or ""
-        if not why_not:
-            return untied, ROTATED
-    else:
-        why_not = "its weights are ternary"
+            obstacle = rotation_obstacle(untied.model, reader) or _sparse(untied, reader)
+        if obstacle is None:
+            return untied, None
+        why_not = obstacle
     if calibration.rotate == "on":
         raise CalibrationError(f"--rotate on: {why_not}; leave --rotate out")
     return planner, f"not rotated: {why_not}"
@@ -283,9 +284,9 @@ def _asked(options: ConvertOptions, calibration: Calibration) -> dict[str, Any]:
     }
 
 
-def _state(task: Task, options: ConvertOptions, rotation: str) -> dict[str, Any]:
+def _state(task: Task, options: ConvertOptions) -> dict[str, Any]:
     """Return the values that must be equal for a run to resume another, but for the digest of the source's weights."""
-    return {**_asked(options, task.calibration), **task.state(), "rotated": rotation == ROTATED}
+    return {**_asked(options, task.calibration), **task.state(), "rotated": task.rotates}
 
 
 def _prune_and_write(planner: Planner, task: Task | None, report: Report, progress: Progress) -> Report:
@@ -309,13 +310,13 @@ def _write_calibrated(
     planner: Planner, task: Task, report: Report, reader: Reader, weights: str, progress: Progress
 ) -> Report:
     """Calibrate the layers and write the output; ``weights`` is the digest of the source's."""
-    plan, out, rotate = report.plan, report.out, report.rotation == ROTATED
+    plan, out = report.plan, report.out
     options, outcome, distilled = plan.options, None, None
-    state = {**_state(task, options, report.rotation), "the weights of the source": weights}
+    state = {**_state(task, options), "the weights of the source": weights}
     with open_work(out, state, task.calibration.resume) as work:
-        dense = _transformed(task, reader, work, rotate, progress)
+        dense = _transformed(task, reader, work, progress)
         reader = dense.reader
-        if rotate and not dense.rotated and not planner.head:  # a tied lm_head stays tied
+        if task.rotates and not dense.rotated and not planner.head:  # a tied lm_head stays tied
             tied = Planner(open_checkpoint(plan.checkpoint.folder)[0], options)
             tied.unquantized, tied.served_names = planner.unquantized, planner.served_names
             planner, plan = tied, tied.plan()
@@ -333,7 +334,7 @@ def _write_calibrated(
         else:
             calibrate(task, reader, work, progress)
         if task.texts:
-            distilled = distill(task, reader, work, partial(_dense_reader, rotate=rotate), progress)
+            distilled = distill(task, reader, work, _dense_reader, progress)
         measured = work.rows()
         with work.tensors(DISTILLED).reader() as codes:
             write_output(plan, out, ordered_reader(reader, codes), ordered_reader(codes, codes), progress)
@@ -358,15 +359,13 @@ class _Transformed(NamedTuple):
     smoothing: str
 
 
-def _transformed(
-    task: Task, reader: Reader, work: WorkFolder, rotate: bool, progress: Progress
-) -> _Transformed:
+def _transformed(task: Task, reader: Reader, work: WorkFolder, progress: Progress) -> _Transformed:
     """Return the rotated and smoothed model.
 
     A rotation that prunes worse, as that of a model whose weights are sparse already, is used only if it was requested.
     """
     rotated, rotation = False, ""
-    if rotate:
+    if task.rotates:
         learned = find_rotation(task, reader, work, progress)
         before, after = learned[LOSSES].tolist()
         change = f"estimated pruning loss {after / before - 1:+.0%}" if before else ""
@@ -381,9 +380,9 @@ def _transformed(
     return _Transformed(smoothed_reader(reader, task.model, factors), rotated, rotation, smoothing)
 
 
-def _dense_reader(task: Task, reader: Reader, work: WorkFolder, rotate: bool) -> Reader:
+def _dense_reader(task: Task, reader: Reader, work: WorkFolder) -> Reader:
     """Return the reader of the dense model that was pruned, in another process."""
-    return _transformed(task, reader, work, rotate, no_progress).reader
+    return _transformed(task, reader, work, no_progress).reader
 
 
 def write_output(
