@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
+from slidesparse.blocks import STRIP, dense_blocks
 from slidesparse.checkpoint.converted import DamagedError, natural, open_checkpoint, restore
 from slidesparse.checkpoint.metadata import Metadata, sparsity_of
 from slidesparse.checkpoint.names import SCALE, WEIGHT, is_expert, layer_names
 from slidesparse.checkpoint.output import workers
 from slidesparse.checkpoint.skeleton import Skeleton
 from slidesparse.checkpoint.storage import Checkpoint, Reader, TensorSpec
-from slidesparse.pattern import Pattern, SlidePattern
+from slidesparse.pattern import MixedPattern, Pattern, SlidePattern
 from slidesparse.slide import obeys
 
+ROWS = 64 * STRIP  # that are searched for 2:4 blocks at a time
 RATIOS = ("2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16")  # sparsest first
 # Suffixes for weights that are not read: those of compressed-tensors in 4 bits, of GPTQ and AWQ, of torchao
 _UNREAD = (".weight_packed", ".qweight", "._weight_qdata")
@@ -33,7 +37,9 @@ class LayerReport:
     in_features: int  # K, before sliding
     dtype: str
     pattern: str | None  # as the checkpoint's metadata claim
-    satisfies: str | None  # the sparsest pattern from 2:4 to 14:16 that the weights obey
+    satisfies: (
+        str | None
+    )  # the sparsest pattern from 2:4 to 14:16 that the weights obey, or of blocks the 2:4 share
     violations: int  # blocks that break the pattern, or rows that cannot be unslid
     first_violation: str | None
     bytes: int  # weight and scale
@@ -110,7 +116,11 @@ def _inspect_layer(
             read(rows)
         except DamagedError as error:
             broken, first = broken + error.violation.total, first or str(error)
-    satisfied = None if broken else _sparsest(spec, read, entry.pattern if entry else None)
+    satisfied: Pattern | None = None if broken else _sparsest(spec, read, entry.pattern if entry else None)
+    if entry and isinstance(entry.pattern, MixedPattern) and not satisfied:
+        strips = (slice(start, min(start + ROWS, spec.rows)) for start in range(0, spec.rows, ROWS))
+        dense = torch.cat([dense_blocks(read(rows)) for rows in strips])
+        satisfied = MixedPattern(Fraction(int((~dense).sum()), dense.numel()))
     in_features = entry.in_features if entry else spec.columns
     shown = entry.pattern if entry else satisfied
     slided = shown.layout(in_features).slided if isinstance(shown, SlidePattern) else in_features

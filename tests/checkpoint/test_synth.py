@@ -96,6 +96,7 @@ def test_share_of_blocks_is_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     synth(config, tmp_path / "out", pattern=half, quant=quant)
     weights, report = tensors_of(tmp_path / "out"), inspect(tmp_path / "out")
     assert (report.pattern, report.violations) == ("2:4@50%", 0)
+    assert {(layer.pattern, layer.satisfies) for layer in report.layers} == {("2:4@50%", "2:4@50%")}
     for name in LINEARS:
         weight = weights[f"{name}.weight"]
         assert float((~dense_blocks(weight)).float().mean()) == 0.5, name
