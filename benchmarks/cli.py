@@ -10,6 +10,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -142,10 +143,7 @@ def kernel(
     else:
         groups = model_groups(parse_models(model, shapes), dtypes, tokens)
     gpu, libraries, stock = _subjects(out / "kernel.json", provider)
-
-    def make(session: Session, gauge: Gauge) -> Iterable[Job]:
-        return jobs(session, gauge, groups, libraries, stock, patterns)
-
+    make = partial(jobs, groups=groups, libraries=libraries, stock=stock, patterns=patterns)
     count = sum(len(group.tokens) for group in groups)
     _fill(began, time_limit, gpu, Records(out, KERNEL), count, make, as_json)
 
@@ -173,10 +171,7 @@ def linear(
     patterns = _parse_patterns(pattern, mixed=True)
     groups = model_groups(parse_models(model, shapes), dtypes, parse_token_counts(m))
     gpu, libraries, stock = _subjects(out / "linear.json", provider)
-
-    def make(session: Session, gauge: Gauge) -> Iterable[Job]:
-        return jobs(session, gauge, groups, libraries, stock, patterns)
-
+    make = partial(jobs, groups=groups, libraries=libraries, stock=stock, patterns=patterns)
     count = sum(len(group.tokens) for group in groups)
     _fill(began, time_limit, gpu, Records(out, LINEAR), count, make, as_json)
 
@@ -200,14 +195,11 @@ def spmm(
     from slidesparse.tune import machine
     from slidesparse.tune.shapes import parse_choice, parse_tokens
 
-    chosen = parse_tokens(sizes), parse_choice("--dtype", dtype, TYPES), parse_sparsities(sparsity)
+    tokens, dtypes = parse_tokens(sizes), parse_choice("--dtype", dtype, TYPES)
+    make = partial(jobs, sizes=tokens, dtypes=dtypes, sparsities=parse_sparsities(sparsity))
     gpu = machine.require_gpu()
     write_conditions(out / "spmm.json", {**gpu_conditions(gpu, {}), "cpu": cpu()})
-
-    def make(session: Session, gauge: Gauge) -> Iterable[Job]:
-        return jobs(session, gauge, *chosen)
-
-    _fill(began, time_limit, gpu, Records(out, SPMM), len(chosen[0]) * len(chosen[1]), make, as_json)
+    _fill(began, time_limit, gpu, Records(out, SPMM), len(tokens) * len(dtypes), make, as_json)
 
 
 @app.command()
