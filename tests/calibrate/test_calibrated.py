@@ -7,7 +7,6 @@ import shutil
 import weakref
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ from checkpoints import (
 )
 from torch import Tensor, nn
 
-from slidesparse.calibrate import inputs, pipeline
+from slidesparse.calibrate import inputs
 from slidesparse.calibrate.inputs import HiddenStates, host_memory
 from slidesparse.calibrate.model import Model
 from slidesparse.calibrate.sparsegpt import factor, refine, sparsegpt
@@ -204,7 +203,7 @@ def test_hidden_states_beyond_memory_are_refused(tmp_path: Path, monkeypatch: py
     HiddenStates([shape], CPU)
 
 
-def test_memory_and_overflow(source: Path, tmp_path: Path, ids: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overflow(source: Path, tmp_path: Path, ids: str) -> None:
     tensors, name = tensors_of(source), "model.layers.0.mlp.up_proj.weight"
     for value, words in ((3e38, "pruning .*up_proj gave"), (1e30, "inputs of .*layers.0.mlp.down_proj are")):
         huge = write(tmp_path / f"{value}", config_of(source), {**tensors, name: tensors[name].fill_(value)})
@@ -215,11 +214,6 @@ def test_memory_and_overflow(source: Path, tmp_path: Path, ids: str, monkeypatch
     write(huge, config_of(source), {name: x.clamp(-6e4, 6e4) for name, x in halves.items()})
     with pytest.raises(CheckpointError, match=r"embed_tokens.* out of the range of F16.*--rotate off"):
         calibrated(huge, tmp_path / "out", ids, rotate="on")
-
-    full = Mock(side_effect=torch.OutOfMemoryError("tried to allocate 3 GiB"))
-    monkeypatch.setattr(pipeline, "gather_hessian", full)
-    with pytest.raises(CalibrationError, match=r"memory of cpu .*3 GiB.*--samples"):
-        calibrated(source, tmp_path / "other", ids)
 
 
 def test_missing_layers_and_devices(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -308,7 +308,8 @@ def test_block_that_does_not_fit_into_a_gpu(
     full = torch.OutOfMemoryError("CUDA out of memory")
     monkeypatch.setattr(pipeline.Stream, "advance", Mock(side_effect=full))
     with pytest.raises(
-        CalibrationError, match=r"CUDA out of memory.*--resume continues .*less is needed with"
+        CalibrationError,
+        match=r"CUDA out of memory.*--resume continues .*less is needed with fewer --samples",
     ):
         calibrated(source, tmp_path / "out", ids, epochs=0)
 
