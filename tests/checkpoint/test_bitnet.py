@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from bitnets import OFFLINE, ONLINE, linear_layers, transformers_model, write_master, write_offline
+from calibration import run
 from checkpoints import assert_same_tensors, config_of, convert, refused, tensors_of
 from transformers.integrations.bitnet import WeightQuant
 
@@ -120,12 +121,8 @@ def test_calibrated_blocks_multiply_codes_and_scales(master: Path, ids: str) -> 
     checkpoint = as_int8(Checkpoint.open(master))
     model = Model(Skeleton(checkpoint), torch.device("cpu"))
     with checkpoint.reader() as reader, torch.inference_mode():
-        ends = model.ends(reader)
-        x = ends.embed(tokens)
-        for number in range(model.blocks):
-            x = model.load(reader, number).output(x)
         expected = reference(input_ids=tokens).logits
-        torch.testing.assert_close(ends.logits(x), expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(run(model, reader, tokens), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_codes_stay_ternary(master: Path, whole: dict[str, torch.Tensor], tmp_path: Path, ids: str) -> None:
