@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -187,9 +186,9 @@ class AllocationProblem:
         choices = [self.choice(picked)]
         # Along the hulls of all groups, in order of loss per saving
         steps = [
-            (self._slope(a, b), group, number, b)
+            (_slope(a, b), group, number, b)
             for group, options in self.candidates.items()
-            for number, (a, b) in enumerate(pairwise(self._hull(options)))
+            for number, (a, b) in enumerate(pairwise(_hull(options)))
         ]
         for _, group, _, candidate in sorted(steps, key=lambda step: step[:3]):
             picked[group] = candidate
@@ -200,21 +199,21 @@ class AllocationProblem:
         """Return the last choice of the frontier whose total loss is at most ``loss``; possibly all dense."""
         return [choice for choice in self.frontier() if choice.loss <= loss][-1]
 
-    def _hull(self, options: Sequence[Candidate]) -> list[Candidate]:
-        """Return the candidates on the lower convex hull of loss over saving, starting with dense."""
-        hull = [options[0]]
-        better = [o for o in options[1:] if o.time < options[0].time]
-        for candidate in sorted(better, key=lambda o: (-o.time, -o.loss)):
-            while len(hull) > 1 and self._slope(hull[-2], candidate) <= self._slope(hull[-2], hull[-1]):
-                hull.pop()
-            if len(hull) == 1 or candidate.time < hull[-1].time:
-                hull.append(candidate)
-        return hull
 
-    def _slope(self, a: Candidate, b: Candidate) -> float:
-        """Return the loss per saving from ``a`` to ``b``; infinite if nothing is saved."""
-        gained = a.time - b.time
-        return (b.loss - a.loss) / gained if gained > 0 else math.inf
+def _hull(options: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates on the lower convex hull of loss over saving, starting with dense: each is faster."""
+    hull = [options[0]]
+    better = [o for o in options[1:] if o.time < options[0].time]
+    for candidate in sorted(better, key=lambda o: (-o.time, -o.loss)):
+        while len(hull) > 1 and _slope(hull[-2], candidate) <= _slope(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append(candidate)
+    return hull
+
+
+def _slope(a: Candidate, b: Candidate) -> float:
+    """Return the loss per saving from ``a`` to ``b``, which is faster."""
+    return (b.loss - a.loss) / (a.time - b.time)
 
 
 class LayerTimes:
