@@ -53,10 +53,9 @@ def is_expert(layer: str) -> bool:
 def experts(tensors: Iterable[str]) -> dict[str, list[str]]:
     """Return the routed experts' matrices among tensor names, without ``.weight``, grouped by their layer."""
     matrices: dict[str, list[str]] = {}
-    for name in tensors:
-        match = EXPERT.match(name.removesuffix(WEIGHT)) if name.endswith(WEIGHT) else None
-        if match:
-            matrices.setdefault(match[1], []).append(match[0])
+    for layer in layer_names(tensors):
+        if match := EXPERT.match(layer):
+            matrices.setdefault(match[1], []).append(layer)
     return matrices
 
 
