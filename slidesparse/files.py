@@ -114,7 +114,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_own(path: Path, limit: int = JSON_LIMIT) -> bytes:
+def read_own(path: Path) -> bytes:
     """Read a file that this user wrote.  Raises DamagedFile for a link, a pipe, another user's or a larger file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -122,8 +122,8 @@ def read_own(path: Path, limit: int = JSON_LIMIT) -> bytes:
         raise DamagedFile(f"{path} cannot be read: {error.strerror}") from error
     try:
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_size > limit:
-            raise DamagedFile(f"{path} is not a file of at most {limit} bytes of this user")
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_size > JSON_LIMIT:
+            raise DamagedFile(f"{path} is not a file of at most {JSON_LIMIT} bytes of this user")
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             return file.read()
     finally:
