@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -387,7 +387,7 @@ def _judge(
             pattern, reason = _pattern(layer, serving, checkpoint, metadata, reader)
         name = "+".join(dict.fromkeys(weight.rpartition(".")[2] for weight in layer.weights))
         found[Layers(name, layer.rows, layer.columns, pattern, reason)] += 1
-    report.layers = [Layers(**{**vars(layers), "count": count}) for layers, count in found.items()]
+    report.layers = [replace(layers, count=count) for layers, count in found.items()]
     named = {layer.name for layer in serving.layers}
     report.left = dict(Counter(reason for name, reason in serving.left.items() if name not in named))
     if not report.patterns:
