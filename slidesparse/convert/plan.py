@@ -518,11 +518,10 @@ def ask(planner: Planner, skeletons: Skeletons) -> str:
         try:
             serving = skeletons.layers(folder, _unpacked(plan), config, **options)
         except NotServedError as error:
+            original = planner.original
             with contextlib.suppress(NotServedError):
-                if planner.head:
-                    original = planner.original
-                    skeletons.layers(folder, stored_specs(original), original.config, **options)
-                    raise CheckpointError(f"{refused}: {error}{hint}") from None
+                skeletons.layers(folder, stored_specs(original), original.config, **options)
+                raise CheckpointError(f"{refused}: {error}{hint}") from None
             return str(error)
         names: dict[str, list[str]] = {}
         for layer in serving.layers:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from architectures import ARCHITECTURES, HYBRIDS
 from checkpoints import block_of, convert, tensors_of
 from commands import Done
@@ -61,6 +62,22 @@ def test_output_that_vllm_would_not_serve_is_refused(tmp_path: Path, skeletons: 
     with pytest.raises(CheckpointError, match="vLLM, which is installed here, would not serve the converted"):
         convert(tmp_path / "quantized", tmp_path / "out", layout="slided", skeletons=skeletons)
     assert not (tmp_path / "out").exists()
+
+
+def test_part_of_a_fused_layer_is_refused_by_vllm(
+    tmp_path: Path, skeletons: Skeletons, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is, of a model that transformers cannot run, and so not tell which layers share their inputs."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no kernel for this machine")
+
+    monkeypatch.setattr(transformers.models.qwen3.modeling_qwen3.Qwen3MLP, "forward", fail)
+    source = tiny("qwen3", tmp_path / "source")
+    with pytest.raises(
+        CheckpointError, match=r"(?s)would not serve the converted .*\['gate_proj', 'up_proj'\]"
+    ):
+        convert(source, tmp_path / "out", ignore=["gate_proj"], skeletons=skeletons)
 
 
 @pytest.mark.parametrize(
