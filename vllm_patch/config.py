@@ -234,7 +234,8 @@ class SlideSparseConfig(CompressedTensorsConfig):
         if not self.summary.is_pending():  # the first layer
             self.summary.fusion = fusion.register(self.key, self.resolution)
         self.summary.expect(name, layer)
-        return SlideSparseScheme(self, scheme, name, entry, reason)
+        absent = len(parts) - len(listed) if listed else 0
+        return SlideSparseScheme(self, scheme, name, entry, reason, absent)
 
     def _head_scheme(self, head: Any, name: str) -> Any:
         """Return the scheme of an lm_head.  Raises vLLM's ValueError, which it expects, if no target names it."""
@@ -310,19 +311,17 @@ class SlideSparseConfig(CompressedTensorsConfig):
         warn_once(f"SlideSparse leaves them dense: {problem}. To run them sparse: {remedy}")
 
     def _entry(self, name: str) -> LayerEntry | None:
-        """Return the metadata entry that all parts share that vLLM fuses into a layer; None if no part has one.
+        """Return the metadata entry that the parts share that vLLM fuses into a layer; None if no part has one.
 
-        Raises ResolveError where they differ.
+        Parts that are not listed are ones that the checkpoint lacks: Gemma 4 has keys in the place of values, or none
+        of either where a layer uses those of an earlier one.  Raises ResolveError where the others differ.
         """
         layers = self.metadata.layers if self.metadata else {}
-        entries = {
-            part.rpartition(".")[2]: layers.get(self._listed(part) or "") for part in self._parts(name)
-        }
-        first, *others = entries.values()
-        if any(entry != first for entry in others):
-            pruned = ", ".join(
-                f"{part} {entry.pattern.ratio if entry else 'unpruned'}" for part, entry in entries.items()
-            )
+        listed = filter(None, map(self._listed, self._parts(name)))
+        entries = {part.rpartition(".")[2]: layers[part] for part in listed}
+        first = next(iter(entries.values()), None)
+        if any(entry != first for entry in entries.values()):
+            pruned = ", ".join(f"{part} {entry.pattern.ratio}" for part, entry in entries.items())
             raise ResolveError(
                 f"vLLM fuses {', '.join(entries)} into {name}, but their patterns in the checkpoint differ: {pruned}; "
                 "convert again with the same pattern for all of them"

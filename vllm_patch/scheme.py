@@ -57,12 +57,14 @@ class SlideSparseScheme(CompressedTensorsScheme):
         name: str,
         entry: LayerEntry | None,
         dense_because: str | None = None,
+        absent: int = 0,
         is_head: bool = False,
     ) -> None:
         self.config = config
         self.inner = inner
         self.name = name
         self.entry = entry
+        self.absent = absent  # how many of the parts that vLLM fuses the metadata do not list
         self.unasked = not (config.resolution.asked or config.metadata)
         # once the weights are loaded, one; `slidesparse convert` prunes no lm_head, whatever random weights obey
         self.patterns = [NOT_PRUNED] if is_head and config.metadata else config.patterns(entry)
@@ -94,13 +96,15 @@ class SlideSparseScheme(CompressedTensorsScheme):
         listed = self.config.metadata.layers.values() if self.config.metadata else ()
         entries = ([self.entry] if self.entry else listed) if layout == "slided" else ()
         strict = not self.unasked or layout != "dense"
-        parts = len(kwargs["output_partition_sizes"])
+        parts = len(kwargs["output_partition_sizes"]) - self.absent
         patterns = {entry.pattern for entry in entries}
         self.load_check = LoadCheck(self.name, in_features, parts, patterns, strict)
         self.inner.create_weights(layer=layer, **kwargs)
         for kind in ("weight", "weight_scale"):
             parameter = getattr(layer, kind)
             parameter.weight_loader = self.load_check.watch(parameter.weight_loader, kind)
+            if self.absent:
+                parameter.data.zero_()
         # vLLM makes the bias next, with this loader.
         layer.weight_loader = self.load_check.watch(layer.weight_loader, "bias")
         if layout == "packed":

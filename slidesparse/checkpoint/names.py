@@ -37,6 +37,12 @@ def fused_name(layer: str) -> str | None:
     return f"{head}.{fused}" if head and fused and not is_expert(layer) else None
 
 
+def fused_parts(layer: str) -> list[str]:
+    """Return the names of the layers that most models of vLLM fuse into one, of which a layer is one, or none."""
+    head, _, last = (fused_name(layer) or "").rpartition(".")
+    return [f"{head}.{part}" for part in FUSED.get(last, ())]
+
+
 def layer_names(tensors: Iterable[str]) -> list[str]:
     """Return the names of tensors that are weights, without ``.weight``."""
     return [name.removesuffix(WEIGHT) for name in tensors if name.endswith(WEIGHT)]

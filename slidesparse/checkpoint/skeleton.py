@@ -329,6 +329,10 @@ class Skeleton:
         """Return the tensors that make up the parameters whose names begin with ``prefix``, with their target names."""
         return {name: target for name, target in self._targets.items() if target.startswith(prefix)}
 
+    def reads(self, layer: str) -> bool:
+        """Return whether the weight of a layer is a parameter of the model."""
+        return layer + WEIGHT in self._targets
+
     def converted(self, name: str) -> bool:
         """Return whether transformers computes parameters from a tensor, such as by joining the experts of a layer."""
         return name in self._sources

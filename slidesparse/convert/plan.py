@@ -76,6 +76,7 @@ class ConversionPlan:
     source_of: Callable[[str], Source]  # what makes the codes of a layer
     # the quantized linear layers of blocks, those together that vLLM may fuse; () if transformers cannot run the model
     groups: tuple[tuple[str, ...], ...]
+    unread: frozenset[str]  # layers that vLLM loads, but transformers drops
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -86,6 +87,11 @@ class ConversionPlan:
     def patterns(self) -> dict[str, Pattern]:
         """The pruned layers, each with its pattern."""
         return {output.layer: output.pattern for output in self.outputs if output.layer and output.pattern}
+
+    @property
+    def calibrated(self) -> dict[str, Pattern]:
+        """The pruned layers that transformers' model has."""
+        return {name: pattern for name, pattern in self.patterns.items() if name not in self.unread}
 
     @property
     def unpruned(self) -> list[str]:
@@ -235,6 +241,11 @@ class Planner:
             unprunable = dict.fromkeys(source.also_quantized(excluded), QUANTIZED)
             skipped |= unprunable
             patterns |= dict.fromkeys(unprunable)
+            treatments: tuple[dict[str, Any], ...] = (patterns, kept, skipped)
+            for name, sibling in self._unread().items():
+                for treatment in treatments:
+                    if sibling in treatment:
+                        treatment[name] = treatment[sibling]
         widths = {name: self._source(name).in_features(name) for name in patterns}
         if not source.metadata:
             kept |= self._other_matrices({*kept, *patterns, *source.heads})
@@ -269,6 +280,7 @@ class Planner:
             head=self.head,
             source_of=self._source,
             groups=self._groups({name for name in patterns if name != self.head}),
+            unread=frozenset(self._unread()),
         )
 
     # The choice of layers and patterns
@@ -384,6 +396,16 @@ class Planner:
         groups = (tuple(name for name in group if name in layers) for group in fused)
         return tuple(filter(None, groups))
 
+    def _unread(self) -> dict[str, str]:
+        """Return the layers that transformers drops but vLLM fuses with a layer of the model, each with that layer.
+
+        They are the keys and values of layers of Gemma 3n and 4 that use those of an earlier layer.
+        """
+        layers = {naming.fused_name(name): name for name in self.skeleton.layers}
+        unread = filterfalse(self.skeleton.reads, naming.layer_names(self.checkpoint.tensors))
+        fused = {name: naming.fused_name(name) for name in unread}
+        return {name: layers[whole] for name, whole in fused.items() if whole and whole in layers}
+
     def _commonest(self, entries: Mapping[str, LayerEntry]) -> Pattern:
         """Return the pattern of most weights."""
         weights: Counter[Pattern] = Counter()
@@ -466,6 +488,10 @@ class Planner:
                 continue
             experts = naming.joined_experts(name) if reason == JOINED else None
             names += [naming.inside(experts)] if experts else naming.serving_names(name)
+            # vLLM wants to read the names of all parts, also of those that Gemma 4 lacks
+            names += (
+                part for part in naming.fused_parts(name) if part + WEIGHT not in self.checkpoint.tensors
+            )
             names += served
         return list(dict.fromkeys(names))
 
@@ -561,6 +587,15 @@ def ask(planner: Planner, skeletons: Skeletons) -> str:
             f"vLLM, which is installed here, would not serve {lost[0]} quantized; leave such layers unchanged by "
             "--ignore"
         )
+    for layer in served.layers:
+        patterns = {name: plan.patterns.get(name) for name in layer.weights if not naming.is_expert(name)}
+        if len({*patterns.values()}) > 1:
+            found = ", ".join(
+                f"{name} {pattern.ratio if pattern else 'unpruned'}" for name, pattern in patterns.items()
+            )
+            raise CheckpointError(
+                f"vLLM, which is installed here, fuses {found} into one layer; give all of them the same pattern"
+            )
     return ""
 
 

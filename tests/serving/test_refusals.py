@@ -115,7 +115,7 @@ def metadata(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], dic
 
 
 WRONG_K = metadata(lambda layers: layers[DOWN].update(in_features=QWEN.intermediate + 1))
-UNLISTED_K = metadata(lambda layers: layers.pop("model.layers.0.self_attn.k_proj"))
+OTHER_K = metadata(lambda layers: layers["model.layers.0.self_attn.k_proj"].update(pattern="4:6"))
 
 
 Change = Callable[[Tensor], Tensor] | None
@@ -169,8 +169,8 @@ OF_CONFIGS: list[tuple[Any, ...]] = [
     ("slided", {"slidesparse": None}, NO_BLOCK),
     ("slided", {"slidesparse": None}, NO_BLOCK, SPARSE_FLAGS),
     ("dense", WRONG_K, f"{DOWN}: the metadata say {QWEN.intermediate + 1} in-features, the model has"),
-    ("dense", UNLISTED_K, f"{FUSES}model.layers.0.self_attn.qkv_proj, but their patterns"),
-    ("dense", UNLISTED_K, "k_proj unpruned, v_proj 6:8; convert again with the same pattern"),
+    ("dense", OTHER_K, f"{FUSES}model.layers.0.self_attn.qkv_proj, but their patterns"),
+    ("dense", OTHER_K, "k_proj 4:6, v_proj 6:8; convert again with the same pattern"),
     ("dense", {}, "DISABLE_SLIDESPARSE='on': use 1 or 0", {"DISABLE_SLIDESPARSE": "on"}),
     ("slided", {}, "Unknown quantization method: slidesparse", STOCK),
     ("w8a8", {}, "0 layers sparse, 9 dense (1 lm_head, 8 whose weights break the pattern)", SPARSE_FLAGS),

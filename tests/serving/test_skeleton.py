@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import block_of, convert
+from checkpoints import block_of, convert, rewrite
 from edits import edited
 from engines import STOCK, Engines, Request
 from models import QWEN, shrink_codes, write_w8a8
@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tiny import build, fill, tiny
 
 from slidesparse import doctor
-from slidesparse.checkpoint.storage import Checkpoint, TensorSpec
+from slidesparse.checkpoint.storage import Checkpoint, CheckpointError, TensorSpec
 from slidesparse.evaluate.engine import summaries
 from slidesparse.serving import NotServedError, Serving, Skeletons, stored
 
@@ -36,6 +36,11 @@ GRANITE = {"mamba_expand": 2, "shared_intermediate_size": 256, "position_embeddi
 GRANITE |= {"num_local_experts": 0, "num_experts_per_tok": 0}
 LFM2 = {"block_ff_dim": 256, "block_auto_adjust_ff_dim": False}
 LFM2 |= {"conv_dim": 128, "block_dim": 128}  # in published configs, and read by vLLM alone
+# Of four layers two have no values but keys, and the last two use those of earlier ones
+GEMMA4 = {"head_dim": 32, "global_head_dim": 32, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
+GEMMA4 |= {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "tie_word_embeddings": True}
+GEMMA4 |= {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 512}
 # All that vLLM's gated delta rule takes on CPUs
 IN_BFLOAT16 = {"dtype": "bfloat16", "mamba_ssm_dtype": "float32"}
 # Small models with layers of other names in vLLM, large enough for its kernels: model_type -> settings
@@ -44,6 +49,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {**MAMBA, **GRANITE, "layer_types": ["mamba", "attention"]},
     "lfm2": {**LFM2, "layer_types": ["conv", "full_attention"]},
     "qwen3_5_text": {**GATED_DELTA, **IN_BFLOAT16, "layer_types": ["linear_attention", "full_attention"]},
+    "gemma4_text": GEMMA4,
     "minicpm3": MLA,  # of whose layers vLLM gives q_a_proj no name
     "deepseek_v2": {**MLA, "first_k_dense_replace": 2, "n_routed_experts": 4, "moe_intermediate_size": 64},
 }
@@ -104,6 +110,37 @@ def test_layers_of_other_names_are_sparse(
     assert engines.serve(tmp_path / "slided", options=options).tokens == answer.tokens
     report = doctor.examine("model", model)
     assert (report.code, report.patterns) == (0, served["layers"])
+
+
+@pytest.mark.parametrize("published", [True, False])
+@pytest.mark.usefixtures("warm")
+def test_layers_without_keys_and_values_are_sparse(
+    engines: Engines, skeletons: Skeletons, tmp_path: Path, published: bool
+) -> None:
+    """Gemma's published files still have those that transformers drops, and vLLM loads; files that it saves do not."""
+    source = source_of("gemma4_text", tmp_path / "source")
+    if published:
+        weights = load_file(source / "model.safetensors")
+        for i in (2, 3):
+            unread = {
+                name.replace(f".{i - 2}.", f".{i}."): x + 1 for name, x in weights.items() if "attn" in name
+            }
+            weights = unread | weights
+        rewrite(source, **weights)
+    report = convert(source, tmp_path / "dense", skeletons=skeletons)
+    unread = {"2.self_attn.k_proj", "2.self_attn.v_proj", "3.self_attn.k_proj"} if published else set()
+    assert report.plan.unread == {f"model.layers.{name}" for name in unread}
+    with unless_vllm_fails(engines, tmp_path / "source"):
+        answer = engines.as_stock(shrink_codes(tmp_path / "dense"))
+    assert "24 layers sparse" in answer.summary
+    convert(tmp_path / "dense", tmp_path / "slided", layout="slided", skeletons=skeletons)
+    assert engines.serve(tmp_path / "slided").tokens == answer.tokens
+    assert doctor.examine("model", tmp_path / "dense").patterns == {"6:8": 24}
+    convert(source, tmp_path / "mlp", ignore=["self_attn"], skeletons=skeletons)
+    assert "16 layers sparse" in engines.as_stock(shrink_codes(tmp_path / "mlp")).summary
+    part = [r"[01]\.self_attn\.q_proj=dense"]
+    with pytest.raises(CheckpointError, match="k_proj 6:8, .*q_proj unpruned, .*v_proj 6:8 into one layer"):
+        convert(source, tmp_path / "part", layer=part, skeletons=skeletons)
 
 
 def test_changed_weights_of_a_layer_of_another_name(
