@@ -37,9 +37,7 @@ class LayerReport:
     in_features: int  # K, before sliding
     dtype: str
     pattern: str | None  # as the checkpoint's metadata claim
-    satisfies: (
-        str | None
-    )  # the sparsest pattern from 2:4 to 14:16 that the weights obey, or of blocks the 2:4 share
+    satisfies: str | None  # the sparsest of RATIOS that the weights obey, or their share of 2:4 blocks
     violations: int  # blocks that break the pattern, or rows that cannot be unslid
     first_violation: str | None
     bytes: int  # weight and scale
@@ -117,7 +115,7 @@ def _inspect_layer(
         except DamagedError as error:
             broken, first = broken + error.violation.total, first or str(error)
     satisfied: Pattern | None = None if broken else _sparsest(spec, read, entry.pattern if entry else None)
-    if entry and isinstance(entry.pattern, MixedPattern) and not satisfied:
+    if entry and isinstance(entry.pattern, MixedPattern) and entry.pattern.share and not satisfied:
         strips = (slice(start, min(start + ROWS, spec.rows)) for start in range(0, spec.rows, ROWS))
         dense = torch.cat([dense_blocks(read(rows)) for rows in strips])
         satisfied = MixedPattern(Fraction(int((~dense).sum()), dense.numel()))

@@ -96,6 +96,7 @@ def test_converting_between_layouts_is_lossless(tmp_path: Path, ratio: str, quan
 
 def test_dense_checkpoint_is_a_source_that_is_not_pruned_yet(tmp_path: Path) -> None:
     convert(llama(tmp_path / "float"), tmp_path / "dense", "dense")
+    assert {(x.pattern, x.satisfies) for x in inspect(tmp_path / "dense").layers} == {("dense", None)}
     convert(tmp_path / "dense", tmp_path / "out")
     before, after = tensors_of(tmp_path / "dense"), tensors_of(tmp_path / "out")
     assert_same_bits(after[f"{Q}.weight"], prune(before[f"{Q}.weight"], SlidePattern(8)))
