@@ -70,12 +70,12 @@ def hybrid(name: str, folder: Path, skeletons: Skeletons) -> Path:
 
 
 @contextmanager
-def unless_vllm_fails(engines: Engines, source: Path) -> Iterator[None]:
+def unless_vllm_fails(engines: Engines, source: Path, **options: Any) -> Iterator[None]:
     """Skip a test that fails where vLLM does not serve the source either: an old release, or on some CPUs."""
     try:
         yield
     except AssertionError:
-        if error := engines.ask(Request(str(source), env=STOCK)).error:
+        if error := engines.ask(Request(str(source), env=STOCK, options=options)).error:
             pytest.skip(f"vLLM does not serve the source: {error.splitlines()[0]}")
         raise
 
@@ -102,7 +102,7 @@ def test_layers_of_other_names_are_sparse(
     floats = {*block_of(model)["ignore"]} - {"lm_head"}  # only LFM2's convolutions, in vLLM 0.25
     assert all("conv" in layer for layer in floats)
     options = {"dtype": HYBRIDS[name].get("dtype", "float32")}
-    with unless_vllm_fails(engines, tmp_path / "source"):
+    with unless_vllm_fails(engines, tmp_path / "source", **options):
         answer = engines.as_stock(model, {"USE_CUSPARSELT": "1"}, options=options)
     (served,) = summaries(answer.log)
     assert served["layers"] == {"6:8": sparse - len(floats)}
