@@ -330,9 +330,8 @@ class Planner:
         quantizes_experts = experts and self.options.pattern.density == 1
         if not any(patterns.values()) and not quantizes_experts:
             hint = f" ({ROUTED})" if experts else ""
-            raise CheckpointError(
-                f"no linear layer is left to prune; leave fewer dense, or ignore fewer{hint}"
-            )
+            fewer = "leave fewer dense" + ", or ignore fewer" * (BY_IGNORE in kept.values())
+            raise CheckpointError(f"no linear layer is left to prune; {fewer}{hint}")
         return patterns, kept, skipped
 
     def _choose_layers(self) -> tuple[list[str], dict[str, str]]:
@@ -380,8 +379,11 @@ class Planner:
         chosen = [name for name in candidates if name not in kept]
         if not chosen and {*self.experts} <= kept.keys():
             reasons = ", ".join(sorted({*kept.values()}))
+            remedy = "leave --ignore out, or ignore fewer"
+            if BY_IGNORE not in kept.values():
+                remedy = "if its weights are floats, remove quantization_config from its config.json"
             raise CheckpointError(
-                f"no linear layer is left to prune: all stay unchanged ({reasons}); ignore fewer"
+                f"no linear layer is left to prune: all stay unchanged ({reasons}); {remedy}"
             )
         return chosen, kept
 
