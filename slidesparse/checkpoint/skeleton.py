@@ -217,6 +217,8 @@ class Skeleton:
             widths: K of layers whose weights may be stored with other columns.
             is_quantized: whether config.json quantizes a linear layer outside the blocks, by the dtype of its weight.
         """
+        import transformers
+
         if missing := self._missing():
             wrapped = next(
                 (name for name in self.checkpoint.tensors if name.endswith(f".{missing[0]}")), None
@@ -224,6 +226,12 @@ class Skeleton:
             if wrapped:
                 raise CheckpointError(
                     f"tensor names begin with {wrapped.removesuffix(missing[0])!r}; save the model without its wrapper"
+                )
+            named = architecture_of(self.checkpoint.config)
+            if named and not hasattr(transformers, named):
+                raise CheckpointError(
+                    f"transformers {transformers.__version__} knows no {named}, and its {type(self.model).__name__} "
+                    f"needs {missing[0]}, which the checkpoint lacks; serve such a model, as of a draft, as it is"
                 )
             raise CheckpointError(f"{missing[0]} is missing ({len(missing)} such); {INCOMPLETE}")
         for name, target in self._targets.items():

@@ -382,6 +382,13 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "unknown model_type": (config(model_type="llama7"), ["model_type 'llama7' is not known to transformers"]),
     "encoder and decoder": (model("t5", "T5ForConditionalGeneration"), ["is not a stack of"]),
     "no decoder": (model("perceiver", "PerceiverModel"), ["PerceiverModel is not a stack of"]),
+    "a draft model": (
+        lambda source: (
+            edit_json(source / "config.json", architectures=["LlamaForCausalLMEagle3"]),
+            write(source, config_of(source), {"fc.weight": torch.ones(64, 192), "d2t": torch.zeros(40)}),
+        ),
+        ["knows no LlamaForCausalLMEagle3, and its LlamaModel needs layers.0.", "as it is"],
+    ),
     "a wrapper's prefix": (
         lambda s: write(s, config_of(s), {f"_orig_mod.{name}": t for name, t in tensors_of(s).items()}),
         ["tensor names begin with '_orig_mod.'; save the model without its wrapper"],
@@ -399,7 +406,10 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     ),
     "a method that nothing has": (
         config(quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"}),
-        ["all stay unchanged (not quantized in the source)"],
+        [
+            "all stay unchanged (not quantized in the source); if",
+            "floats, remove quantization_config from its",
+        ],
     ),
     "modules.json of others": (
         lambda source: (source / "modules.json").write_text('[{"name": "1"}]'),

@@ -622,11 +622,6 @@ BLOCK_SOURCES: dict[str, tuple[Change, str]] = {
 REFUSED = {name: (w8a8, *case) for name, case in INT8_SOURCES.items()}
 REFUSED |= {name: (lambda folder: w8a8(folder, "fp8"), *case) for name, case in FP8_SOURCES.items()}
 REFUSED |= {name: (lambda folder: fp8(folder, (32, 16)), *case) for name, case in BLOCK_SOURCES.items()}
-REFUSED["floats"] = (
-    llama,
-    lambda folder: edit_json(folder / "config.json", quantization_config={"quant_method": "fp8"}),
-    "(not quantized in the source); if its weights are floats, remove quantization_config from its config",
-)
 
 
 @pytest.mark.parametrize("name", REFUSED)
