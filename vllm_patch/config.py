@@ -234,8 +234,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         if not self.summary.is_pending():  # the first layer
             self.summary.fusion = fusion.register(self.key, self.resolution)
         self.summary.expect(name, layer)
-        absent = len(parts) - len(listed) if listed else 0
-        return SlideSparseScheme(self, scheme, name, entry, reason, absent)
+        return SlideSparseScheme(self, scheme, name, entry, reason)
 
     def _head_scheme(self, head: Any, name: str) -> Any:
         """Return the scheme of an lm_head.  Raises vLLM's ValueError, which it expects, if no target names it."""

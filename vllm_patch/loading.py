@@ -7,7 +7,7 @@ checkpoint lacks a tensor.  So every tensor is checked before it is loaded, and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -112,9 +112,10 @@ class LoadCheck:
             weight[rows] = restore(chunk, entry, "slided", self._name, rows.start)
         return weight
 
-    def require_all(self, layer: torch.nn.Module) -> None:
+    def require_all(self, layer: torch.nn.Module, unread: Collection[str] = ()) -> None:
         """Raise CheckpointError, which names the missing tensors, unless all were loaded; then reset for a reload.
 
+        Parts that are ``unread``, as vLLM's loaders call them, may be missing.
         A model's class may put a loader of its own in place of a parameter's, such as that of a mamba layer's shards.
         """
         self.weights = max(1, len(self._loaded["weight"]))
@@ -124,8 +125,9 @@ class LoadCheck:
             if parameter is None or (not parts and replaced):
                 continue
             complete = any(part is None or isinstance(part, tuple) for part in parts)
-            if not complete and len(parts) < self._parts:
-                loaded = f"{len(parts)} of its {self._parts} parts were" if self._parts > 1 else "it was not"
+            found, needed = len(parts.difference(unread)), self._parts - len(unread)
+            if not complete and found < needed:
+                loaded = f"{found} of its {needed} parts were" if needed > 1 else "it was not"
                 raise CheckpointError(
                     f"{self._name}: the checkpoint lacks its {kind}: {loaded} loaded; {AGAIN}"
                 )

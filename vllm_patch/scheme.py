@@ -10,6 +10,7 @@ from slidesparse.vllm_patch.loading import AGAIN, LoadCheck, require_numbers
 from slidesparse.vllm_patch.summary import Found
 from torch import Tensor
 from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsScheme,
     CompressedTensorsW8A8Fp8,
@@ -38,6 +39,7 @@ OVERSIZED = 20 << 20  # bytes of a block of GPU memory that torch does not split
 ABSENT = "none of the checkpoint's pruned layers is in this part of the model"
 UNABLE = "in a setting that the backend does not support"
 DUMPS = ("sharded_state", "runai_streamer_sharded", "tensorizer")  # load formats of other engines' parameters
+UNREAD = ("k", "v")  # vLLM's names of the parts of a layer whose attention uses those of another layer
 PACKED = "_slidesparse_packed"  # marks a parameter that is already in the backend's form
 
 
@@ -57,14 +59,12 @@ class SlideSparseScheme(CompressedTensorsScheme):
         name: str,
         entry: LayerEntry | None,
         dense_because: str | None = None,
-        absent: int = 0,
         is_head: bool = False,
     ) -> None:
         self.config = config
         self.inner = inner
         self.name = name
         self.entry = entry
-        self.absent = absent  # how many of the parts that vLLM fuses the metadata do not list
         self.unasked = not (config.resolution.asked or config.metadata)
         # once the weights are loaded, one; `slidesparse convert` prunes no lm_head, whatever random weights obey
         self.patterns = [NOT_PRUNED] if is_head and config.metadata else config.patterns(entry)
@@ -96,15 +96,14 @@ class SlideSparseScheme(CompressedTensorsScheme):
         listed = self.config.metadata.layers.values() if self.config.metadata else ()
         entries = ([self.entry] if self.entry else listed) if layout == "slided" else ()
         strict = not self.unasked or layout != "dense"
-        parts = len(kwargs["output_partition_sizes"]) - self.absent
+        self._attentions = compat.current_config().compilation_config.static_forward_context
+        parts = len(kwargs["output_partition_sizes"])
         patterns = {entry.pattern for entry in entries}
         self.load_check = LoadCheck(self.name, in_features, parts, patterns, strict)
         self.inner.create_weights(layer=layer, **kwargs)
         for kind in ("weight", "weight_scale"):
             parameter = getattr(layer, kind)
             parameter.weight_loader = self.load_check.watch(parameter.weight_loader, kind)
-            if self.absent:
-                parameter.data.zero_()
         # vLLM makes the bias next, with this loader.
         layer.weight_loader = self.load_check.watch(layer.weight_loader, "bias")
         if layout == "packed":
@@ -162,7 +161,17 @@ class SlideSparseScheme(CompressedTensorsScheme):
             raise CheckpointError(
                 f"{self.name}: the checkpoint quantizes it, but its config.json ties it to the embedding; {AGAIN}"
             )
-        self.load_check.require_all(layer)
+        self.load_check.require_all(layer, UNREAD if self._shares_keys(layer) else ())
+
+    def _shares_keys(self, layer: torch.nn.Module) -> bool:
+        """Return whether the attention of this layer uses keys and values of an earlier one, and nobody reads its own.
+
+        Gemma 3n's and 4's last layers do.  Files that transformers saves lack theirs, and vLLM leaves that memory as it
+        is, which would break the pattern, or hold NaN.
+        """
+        attention = self._attentions.get(f"{self.name.rpartition('.')[0]}.attn")
+        shares = getattr(attention, "kv_sharing_target_layer_name", None) is not None
+        return shares and isinstance(layer, QKVParallelLinear)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Slide and pack the weight, or hand the layer to vLLM's scheme.  May run again, for example after a reload.
@@ -174,6 +183,11 @@ class SlideSparseScheme(CompressedTensorsScheme):
             return
         if not self.dummy:
             self.require_loaded(layer)
+        if self._shares_keys(layer):
+            queries = layer.logical_widths[0]
+            layer.weight.data[queries:] = 0
+            scale = layer.weight_scale.data  # for each row, or for each part
+            scale[queries if len(scale) == len(layer.weight) else 1 :] = 0
         try:
             packed = None if self.dense_because else self._packed(self._loaded(layer))
         except SlideSparseError as error:

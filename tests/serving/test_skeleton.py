@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -118,29 +119,47 @@ def test_layers_without_keys_and_values_are_sparse(
     engines: Engines, skeletons: Skeletons, tmp_path: Path, published: bool
 ) -> None:
     """Gemma's published files still have those that transformers drops, and vLLM loads; files that it saves do not."""
-    source = source_of("gemma4_text", tmp_path / "source")
-    if published:
-        weights = load_file(source / "model.safetensors")
-        for i in (2, 3):
-            unread = {
-                name.replace(f".{i - 2}.", f".{i}."): x + 1 for name, x in weights.items() if "attn" in name
-            }
-            weights = unread | weights
-        rewrite(source, **weights)
+    saved = source_of("gemma4_text", tmp_path / "source")
+    weights = load_file(saved / "model.safetensors")
+    for i in (2, 3):
+        unread = {
+            name.replace(f".{i - 2}.", f".{i}."): x + 1 for name, x in weights.items() if "attn" in name
+        }
+        weights = unread | weights
+    full = Path(shutil.copytree(saved, tmp_path / "full"))  # vLLM does not serve the other one in floats
+    rewrite(full, **weights)
+    source = full if published else saved
     report = convert(source, tmp_path / "dense", skeletons=skeletons)
     unread = {"2.self_attn.k_proj", "2.self_attn.v_proj", "3.self_attn.k_proj"} if published else set()
     assert report.plan.unread == {f"model.layers.{name}" for name in unread}
-    with unless_vllm_fails(engines, tmp_path / "source"):
+    with unless_vllm_fails(engines, full):
         answer = engines.as_stock(shrink_codes(tmp_path / "dense"))
     assert "24 layers sparse" in answer.summary
+    assert engines.serve(tmp_path / "dense", task="reload").tokens == answer.tokens
     convert(tmp_path / "dense", tmp_path / "slided", layout="slided", skeletons=skeletons)
     assert engines.serve(tmp_path / "slided").tokens == answer.tokens
     assert doctor.examine("model", tmp_path / "dense").patterns == {"6:8": 24}
     convert(source, tmp_path / "mlp", ignore=["self_attn"], skeletons=skeletons)
     assert "16 layers sparse" in engines.as_stock(shrink_codes(tmp_path / "mlp")).summary
+    convert(source, tmp_path / "unpruned", layer=["self_attn=dense"], skeletons=skeletons)
+    assert "8 not pruned" in engines.as_stock(shrink_codes(tmp_path / "unpruned")).summary
     part = [r"[01]\.self_attn\.q_proj=dense"]
     with pytest.raises(CheckpointError, match="k_proj 6:8, .*q_proj unpruned, .*v_proj 6:8 into one layer"):
         convert(source, tmp_path / "part", layer=part, skeletons=skeletons)
+
+
+@pytest.mark.parametrize("missing", ["2.self_attn.o_proj", "2.self_attn.q_proj", "0.self_attn.v_proj"])
+def test_missing_layers_beside_shared_keys_are_named(
+    engines: Engines, skeletons: Skeletons, tmp_path: Path, missing: str
+) -> None:
+    """Also where the metadata do not list them, as they list no keys and values that the checkpoint lacks."""
+    source, layer = source_of("gemma4_text", tmp_path / "source"), f"model.layers.{missing}"
+    convert(source, tmp_path / "out", skeletons=skeletons)
+    metadata = block_of(tmp_path / "out")["slidesparse"]
+    del metadata["layers"][layer]
+    tensors = {f"{layer}.weight": None, f"{layer}.weight_scale": None}
+    damaged = edited(tmp_path / "out", tmp_path / "damaged", tensors, {"slidesparse": metadata})
+    assert "the checkpoint lacks its weight: " in engines.ask(Request(damaged)).error
 
 
 def test_changed_weights_of_a_layer_of_another_name(
