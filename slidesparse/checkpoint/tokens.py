@@ -83,10 +83,10 @@ def read_documents(data: str) -> Iterator[Document]:
                 yield from _document(line, f"{path}, line {number}", is_json=True)
     elif suffix == ".parquet":
         for number, row in enumerate(_parquet_rows(path), 1):
-            yield from _document(row, f"{path}, row {number}")
+            yield from _document(_filled(row), f"{path}, row {number}")
     elif is_dataset(data):
         for number, row in enumerate(_hub_rows(_name(data)), 1):
-            yield from _document(row, f"{data}, row {number}")
+            yield from _document(_filled(row), f"{data}, row {number}")
     else:
         problem = "is not a supported type of file" if path.is_file() else "is not a file"
         raise SlideSparseError(f"{shown(data)} {problem}; give {FORMS}")
@@ -123,8 +123,8 @@ def _document(value: Any, where: str, is_json: bool = False) -> list[Document]:
         value = {TEXT: value} if isinstance(value, str) else value
         if not isinstance(value, dict) or not {TEXT, MESSAGES, TURNS} & value.keys():
             raise ValueError(f"found {shown(list(value) if isinstance(value, dict) else value)}")
-        value = value if is_json else _filled(value)
-        messages, text = value.get(MESSAGES, value.get(TURNS)), value.get(TEXT)
+        messages, text = value.get(MESSAGES), value.get(TEXT)
+        messages = value.get(TURNS) if messages is None else messages
         if isinstance(messages, list) and text is None:
             tools = value.get(TOOLS)  # in Parquet often as text
             chat = Conversation(
@@ -145,11 +145,15 @@ def _document(value: Any, where: str, is_json: bool = False) -> list[Document]:
         ) from reason
 
 
-def _filled(value: Any) -> Any:
-    """Return a value without the keys of objects, however deep, that Parquet has because other rows have them."""
+def _filled(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row without the keys of objects in it, however deep, that Parquet has because other rows have them."""
+    return {key: _without_nulls(value) for key, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _filled(item) for key, item in value.items() if item is not None}
-    return [*map(_filled, value)] if isinstance(value, list) else value
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
 def _message(message: Any) -> dict[str, Any]:
@@ -158,7 +162,7 @@ def _message(message: Any) -> dict[str, Any]:
     Its content is a text: the parts of one are joined, and a call of tools may lack it.  The arguments of a call are no
     JSON but objects.  Keys without a value are left out.
     """
-    if "from" in message:
+    if "from" in message and "role" not in message:
         speaker = message["from"]
         return _message({"role": SPEAKERS.get(speaker, speaker), "content": message["value"]})
     role, content = message["role"], message.get("content")

@@ -127,7 +127,7 @@ def test_conversations_of_sharegpt(decoder: Model, tmp_path: Path, form: str) ->
     """In a list or in lines, packed or not, beside texts."""
     turns = [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c"}]
     data: list[Any] = [
-        {"id": "x", "conversations": turns},
+        {"id": "x", "messages": None, "conversations": turns},
         {"id": "y", "conversations": []},
         {"text": "a\nb"},
     ]
@@ -141,6 +141,19 @@ def test_conversations_of_sharegpt(decoder: Model, tmp_path: Path, form: str) ->
     chat, *others = read_documents(str(path))
     assert others == ([] if form == "parquet" else ["a\nb"])
     assert chat.messages == TURNS
+
+
+def test_rows_of_a_list_are_those_of_lines(tmp_path: Path) -> None:
+    """With what is null in a call's arguments, and with other keys of messages, as templates get them."""
+    call = {"function": {"name": "look", "arguments": {"word": None}}}
+    messages = [{"role": "user", "content": "a", "from": "b"}, {"role": "assistant", "tool_calls": [call]}]
+    row = {"messages": messages, "tools": [{"function": {"name": "look", "default": None}}]}
+    found = []
+    for name, text in (("list.json", json.dumps([row])), ("lines.json", json.dumps(row))):
+        (tmp_path / name).write_text(text)
+        found += read_documents(str(tmp_path / name))
+    chat = ([messages[0], {**messages[1], "content": ""}], row["tools"])
+    assert found == [chat, chat]
 
 
 # As those of models that call tools: Llama 3.1's asks for the key
