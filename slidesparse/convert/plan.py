@@ -76,7 +76,6 @@ class ConversionPlan:
     source_of: Callable[[str], Source]  # what makes the codes of a layer
     # the quantized linear layers of blocks, those together that vLLM may fuse; () if transformers cannot run the model
     groups: tuple[tuple[str, ...], ...]
-    unread: frozenset[str]  # layers that vLLM loads, but transformers drops
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -87,11 +86,6 @@ class ConversionPlan:
     def patterns(self) -> dict[str, Pattern]:
         """The pruned layers, each with its pattern."""
         return {output.layer: output.pattern for output in self.outputs if output.layer and output.pattern}
-
-    @property
-    def calibrated(self) -> dict[str, Pattern]:
-        """The pruned layers that transformers' model has."""
-        return {name: pattern for name, pattern in self.patterns.items() if name not in self.unread}
 
     @property
     def unpruned(self) -> list[str]:
@@ -280,7 +274,6 @@ class Planner:
             head=self.head,
             source_of=self._source,
             groups=self._groups({name for name in patterns if name != self.head}),
-            unread=frozenset(self._unread()),
         )
 
     # The choice of layers and patterns

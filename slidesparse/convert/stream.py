@@ -181,7 +181,7 @@ def _convert(
     plan = planner.plan()
     task, calibration = None, options.calibration
     if calibration:
-        layers, skipped, hold_back = plan.calibrated, plan.unpruned, options.budget is not None
+        layers, skipped, hold_back = plan.patterns, plan.unpruned, options.budget is not None
         task = prepare(planner.model, layers, skipped, plan.quant, calibration, hold_back, progress)
         task = replace(task, rotates=why_not is None)
     distillation = require_memory(task) if task and task.texts else ""
@@ -325,7 +325,7 @@ def _write_calibrated(
 
             def fitted(choice: Choice) -> Task:
                 chosen = planner.plan(choice.by_layer)
-                return replace(task, layers=chosen.calibrated, skipped=frozenset(chosen.unpruned))
+                return replace(task, layers=chosen.patterns, skipped=frozenset(chosen.unpruned))
 
             outcome = prune_within(reader, work, outcome, fitted, progress)
             assert outcome.choice
