@@ -24,7 +24,8 @@ MAX_IDS = 2**28  # ids in a file, 2 GiB
 # Keys of a document, as a text or as the turns of a conversation and the tools that its template describes
 TEXT, MESSAGES, TOOLS = "text", "messages", "tools"
 TURNS = "conversations"  # instead of messages, as ShareGPT has them: {"from": "human", "value": "..."}
-SPEAKERS = {"human": "user", "gpt": "assistant"}  # other names are roles of chat templates, too
+SPEAKERS = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")}
+SPEAKERS |= {role: role for role in ("system", "user", "assistant", "tool")}
 SPLIT = "train"  # of a dataset on the Hub
 BUFFER = 1000  # of its documents, from which the next one is drawn
 BATCH = 2**20  # characters that are encoded together, in 200 times the memory
@@ -163,8 +164,9 @@ def _message(message: Any) -> dict[str, Any]:
     JSON but objects.  Keys without a value are left out.
     """
     if "from" in message and "role" not in message:
-        speaker = message["from"]
-        return _message({"role": SPEAKERS.get(speaker, speaker), "content": message["value"]})
+        if (speaker := message["from"]) not in SPEAKERS:
+            raise ValueError(f"found a turn from {shown(speaker)}, not from {', '.join(SPEAKERS)}")
+        return _message({"role": SPEAKERS[speaker], "content": message["value"]})
     role, content = message["role"], message.get("content")
     calls = [dict(call) for call in message.get("tool_calls") or ()]
     for call in calls:

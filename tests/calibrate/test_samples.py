@@ -125,7 +125,7 @@ def test_conversations_have_the_ids_of_their_chat_template(decoder: Model, tmp_p
 @pytest.mark.parametrize("form", ["json", "json.gz", "jsonl.gz", "parquet"])
 def test_conversations_of_sharegpt(decoder: Model, tmp_path: Path, form: str) -> None:
     """In a list or in lines, packed or not, beside texts."""
-    turns = [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c"}]
+    turns = [{"from": "human", "value": "a b"}, {"from": "bing", "value": "c"}]
     data: list[Any] = [
         {"id": "x", "messages": None, "conversations": turns},
         {"id": "y", "conversations": []},
@@ -315,6 +315,10 @@ REFUSED: dict[str, tuple[bytes | str, str]] = {
     "chat_text.jsonl": ('{"messages": "hello"}', "line 1 (found 'hello')"),
     "from.jsonl": ('{"messages": [{"content": "a"}]}', "line 1 ('role' is missing)"),
     "value.jsonl": ('{"conversations": [{"from": "gpt"}]}', "line 1 ('value' is missing)"),
+    "speaker.jsonl": (
+        '{"conversations": [{"from": "observation", "value": "a"}]}',
+        "line 1 (found a turn from 'observation', not from human, gpt,",
+    ),
     "rows.json": ('["a", 3]', "rows.json, row 2 (found 3): give"),
     "cut.json": ('["a", "b', "cut.json is no JSON: Unterminated string"),
     "cut.json.gz": (
