@@ -31,12 +31,19 @@ COMMAND = re.compile(
 WRITES = re.compile(r"slidesparse (?:convert|synth) ")
 LACKS = 3  # the exit code of a machine that lacks something
 PROMPT, PORT = "The capital of France is", 8731
+GRACE = 20  # seconds in which what is asked to end may do so
 
 
 def commands(text: str) -> list[str]:
     """Return the commands of a page, in its order, each once in a row."""
     found = [" ".join((shown or inline).split()) for shown, inline in COMMAND.findall(text)]
     return [command for i, command in enumerate(found) if command not in found[max(0, i - 1) : i]]
+
+
+def filled(command: str, values: dict[str, str], data: str) -> str:
+    """Return a command with ``values`` in the places of names, and ``data`` in that of files of text."""
+    name = re.compile(rf"\b(?:{'|'.join(values)}|texts?\.(?:jsonl|txt))\b")
+    return name.sub(lambda found: shlex.quote(values.get(found[0], data)), command)
 
 
 def ask(process: subprocess.Popen[bytes], limit: float) -> str:
@@ -72,9 +79,10 @@ def run(command: str, log: Path, limit: float) -> tuple[int, str]:
         except (OSError, subprocess.TimeoutExpired):
             code = process.poll() or 124
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-            process.wait()
+            for ending in (signal.SIGTERM, signal.SIGKILL):
+                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, ending)
+                    process.wait(GRACE)
     lines = log.read_text(errors="replace").split("\n")
     return code, next((line.strip() for line in reversed(lines) if line.strip()), "")
 
@@ -95,6 +103,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=600, help="seconds of a command")
     parser.add_argument("--leave", default="pip|make", help="a regex of commands that are not run")
     arguments = parser.parse_args()
+    data = str(arguments.data.resolve())
     added = [text.partition("=")[::2] for text in arguments.add]
     work, out, failed = Path(tempfile.mkdtemp(prefix="readme-")), Path("OUT"), False
     print(
@@ -105,14 +114,13 @@ def main() -> int:
             continue
         if WRITES.match(command):
             out = work / f"out{number}"
-        line = re.sub(r"\b(ORG/NAME|MODEL)\b", shlex.quote(arguments.model), command)
-        line = re.sub(r"\btexts?\.(jsonl|txt)\b", shlex.quote(str(arguments.data.resolve())), line)
-        line = re.sub(r"\bOUT\b", shlex.quote(str(out)), line)
+        line = filled(command, {"ORG/NAME": arguments.model, "MODEL": arguments.model, "OUT": str(out)}, data)
         line = " ".join([line, *(options for words, options in added if words in command)])
         began = time.monotonic()
         code, last = run(line, work / f"{number}.log", arguments.limit)
         failed |= code not in (0, LACKS)
-        print(f"| `{command}` | {code} | {time.monotonic() - began:.0f} | {last[:160]} |", flush=True)
+        last = last[:160].replace("|", "/")
+        print(f"| `{command}` | {code} | {time.monotonic() - began:.0f} | {last} |", flush=True)
     return failed
 
 
