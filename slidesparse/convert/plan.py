@@ -236,7 +236,7 @@ class Planner:
             skipped |= unprunable
             patterns |= dict.fromkeys(unprunable)
             treatments: tuple[dict[str, Any], ...] = (patterns, kept, skipped)
-            for name, sibling in self._unread().items():
+            for name, sibling in self.unread().items():
                 for treatment in treatments:
                     if sibling in treatment:
                         treatment[name] = treatment[sibling]
@@ -391,7 +391,7 @@ class Planner:
         groups = (tuple(name for name in group if name in layers) for group in fused)
         return tuple(filter(None, groups))
 
-    def _unread(self) -> dict[str, str]:
+    def unread(self) -> dict[str, str]:
         """Return the layers that transformers drops but vLLM fuses with a layer of the model, each with that layer.
 
         They are the keys and values of layers of Gemma 3n and 4 that use those of an earlier layer.
@@ -576,7 +576,8 @@ def ask(planner: Planner, skeletons: Skeletons) -> str:
         if served is None:
             raise CheckpointError(f"{refused}: {error}{hint}") from None
     asked = [*plan.patterns, *([planner.head] if planner.head else [])]
-    lost = [name for name in asked if name not in served.quantized and not naming.is_expert(name)]
+    known = {*served.quantized, *planner.unread()}  # newer releases do not load what transformers drops
+    lost = [name for name in asked if name not in known and not naming.is_expert(name)]
     if lost:
         raise CheckpointError(
             f"vLLM, which is installed here, would not serve {lost[0]} quantized; leave such layers unchanged by "
