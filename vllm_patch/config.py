@@ -312,8 +312,8 @@ class SlideSparseConfig(CompressedTensorsConfig):
     def _entry(self, name: str) -> LayerEntry | None:
         """Return the metadata entry that the parts share that vLLM fuses into a layer; None if no part has one.
 
-        Parts that are not listed are ones that the checkpoint lacks: Gemma 4 has keys in the place of values, or none
-        of either where a layer uses those of an earlier one.  Raises ResolveError where the others differ.
+        The checkpoint may lack parts that are not listed: Gemma 4 has keys in the place of values, or none of either
+        where a layer uses those of an earlier one.  Raises ResolveError where the others differ.
         """
         layers = self.metadata.layers if self.metadata else {}
         listed = filter(None, map(self._listed, self._parts(name)))
