@@ -17,8 +17,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from slidesparse.calibrate.graphs import aside, can_record, record, without_waiting
+from slidesparse.calibrate.graphs import Repeated
 from slidesparse.calibrate.inputs import HiddenStates, Stream
 from slidesparse.calibrate.model import fast_products
 from slidesparse.checkpoint.names import WEIGHT
@@ -118,15 +117,12 @@ class _Trainer:
         self._step_tokens = min(STEP_TOKENS, max(MIN_STEP_TOKENS, tokens // STEPS))
         max_tokens = min(PIECE_TOKENS[targets.device.type], self._step_tokens)
         self._training_pieces, self._validation_pieces = _pieces(targets.shapes, max_tokens)
-        self._records = can_record(targets.device)
-        # By shapes: steps by CUDA graphs, and how often steps were taken
-        self._graphs: dict[tuple[torch.Size, ...], Callable[[Sequence[Tensor]], None]] = {}
-        self._taken = Counter[tuple[torch.Size, ...]]()
 
     def run(self, epochs: int) -> Finetuned:
-        before = lowest = self._validation_error()
+        validated = Repeated(self._validated, self._targets.device)
+        before = lowest = self._validation_error(validated)
         best, rate = self._weights(), RATE * math.sqrt(self._step_tokens / STEP_TOKENS)
-        optimizer = self._optimizer()
+        optimizer, training = self._optimizer()
         order = torch.Generator().manual_seed(0)
         for epoch in range(epochs):
             steps = list(self._steps(order))
@@ -138,31 +134,35 @@ class _Trainer:
                         group["lr"].fill_(step_rate)
                     else:
                         group["lr"] = step_rate
-                self._step(optimizer, pieces)
-            error = self._validation_error()
+                training([x for piece in pieces for x in self._read(piece)])
+            error = self._validation_error(validated)
             if error < lowest:
                 lowest, best = error, self._weights()
             else:
                 with torch.no_grad():
                     for name, w in self._values.items():
                         w.copy_(best[name])
-                rate, optimizer = rate * RATE_DECAY, self._optimizer()
+                rate, (optimizer, training) = rate * RATE_DECAY, self._optimizer()
         return Finetuned(best, before**0.5, lowest**0.5)
 
-    def _optimizer(self) -> torch.optim.Optimizer:
-        """Return Adam with one parameter group per layer, whose "size" is the root mean square of its weights."""
+    def _optimizer(self) -> tuple[torch.optim.Optimizer, Repeated]:
+        """Return Adam, and a step of it for the inputs and targets of pieces in turns.
+
+        It has one parameter group per layer, whose "size" is the root mean square of its weights.
+        """
         groups = [
             {"params": [w], "size": float(w.detach()[self._kept[name]].square().mean().sqrt())}
             for name, w in self._values.items()
             if self._kept[name].any()
         ]
-        self._graphs.clear()
-        self._taken.clear()
-        if self._targets.device.type == "cpu":
-            return torch.optim.Adam(groups, lr=0.0, betas=BETAS)
-        for group in groups:
-            group["lr"] = torch.zeros((), device=self._targets.device)
-        return torch.optim.Adam(groups, betas=BETAS, capturable=True)
+        device = self._targets.device
+        if device.type == "cpu":
+            optimizer = torch.optim.Adam(groups, lr=0.0, betas=BETAS)
+        else:
+            for group in groups:
+                group["lr"] = torch.zeros((), device=device)
+            optimizer = torch.optim.Adam(groups, betas=BETAS, capturable=True)
+        return optimizer, Repeated(partial(self._train, optimizer), device)
 
     def _steps(self, order: torch.Generator) -> Iterator[list[_Piece]]:
         """Shuffle the pieces and yield them in groups, one group per optimizer step."""
@@ -176,36 +176,12 @@ class _Trainer:
         if pieces:
             yield pieces
 
-    def _step(self, optimizer: torch.optim.Optimizer, pieces: list[_Piece]) -> None:
-        """Take a step; where graphs are made, from the third on by that of its samples' shapes."""
-        data = [self._read(piece) for piece in pieces]
-        shapes = tuple(x.shape for x, _ in data)
-        self._taken[shapes] += 1
-        if not self._records:
-            self._train(optimizer, data)
-            return
-        if self._taken[shapes] == 1:
-            with aside():
-                self._train(optimizer, data)
-            return
-        if self._taken[shapes] == 2:
-            try:
-                with aside(), without_waiting():
-                    self._train(optimizer, data)
-            except RuntimeError:  # of a block that sorts tokens by expert, for example
-                self._records = False
-                self._train(optimizer, data)
-            return
-        tensors = [x for pair in data for x in pair]
-        if shapes not in self._graphs:
-            self._graphs[shapes] = record(lambda: self._train(optimizer, data), tensors)
-        self._graphs[shapes](tensors)
-
-    def _train(self, optimizer: torch.optim.Optimizer, data: list[tuple[Tensor, Tensor]]) -> None:
+    def _train(self, optimizer: torch.optim.Optimizer, *data: Tensor) -> None:
         optimizer.zero_grad(set_to_none=True)
-        tokens = sum(x.shape[:-1].numel() for x, _ in data)
+        inputs, targets = data[::2], data[1::2]
+        tokens = sum(x.shape[:-1].numel() for x in inputs)
         kind = self._targets.device.type
-        for x, target in data:
+        for x, target in zip(inputs, targets, strict=True):
             with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
                 self._load_weights()
                 loss = self._loss(x, target) / tokens
@@ -229,11 +205,14 @@ class _Trainer:
             self._block.weights[name + WEIGHT] = fake_quantize(w * self._kept[name], self._dtype)
 
     @torch.no_grad()
-    def _validation_error(self) -> float:
-        self._load_weights()
+    def _validation_error(self, validated: Repeated) -> float:
         tokens = sum(self._tokens(piece) for piece in self._validation_pieces)
-        losses = (self._loss(*self._read(piece)).double() for piece in self._validation_pieces)
+        losses = (validated(self._read(piece)).double() for piece in self._validation_pieces)
         return float(sum(losses)) / tokens
+
+    def _validated(self, x: Tensor, target: Tensor) -> Tensor:
+        self._load_weights()
+        return self._loss(x, target)
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: w.detach() * self._kept[name] for name, w in self._values.items()}

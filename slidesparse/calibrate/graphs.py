@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -91,23 +93,29 @@ def record(work: Callable[[], T], inputs: Sequence[Tensor]) -> Callable[[Sequenc
 
 @contextmanager
 def captured(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
-    """Capture what is launched on the current stream; like `torch.cuda.graph`, but it collects no garbage.
+    """Capture what is launched on the current stream; like `torch.cuda.graph`, but it collects no garbage before.
+
+    None is collected meanwhile, either: to free another graph would end the capture.
 
     Args:
         graph: to capture into.
         pool: of memory, by default a new one.
     """
-    pool = pool or torch.cuda.graph_pool_handle()
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    pool, collects = pool or torch.cuda.graph_pool_handle(), gc.isenabled()
+    gc.disable()
     try:
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         yield
         graph.capture_end()
     except BaseException:
-        with suppress(RuntimeError):  # no capture to end if capture_end() itself failed
+        with suppress(RuntimeError):  # no capture to end if capture_begin() or capture_end() itself failed
             graph.capture_end()
         with suppress(RuntimeError):  # otherwise the allocator is still capturing, and fails later
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
         raise
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextmanager
@@ -138,3 +146,35 @@ def recorded(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
         inputs = [x for x in copies if isinstance(x, Tensor)]
         _recordings.made[key] = record(partial(function, *copies), inputs)
     return _recordings.made[key](tensors).clone()
+
+
+class Repeated:
+    """Runs ``work(*tensors)``, where graphs are made from the third time on by one for each of the tensors' shapes.
+
+    What it returns is overwritten by the next run.  Work that waits for the GPU is never recorded.
+    """
+
+    def __init__(self, work: Callable[..., Any], device: torch.device) -> None:
+        self._work, self._records = work, can_record(device)
+        self._graphs: dict[tuple[torch.Size, ...], Callable[[Sequence[Tensor]], Any]] = {}
+        self._done = Counter[tuple[torch.Size, ...]]()
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        """Run the work."""
+        shapes = tuple(x.shape for x in tensors)
+        self._done[shapes] += 1
+        if not self._records:
+            return self._work(*tensors)
+        if self._done[shapes] == 1:
+            with aside():
+                return self._work(*tensors)
+        if self._done[shapes] == 2:
+            try:
+                with aside(), without_waiting():
+                    return self._work(*tensors)
+            except RuntimeError:  # of a block that sorts tokens by expert, for example
+                self._records = False
+                return self._work(*tensors)
+        if shapes not in self._graphs:
+            self._graphs[shapes] = record(partial(self._work, *tensors), tensors)
+        return self._graphs[shapes](tensors)
