@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from slidesparse.calibrate.model import Block, fast_products
+from slidesparse.calibrate.model import Block, fast_products, reading
 from slidesparse.errors import CalibrationError
 from slidesparse.quantize import is_finite
 
@@ -84,9 +84,14 @@ class Stream:
         self.block, self.states = block, states
         self.advanced = False  # whether the states are the block's output
 
-    def advance(self) -> None:
-        """Replace the hidden states by the block's output; further calls do nothing."""
-        with fast_products(self.states.device):
+    def advance(self, read: Callable[[str, Tensor], None] | None = None, layers: Iterable[str] = ()) -> None:
+        """Replace the hidden states by the block's output; further calls do nothing.
+
+        ``read`` is called with the name and the input [..., K] of each of these linear layers, batch by batch.
+        """
+        assert not (self.advanced and read)
+        watched = reading(self.block.module, layers, read) if read else nullcontext()
+        with fast_products(self.states.device), watched:
             for batch, x in enumerate(() if self.advanced else self.states):
                 self.states[batch] = self.block.output(x)
         self.advanced = True
@@ -148,6 +153,22 @@ def gather_hessian(stream: Stream, layer: str) -> Hessian:
     assert hessian is not None
     hessian.require_finite(stream.block.model.skeleton.layer(stream.block.number, layer))
     return hessian
+
+
+def gather_hessians(stream: Stream, layers: Sequence[str]) -> dict[str, Hessian]:
+    """Compute H of the inputs of ``layers``, which hold no pruned weights yet, while the stream advances.
+
+    Raises CalibrationError as `gather_hessian` does.
+    """
+    hessians: dict[str, Hessian] = {}
+
+    def add(layer: str, x: Tensor) -> None:
+        hessians.setdefault(layer, Hessian(x.shape[-1], x.device)).add(x)
+
+    stream.advance(add, layers)
+    for layer, hessian in hessians.items():
+        hessian.require_finite(stream.block.model.skeleton.layer(stream.block.number, layer))
+    return hessians
 
 
 def output_error(w: Tensor, other: Tensor, hessian: Tensor) -> float:

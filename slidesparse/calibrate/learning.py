@@ -34,7 +34,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from slidesparse.calibrate.changes import ChangedReader
 from slidesparse.calibrate.finetune import ATTENTION, BETAS, fixed_order, learning_rate_factor
-from slidesparse.calibrate.inputs import HiddenStates, gather_hessian
+from slidesparse.calibrate.inputs import HiddenStates, gather_hessians
 from slidesparse.calibrate.model import Block, fast_products
 from slidesparse.calibrate.pipeline import BlockRun, block_counter, run_blocks
 from slidesparse.calibrate.resume import ROTATION, WorkFolder
@@ -228,10 +228,12 @@ def _inverse_hessians(run: BlockRun, roles: Roles) -> dict[str, Tensor]:
     residual, pair = roles.residual, value_pair(roles)
     inverses: dict[str, Tensor] = {}
     assert residual
-    for group in run.block.groups:
-        if not any(run.full_name(name) in run.task.layers for name in group):
-            continue
-        hessian = gather_hessian(run.pruned, group[0])
+    groups = [
+        group for group in run.block.groups if any(run.full_name(name) in run.task.layers for name in group)
+    ]
+    hessians = gather_hessians(run.pruned, [group[0] for group in groups])
+    for group in groups:
+        hessian = hessians.pop(group[0])
         upper = factor(hessian.matrix)
         upper *= math.sqrt(hessian.tokens)
         for name in group:

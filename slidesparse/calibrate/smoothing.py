@@ -15,7 +15,8 @@ INT8 represents better without factors gets none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from slidesparse.calibrate.changes import ChangedReader, Changes, add_change
 from slidesparse.calibrate.inputs import Stream, power_of_two
-from slidesparse.calibrate.model import Model, fast_products
+from slidesparse.calibrate.model import Model
 from slidesparse.calibrate.pipeline import run_blocks
 from slidesparse.calibrate.resume import SMOOTHING, WorkFolder
 from slidesparse.calibrate.roles import find_roles, roles_of, scalings
@@ -66,28 +67,32 @@ def _search(task: Task, reader: Reader, progress: Progress) -> dict[str, Tensor]
     tensors: dict[str, Tensor] = {}
     for run in run_blocks(task, reader, "smoothing", progress, to_the_end=True):
         quantized = task.quantized(run.number).keys()
-        for pair in find_roles(run.block).pairs:
-            if not pair.scaled or not {pair.reader, *pair.writers} <= quantized:
-                continue
-            down = run.full_name(pair.reader)
-            x, peaks = _sample_inputs(run.pruned, pair.reader)
-            factors, errors = choose_factors(x, peaks, run.block.weights[pair.reader + WEIGHT])
+        pairs = (pair for pair in find_roles(run.block).pairs if pair.scaled)
+        readers = [pair.reader for pair in pairs if {pair.reader, *pair.writers} <= quantized]
+        for layer, (x, peaks) in _sample_inputs(run.pruned, readers).items():
+            factors, errors = choose_factors(x, peaks, run.block.weights[layer + WEIGHT])
+            down = run.full_name(layer)
             tensors |= {down + FACTORS: factors.cpu(), down + ERRORS: errors.cpu()}
     return tensors
 
 
-def _sample_inputs(stream: Stream, layer: str) -> tuple[Tensor, Tensor]:
-    """Return evenly spaced tokens [M, K] of a layer's inputs, and max |x| [K] over all tokens."""
+def _sample_inputs(stream: Stream, layers: Sequence[str]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return evenly spaced tokens [M, K] of each layer's inputs, and max |x| [K] over all tokens, by its name.
+
+    The stream advances meanwhile.
+    """
     total = sum(samples * tokens for samples, tokens, _ in stream.states.shapes)
-    step, start = -(-total // TOKENS), 0
-    sampled, peaks = [], []
-    with fast_products(stream.states.device):
-        for states in stream.states:
-            x = stream.block.input(layer, states).flatten(0, -2)
-            sampled.append(x[-start % step :: step].clone())
-            peaks.append(x.abs().amax(0))
-            start += len(x)
-    return torch.cat(sampled), torch.stack(peaks).amax(0)
+    step, starts = -(-total // TOKENS), Counter[str]()
+    sampled, peaks = (defaultdict[str, list[Tensor]](list) for _ in range(2))
+
+    def read(layer: str, x: Tensor) -> None:
+        x = x.flatten(0, -2)
+        sampled[layer].append(x[-starts[layer] % step :: step].clone())
+        peaks[layer].append(x.abs().amax(0))
+        starts[layer] += len(x)
+
+    stream.advance(read, layers)
+    return {layer: (torch.cat(x), torch.stack(peaks[layer]).amax(0)) for layer, x in sampled.items()}
 
 
 def choose_factors(x: Tensor, peaks: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
