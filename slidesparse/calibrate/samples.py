@@ -125,10 +125,10 @@ def load_sources(
             part = _load(source, model, share, length, option, progress)
             if samples and len(part.ids) < share:
                 lack = f"{len(part.ids)} samples of at most {length} tokens, {share} were requested"
-                part = replace(part, note=f"{part.origin} gives {lack}")
-            elif not samples and len(part.ids) == share and not part.note:
+                part = _noted(part, f"{part.origin} gives {lack}")
+            elif not samples and len(part.ids) == share and source != RANDOM:
                 used = f"{part.tokens} tokens are used: all sources together give {most * length} at most"
-                part = replace(part, note=f"of {part.origin}, {used}")
+                part = _noted(part, f"of {part.origin}, {used}")
         found[source] = part
         left -= share if samples else len(part.ids)
     return [found[source] for source in data]
@@ -147,6 +147,10 @@ def join(sources: Sequence[Samples]) -> Samples:
     return Samples(ids, " and ".join(source.origin for source in sources), "; ".join(notes))
 
 
+def _noted(samples: Samples, note: str) -> Samples:
+    return replace(samples, note="; ".join(filter(None, [samples.note, note])))
+
+
 def _tensors(rows: Iterable[np.ndarray]) -> tuple[Tensor, ...]:
     return tuple(torch.from_numpy(np.ascontiguousarray(row, dtype=np.int64)) for row in rows)
 
@@ -158,28 +162,37 @@ def _load(data: str, model: Model, samples: int, length: int, option: str, progr
         drawn = _tensors(generator.integers(0, model.vocabulary, (samples, length)))
         note = "random tokens do not represent the text that the model will serve; use them only to try things out"
         return Samples(drawn, "random tokens", note)
-    path = Path(data)
+    path, empty = Path(data), 0
+
+    def filled() -> Iterator[Document]:
+        nonlocal empty
+        for document in _pieces(data):
+            if document is not None:
+                yield document
+            else:
+                empty += 1
+
     try:
         if path.is_file() and path.suffix.lower() == ".npy":
             sequences = tokens.read_samples(path, length)
             chosen = [sequences[i] for i in sorted(generator.permutation(len(sequences))[:samples])]
         else:
-            documents = _pieces(data)
+            documents = filled()
             if not tokens.is_dataset(data):  # which has a random order of its own
                 documents = _shuffled([*documents], generator, progress)
             take = tokens.cut_stream if model.is_causal else _sample_each_text
             chosen = take(tokens.tokenize(model.checkpoint.folder, documents), length, samples)
     except SlideSparseError as error:
         raise type(error)(f"{option}: {error}") from error
+    origin = "the reference of the Python language" if data == REFERENCE else path.name
+    note = f"rows of {origin} without text, which are skipped: {empty}" * bool(empty)
     if not chosen:
         raise CalibrationError(
-            f"{option} {data} gives no sample of {length} tokens; give more text, or a smaller --seqlen. Data are the "
-            f"words self or random, or {FORMS}"
+            f"{option} {data} gives no sample of {length} tokens{f' ({note})' * bool(note)}; give more text, or a "
+            f"smaller --seqlen. Data are the words self or random, or {FORMS}"
         )
     tokens.require_ids(chosen, model.vocabulary, f"{option} {data}", model.checkpoint.folder)
-    return Samples(
-        _tensors(chosen), "the reference of the Python language" if data == REFERENCE else path.name
-    )
+    return Samples(_tensors(chosen), origin, note)
 
 
 def _shuffled(
@@ -197,8 +210,8 @@ def _shuffled(
         progress("reading", total, total)
 
 
-def _pieces(data: str) -> Iterator[Document]:
-    """Yield the documents of a source; a plain text in pieces, so that samples come from all of it."""
+def _pieces(data: str) -> Iterator[Document | None]:
+    """Yield the documents of a source, None for an empty row; a text in pieces, so that samples come from all of it."""
     if data == REFERENCE:
         yield from python_reference()
         return

@@ -61,12 +61,13 @@ def read_text(path: Path) -> str:
         ) from reason
 
 
-def read_documents(data: str) -> Iterator[Document]:
-    """Yield the documents of a file in one of the `FORMS` but .npy, or of a dataset on the Hub.
+def read_documents(data: str) -> Iterator[Document | None]:
+    """Yield the documents of a file in one of the `FORMS` but .npy, or of a dataset on the Hub; None for an empty row.
 
     A line of a .jsonl file is a string, or an object with "text", or with "messages" and perhaps "tools", as OpenAI has
-    them, or with "conversations", as ShareGPT has them; empty ones are skipped.  A .json file holds such lines, or one
-    list of such rows.  A .txt file is one document.  Raises SlideSparseError, with the line number, for anything else.
+    them, or with "conversations", as ShareGPT has them; the first of these that is not empty counts.  A .json file
+    holds such lines, or one list of such rows.  A .txt file is one document.  Raises SlideSparseError, with the line
+    number, for anything else.
     """
     path = Path(data)
     suffix = form(data) if path.is_file() else ""
@@ -76,18 +77,18 @@ def read_documents(data: str) -> Iterator[Document]:
         text = read_text(path)
         if suffix == ".json" and text.lstrip().startswith("["):
             for number, row in enumerate(_list(text, path), 1):
-                yield from _document(row, f"{path}, row {number}")
+                yield _document(row, f"{path}, row {number}")
             return
         # JSON strings may contain U+2028 and the like, so that lines end at line feeds only
         for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
-                yield from _document(line, f"{path}, line {number}", is_json=True)
+                yield _document(line, f"{path}, line {number}", is_json=True)
     elif suffix == ".parquet":
         for number, row in enumerate(_parquet_rows(path), 1):
-            yield from _document(_filled(row), f"{path}, row {number}")
+            yield _document(_filled(row), f"{path}, row {number}")
     elif is_dataset(data):
         for number, row in enumerate(_hub_rows(_name(data)), 1):
-            yield from _document(_filled(row), f"{data}, row {number}")
+            yield _document(_filled(row), f"{data}, row {number}")
     else:
         problem = "is not a supported type of file" if path.is_file() else "is not a file"
         raise SlideSparseError(f"{shown(data)} {problem}; give {FORMS}")
@@ -117,27 +118,26 @@ def _list(text: str, path: Path) -> list[Any]:
         raise SlideSparseError(f"{path} is no JSON: {reason}; fetch it again") from reason
 
 
-def _document(value: Any, where: str, is_json: bool = False) -> list[Document]:
-    """Return the document in a row, or none if it is empty."""
+def _document(value: Any, where: str, is_json: bool = False) -> Document | None:
+    """Return the document in a row, or None if it is empty."""
     try:
         value = json.loads(value) if is_json else value
         value = {TEXT: value} if isinstance(value, str) else value
         if not isinstance(value, dict) or not {TEXT, MESSAGES, TURNS} & value.keys():
             raise ValueError(f"found {shown(list(value) if isinstance(value, dict) else value)}")
-        messages, text = value.get(MESSAGES), value.get(TEXT)
-        messages = value.get(TURNS) if messages is None else messages
-        if isinstance(messages, list) and text is None:
+        messages, text = value.get(MESSAGES) or value.get(TURNS), value.get(TEXT)
+        if isinstance(messages, list) and messages and not text:
             tools = value.get(TOOLS)  # in Parquet often as text
             chat = Conversation(
                 [*map(_message, messages)], json.loads(tools) if isinstance(tools, str) else tools
             )
             json.dumps(chat, ensure_ascii=False, default=str).encode()
-            return [chat] if messages else []
-        text = "" if messages is None and text is None else text  # as of rows that a dataset lacks
+            return chat
+        text = "" if not messages and text is None else text  # as of rows that a dataset lacks
         if not isinstance(text, str):
             raise TypeError(f"found {shown(messages if text is None else text)}")
         text.encode()  # half of a surrogate pair is no text for tokenizers
-        return [text] if text.strip() else []
+        return text if text.strip() else None
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as reason:
         problem = f"{reason} is missing" if isinstance(reason, KeyError) else reason
         raise SlideSparseError(

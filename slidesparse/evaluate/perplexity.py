@@ -57,7 +57,7 @@ def windows(data: str | Path, folder: Path, seqlen: int, samples: int | None) ->
     if Path(data).suffix.lower() == ".npy":
         found = read_samples(Path(data), seqlen)
     else:
-        found = cut_stream(tokenize(folder, read_documents(str(data))), seqlen, samples)
+        found = cut_stream(tokenize(folder, filter(None, read_documents(str(data)))), seqlen, samples)
     if not found:
         raise SlideSparseError(
             f"{data} gives no window of {seqlen} tokens; give more text, or a smaller --seqlen"

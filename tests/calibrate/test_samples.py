@@ -88,10 +88,11 @@ def test_decoder_samples_are_cut_from_one_token_stream(decoder: Model, tmp_path:
     found = [token for row in rows(samples) for token in row]
     documents = [1, 2, 3, 1, 2, 3, 1, END], [2, END], [3, 3, END]
     assert found in [[*a, *b, *c][:12] for a, b, c in permutations(documents)]
-    assert samples.note == "calib.jsonl gives 3 samples of at most 4 tokens, 10 were requested"
+    skipped = "rows of calib.jsonl without text, which are skipped: 1"
+    assert samples.note == f"{skipped}; calib.jsonl gives 3 samples of at most 4 tokens, 10 were requested"
     fewer = load(path, decoder, 2, 4)
     assert rows(fewer) == rows(samples)[:2]
-    assert fewer.note == ""
+    assert fewer.note == skipped
     assert fewer.digest != samples.digest
 
 
@@ -127,7 +128,7 @@ def test_conversations_of_sharegpt(decoder: Model, tmp_path: Path, form: str) ->
     """In a list or in lines, packed or not, beside texts."""
     turns = [{"from": "human", "value": "a b"}, {"from": "bing", "value": "c"}]
     data: list[Any] = [
-        {"id": "x", "messages": None, "conversations": turns},
+        {"id": "x", "text": "", "messages": [], "conversations": turns},
         {"id": "y", "conversations": []},
         {"text": "a\nb"},
     ]
@@ -139,7 +140,7 @@ def test_conversations_of_sharegpt(decoder: Model, tmp_path: Path, form: str) ->
         with (gzip.open if form.endswith(".gz") else open)(path, "wt", encoding="utf-8") as file:
             file.write(lines)
     chat, *others = read_documents(str(path))
-    assert others == ([] if form == "parquet" else ["a\nb"])
+    assert others == ([None] if form == "parquet" else [None, "a\nb"])
     assert chat.messages == TURNS
 
 
@@ -225,7 +226,7 @@ def test_parquet_has_the_samples_of_the_same_lines(decoder: Model, tmp_path: Pat
     assert rows(load(str(tmp_path / "chat.parquet"), decoder, 1, 7)) == [TURN_IDS]
     table = pyarrow.table({"text": [None, "a b c"], "id": [1, 2]})
     parquet.write_table(table, tmp_path / "null.parquet")
-    assert [*read_documents(str(tmp_path / "null.parquet"))] == ["a b c"]
+    assert [*read_documents(str(tmp_path / "null.parquet"))] == [None, "a b c"]
     parquet.write_table(pyarrow.table({"prompt": ["a"]}), tmp_path / "prompt.parquet")
     with pytest.raises(SlideSparseError, match=r"row 1 \(found \['prompt'\]\)"):
         load(str(tmp_path / "prompt.parquet"), decoder)
@@ -310,7 +311,10 @@ REFUSED: dict[str, tuple[bytes | str, str]] = {
     "texts.csv": ("a", "texts.csv' is not a supported type of file; give FILE.jsonl"),
     "bad.jsonl": ('{"text": "a"}\n{"prompt": "a"}\n', "bad.jsonl, line 2 (found ['prompt']): give {"),
     "number.jsonl": ("7\n", "number.jsonl, line 1 (found 7)"),
-    "null.jsonl": ('{"text": null}', "gives no sample of 500 tokens"),
+    "null.jsonl": (
+        '{"text": null}\n{"messages": null}',
+        "gives no sample of 500 tokens (rows of null.jsonl without text, which are skipped: 2)",
+    ),
     "number_text.jsonl": ('{"text": 7, "messages": null}', "line 1 (found 7)"),
     "chat_text.jsonl": ('{"messages": "hello"}', "line 1 (found 'hello')"),
     "from.jsonl": ('{"messages": [{"content": "a"}]}', "line 1 ('role' is missing)"),
@@ -336,7 +340,7 @@ REFUSED: dict[str, tuple[bytes | str, str]] = {
     ),
     "deep.jsonl": ("[" * 100_000, "deep.jsonl, line 1 (maximum recursion"),
     "latin.txt": (b"caf\xe9", "latin.txt is not text in UTF-8"),
-    "empty.jsonl": ('\n""\n', "gives no sample of 500 tokens; give more text"),
+    "empty.jsonl": ('\n""\n', "which are skipped: 1); give more text"),
     "short.jsonl": ('"a b c"\n', "gives no sample of 500 tokens; give more text, or a smaller --seqlen"),
     "empty.npy": (b"", "empty.npy is not an array of numbers"),
     "zip.npy": (b"PK\3\4", "zip.npy is not an array of numbers"),
