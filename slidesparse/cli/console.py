@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -32,8 +32,18 @@ MAX_COLUMNS = 1000  # characters of a table's line
 # Packages that commands import when they need them
 LIBRARIES = ("datasets", "huggingface_hub", "numpy", "pyarrow", "regex", "torch", "transformers")
 
+
+class Remarks(Console):
+    """The console of stderr, which ends no command if it cannot be written, as where the disk of a log is full."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print what can be printed."""
+        with suppress(OSError):
+            super().print(*objects, **options)
+
+
 out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+err = Remarks(stderr=True, highlight=False, soft_wrap=True)
 
 USAGE_ERROR: Any = typer.BadParameter.__base__  # of click, or of the copy of it in newer releases of typer
 JSON = "--json"
@@ -76,7 +86,8 @@ def whole(table: Table) -> Console:
 def fail(code: int, message: object, as_json: bool = False) -> NoReturn:
     """Print an error, with ``as_json`` on stdout, too, and end the command with exit code ``code``."""
     if as_json:
-        print(json.dumps({"code": code, "verdict": str(message)}, indent=2))
+        with suppress(OSError):  # which may be the error
+            print(json.dumps({"code": code, "verdict": str(message)}, indent=2))
     err.print(f"[bold red]error:[/] {escape(str(message))}")
     raise typer.Exit(code)
 

@@ -51,7 +51,11 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # None if it was closed
             stream.reconfigure(errors="backslashreplace")
-    app()
+    try:
+        app()
+    except OSError as error:  # of Typer, which prints help and what is wrong with options
+        err.print(f"[bold red]error:[/] {error.strerror}: while writing")
+        sys.exit(ENVIRONMENT)
 
 
 @app.callback(invoke_without_command=True)

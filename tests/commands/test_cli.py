@@ -430,6 +430,23 @@ def test_closed_pipe_prints_no_error(converted: Path) -> None:
     assert (process.returncode, process.stderr) == (1, "")
 
 
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        ("--help > /dev/full", 3, "error: No space left on device: while writing\n"),
+        ("inspect . --json > /dev/full", 2, "error: config.json (the model's configuration) is missing"),
+        ("inspect . 2> /dev/full", 2, ""),
+    ],
+)
+def test_full_disks_of_outputs_keep_errors_and_codes(
+    tmp_path: Path, command: str, code: int, words: str
+) -> None:
+    program = shlex.join([sys.executable, "-c", "import slidesparse.cli as cli; cli.main()"])
+    ran = subprocess.run(["bash", "-c", f"{program} {command}"], cwd=tmp_path, capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr[: len(words)]) == (code, words)
+    assert ran.stderr.count("\n") == bool(words)
+
+
 def test_names_that_the_terminal_cannot_show_are_printed_by_codes(converted: Path, tmp_path: Path) -> None:
     """Such as of files in another encoding; the command has done its work when it prints them."""
     named = tmp_path / "model-\xfc"
