@@ -15,6 +15,7 @@ A weight without its zeros (`slidesparse.bitmask`) is stored as several tensors,
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -62,6 +63,7 @@ SIDE_NAMES = ("tokenizer.model", "LICENSE", "LICENCE", "COPYING", "NOTICE", "REA
 JSON_LIMIT = 64 * 2**20  # bytes of a configuration or an index, which rarely exceed some megabytes
 MAX_SIZE = 2**40  # of a tensor's dimensions
 MAX_ROW_BYTES = 2**31  # a row is read at once; joined experts have some 2^28
+GLANCE = 1024  # bytes from the start of each tensor that a fingerprint depends on
 MAX_NAME, MAX_FILE_NAME = 1100, 255  # characters of a tensor's name; bytes of a file's
 
 DTYPES = {
@@ -187,8 +189,15 @@ class Checkpoint:
 
     @property
     def fingerprint(self) -> str:
-        """Names, sizes and times of the files: a key for what is cached of a model, whose weights are not read."""
-        return repr([(file, *state[1:]) for file, state in self.opened.items()])
+        """A key for what is cached of a model: names, sizes and times of its files, and a glance at each tensor.
+
+        Where all files have one time, as in images of containers, weights alone tell finetuned models apart.
+        """
+        digest = hashlib.sha256(repr([(file, *state[1:]) for file, state in self.opened.items()]).encode())
+        with self.reader() as reader:
+            for place in sorted({(tensor.file, tensor.start) for tensor in self.tensors.values()}):
+                digest.update(reader.glance(*place))
+        return digest.hexdigest()
 
     def quantization_config(self) -> dict[str, Any] | None:
         """Return ``quantization_config`` of config.json, or its older form ``compression_config``, or None.
@@ -487,6 +496,10 @@ class Reader:
                 )
             view, position = view[done:], position + done
         return raw.view(DTYPES[spec.dtype]).view(count, spec.columns)
+
+    def glance(self, file: str, start: int) -> bytes:
+        """Read the first bytes of a tensor."""
+        return os.pread(self._descriptors[file], GLANCE, start)
 
     def whole(self, name: str) -> Tensor:
         """Read a whole tensor in its own shape."""

@@ -218,6 +218,23 @@ def test_index_says_which_of_two_copies_counts(tmp_path: Path) -> None:
     refused(source, f"tensor {stale} is in {SHARD} and in {OTHER}", out="x")
 
 
+@pytest.mark.parametrize("write_model", [llama, bitnets.write_master])
+def test_fingerprints_of_finetuned_models_of_one_time_differ(
+    tmp_path: Path, write_model: Callable[[Path], Path]
+) -> None:
+    """As in images of containers, where all files have one time: what is cached of one is not taken for another."""
+    folder = write_model(tmp_path / "source")
+    prints = set()
+    for change in (0, 0, 1):
+        tensors = load_file(folder / MODEL)
+        tensors[f"{Q}.weight"].view(torch.uint8)[0, 0] += change
+        save_file(tensors, folder / MODEL)
+        for path in folder.iterdir():
+            os.utime(path, (1, 1))
+        prints.add(Checkpoint.open(folder).fingerprint)
+    assert len(prints) == 2
+
+
 def test_rows_too_long_to_be_read_are_refused_at_once(tmp_path: Path) -> None:
     """The file is sparse: its 2^37 zeros take no space."""
     source = llama(tmp_path / "source")
