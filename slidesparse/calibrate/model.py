@@ -103,10 +103,12 @@ class Model:
         """The longest sequence in tokens; for LongRoPE, of those that its short factors are for."""
         config = self.skeleton.text_config
         longest = int(getattr(config, "max_position_embeddings", None) or UNLIMITED)
+        of_tokens = self.skeleton.model.get_input_embeddings()
         for module in self.skeleton.model.modules():
             # RoBERTa numbers positions from the row after that of padding
-            if isinstance(module, nn.Embedding) and module.num_embeddings == longest and module.padding_idx:
-                return longest - module.padding_idx - 1
+            is_embedding = isinstance(module, nn.Embedding) and module is not of_tokens
+            if is_embedding and module.num_embeddings == longest and module.padding_idx:
+                return int(longest - module.padding_idx - 1)
         rope = getattr(config, "rope_parameters", None) or {}
         if "short_factor" in rope:
             longest = min(longest, rope.get("original_max_position_embeddings") or longest)

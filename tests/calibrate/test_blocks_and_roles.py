@@ -123,9 +123,12 @@ def test_tensors_outside_of_blocks_may_be_missing_if_nothing_reads_them(tmp_path
 
 
 def test_longest_sequence(tmp_path: Path) -> None:
-    """RoBERTa numbers positions from behind the padding token; LongRoPE's short factors end earlier."""
+    """RoBERTa numbers positions from behind the padding token; LongRoPE's short factors end earlier.
+
+    The rows of a vocabulary as large as that are no positions.
+    """
     for name, settings, longest in (
-        ("llama", {}, 256),
+        ("llama", {"vocab_size": 256, "pad_token_id": 255}, 256),
         ("roberta", {"pad_token_id": 1}, 254),
         ("phi3 longrope", {}, 64),
     ):
