@@ -70,7 +70,8 @@ class Skeleton:
             self.config, self.text_config = _read_config(checkpoint)
             # blocks may run one at a time, and again with other states
             self.text_config.output_router_logits = False
-            self.config.use_cache = self.text_config.use_cache = False
+            for config in (self.config, self.text_config):
+                config.use_cache, config.return_dict, config.chunk_size_feed_forward = False, True, 0
             self.model: Any = _build(checkpoint, self.config)
             self._targets, self._sources = _rename(self.model, checkpoint.tensors)
         self.list_path, self.blocks = self._find_blocks()

@@ -136,6 +136,19 @@ def test_longest_sequence(tmp_path: Path) -> None:
         assert open_model(tmp_path / name).longest == longest
 
 
+def test_settings_of_outputs_and_chunks_in_config_json_change_nothing(tmp_path: Path) -> None:
+    """Old ones return tuples, or run MLPs on a few tokens at a time, of which one chunk would count."""
+    for name, settings in (("llama", {"return_dict": False}), ("bert", {"chunk_size_feed_forward": 5})):
+        save(name, tmp_path / name)
+        groups = open_model(tmp_path / name).groups(0)
+        edit_json(tmp_path / name / "config.json", **settings)
+        model = open_model(tmp_path / name)
+        assert model.groups(0) == groups
+        if model.skeleton.generates:
+            logits = torch.ones(1, model.vocabulary)
+            assert torch.equal(model.finish(logits), logits)
+
+
 def test_fused_layers_are_those_that_share_input_and_parent(tmp_path: Path) -> None:
     save("cohere", tmp_path)
     attention, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
