@@ -19,6 +19,7 @@ from slidesparse.checkpoint.storage import CheckpointError, parse_json
 from slidesparse.errors import FORMS, SlideSparseError, shown
 
 TOKENIZER = "tokenizer.json"
+PACKED = b"\x1f\x8b"  # begins a file of gzip; downloads may be unpacked on the way, and keep the name
 INSTEAD = ", or give token ids instead of texts: ids.npy"
 MAX_IDS = 2**28  # ids in a file, 2 GiB
 # Keys of a document, as a text or as the turns of a conversation and the tools that its template describes
@@ -46,13 +47,15 @@ Encode = Callable[[list[str], bool], list[list[int]]]
 
 
 def read_text(path: Path) -> str:
-    """Read a file in UTF-8, without a byte order mark; one in .gz is unpacked.
+    """Read a file in UTF-8, without a byte order mark; one packed by gzip is unpacked, whatever its name.
 
     Raises SlideSparseError for another encoding or a damaged archive.
     """
     try:
-        with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
-            return file.read()
+        with path.open("rb") as file:
+            is_packed = file.read(len(PACKED)) == PACKED
+        with (gzip.open if is_packed else open)(path, "rt", encoding="utf-8-sig") as text:
+            return text.read()
     except (gzip.BadGzipFile, EOFError, zlib.error) as reason:
         raise SlideSparseError(f"{path} cannot be unpacked ({reason}); fetch it again") from reason
     except UnicodeDecodeError as reason:
@@ -127,7 +130,7 @@ def _document(value: Any, where: str, is_json: bool = False) -> Document | None:
             raise ValueError(f"found {shown(list(value) if isinstance(value, dict) else value)}")
         messages, text = value.get(MESSAGES) or value.get(TURNS), value.get(TEXT)
         if isinstance(messages, list) and messages and not text:
-            tools = value.get(TOOLS)  # in Parquet often as text
+            tools = value.get(TOOLS) or None  # in Parquet often as text, which may be empty
             chat = Conversation(
                 [*map(_message, messages)], json.loads(tools) if isinstance(tools, str) else tools
             )
