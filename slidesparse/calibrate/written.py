@@ -120,7 +120,15 @@ def _prompts(model: Model, samples: int, length: int) -> tuple[list[Ids], str]:
         count, special = min(count, len(tokenizer)), set(tokenizer.all_special_ids)
         start = tokenizer("")["input_ids"][:1]
         start = start if start == [tokenizer.bos_token_id] else []
-        turn = _turn(tokenizer)
+        try:
+            turn = _turn(tokenizer)
+        except Exception as error:  # of Jinja or of the template, which may want other messages
+            if tokenizer.chat_template:
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                note = (
+                    "all of the model's own text begins with random tokens, as its chat template takes no single "
+                    f"message of a user ({reason})"
+                )
     plain = [token for token in range(count) if token not in special]
     begin_chats = 0 < len(turn) < length
     prompts = [
@@ -131,12 +139,9 @@ def _prompts(model: Model, samples: int, length: int) -> tuple[list[Ids], str]:
 
 
 def _turn(tokenizer: Any) -> Ids:
-    """Return the ids up to where the user's turn begins in the chat template; none without a template."""
-    try:
-        chat = tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False)
-        return list(tokenizer(chat[: chat.index(MARK)], add_special_tokens=False)["input_ids"])
-    except Exception:  # of Jinja or of the template, which may want other messages
-        return []
+    """Return the ids up to where the user's turn begins in the chat template."""
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False)
+    return list(tokenizer(chat[: chat.index(MARK)], add_special_tokens=False)["input_ids"])
 
 
 def _by_vllm(model: Model, prompts: Sequence[Ids], length: int, seed: int, report: Report) -> list[Ids]:

@@ -118,6 +118,16 @@ def test_model_without_tokenizer_begins_with_any_token(tmp_path: Path) -> None:
     assert note.startswith("all of the model's own text begins with random tokens, as ")
 
 
+def test_template_that_takes_other_messages_is_said(folder: Path, tmp_path: Path) -> None:
+    """Then no text begins as the user does."""
+    shutil.copytree(folder, tmp_path / "model")
+    template = "{{ messages[1].content }}"  # after those of the system
+    edit_json(tmp_path / "model" / "tokenizer_config.json", chat_template=template)
+    ids, note = written.write(open_model(tmp_path / "model"), 4, 12, no_progress, "--calib")
+    assert {*ids[:, 0].tolist()} == {0}
+    assert "as its chat template takes no single message of a user (UndefinedError: " in note
+
+
 def test_conversion_and_distillation_by_own_text(folder: Path, tmp_path: Path) -> None:
     """A second run has the same bytes, and so the same text."""
     options: dict[str, Any] = {"data": ("self",), "samples": 8, "epochs": 0}
