@@ -29,7 +29,7 @@ from slidesparse import files
 from slidesparse.build.compile import cache_folder, make_folder
 from slidesparse.calibrate.inputs import free_bytes
 from slidesparse.calibrate.model import Model
-from slidesparse.checkpoint.tokens import automatic_tokenizer, require_ids
+from slidesparse.checkpoint.tokens import automatic_tokenizer, require_ids, templated
 from slidesparse.errors import LOGGER, CalibrationError, SlideSparseError, is_out_of_memory
 from slidesparse.evaluate.engine import run
 from slidesparse.progress import Progress
@@ -140,7 +140,7 @@ def _prompts(model: Model, samples: int, length: int) -> tuple[list[Ids], str]:
 
 def _turn(tokenizer: Any) -> Ids:
     """Return the ids up to where the user's turn begins in the chat template."""
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False)
+    chat = templated(tokenizer, [{"role": "user", "content": MARK}])
     return list(tokenizer(chat[: chat.index(MARK)], add_special_tokens=False)["input_ids"])
 
 

@@ -8,6 +8,8 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from datetime import datetime
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -27,6 +29,8 @@ TEXT, MESSAGES, TOOLS = "text", "messages", "tools"
 TURNS = "conversations"  # instead of messages, as ShareGPT has them: {"from": "human", "value": "..."}
 SPEAKERS = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")}
 SPEAKERS |= {role: role for role in ("system", "user", "assistant", "tool")}
+DAY = datetime(2025, 7, 1)
+_NOW = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")  # transformers' function for templates
 SPLIT = "train"  # of a dataset on the Hub
 BUFFER = 1000  # of its documents, from which the next one is drawn
 BATCH = 2**20  # characters that are encoded together, in 200 times the memory
@@ -347,13 +351,26 @@ def _text(document: Document, folder: Path, open_chat: Callable[[Path], Any]) ->
         return document
     chat = open_chat(folder)
     try:
-        text: str = chat.apply_chat_template(document.messages, tools=document.tools, tokenize=False)
+        text = templated(chat, document.messages, document.tools)
     except Exception as error:  # of Jinja, or of the template
         reason = " ".join(str(error).split())
         raise SlideSparseError(
             f"the tokenizer of {folder} has no chat template for these messages ({reason}), which begin with "
             f"{shown(document.messages[0])}; give texts instead"
         ) from error
+    return text
+
+
+def templated(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
+    """Return a conversation as text by a tokenizer's chat template.
+
+    Where a template prints the date, that is DAY, so that data are the same on the next day, when a run is resumed.
+    """
+    options: dict[str, Any] = {"tools": tools, "tokenize": False}
+    with suppress(NotImplementedError):  # of Mistral's own tokenizers, which have no template
+        template = tokenizer.get_chat_template(tools=tools)
+        options["chat_template"] = _NOW.sub(lambda call: repr(DAY.strftime(call[2])), template)
+    text: str = tokenizer.apply_chat_template(messages, **options)
     return text
 
 

@@ -28,7 +28,7 @@ from transformers import AutoTokenizer
 from slidesparse.calibrate import samples as module
 from slidesparse.calibrate.model import Model
 from slidesparse.calibrate.samples import Samples, _sample_each_text, join, load_sources
-from slidesparse.checkpoint.tokens import is_dataset, read_documents, tokenize
+from slidesparse.checkpoint.tokens import _text, automatic_tokenizer, is_dataset, read_documents, tokenize
 from slidesparse.errors import SlideSparseError
 from slidesparse.progress import no_progress
 
@@ -184,6 +184,19 @@ def test_conversations_call_tools_and_have_parts(decoder: Model, tmp_path: Path,
         table = pyarrow.Table.from_pylist([{"messages": turns, "tools": json.dumps(tools)}])
         parquet.write_table(table, path := str(tmp_path / "chat.parquet"))
     assert rows(load(path, decoder, 1, 8)) == [[3, 5, 1, 2, END, 6, 2, END]]
+
+
+def test_conversations_are_the_same_on_every_day(decoder: Model, tmp_path: Path) -> None:
+    """Though templates, such as Llama 3.2's, print the date: a run can be resumed on the next one."""
+    folder = decoder.checkpoint.folder
+    now = """strftime_now('%d %b %Y') if strftime_now is defined else 'never'"""
+    template = "{{ " + now + " }} {{ messages[0].content }}"
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    path = texts(tmp_path, {"messages": TURNS})
+    documents = read_documents(path)
+    (text,) = (_text(document, folder, automatic_tokenizer) for document in documents)
+    assert text == "01 Jul 2025 a b"
 
 
 def test_parquet_has_no_keys_of_other_rows(tmp_path: Path) -> None:
