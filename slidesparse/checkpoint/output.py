@@ -33,15 +33,15 @@ def require_free_name(source: Path, out: Path) -> None:
     length, parent, problem = len(os.fsencode(place.name)), _existing_parent(out), ""
     if length > MAX_NAME:
         problem = f"cannot be created: its name has {length} bytes; choose one of at most {MAX_NAME}"
-    elif out.is_dir() and any(out.iterdir()):
+    elif place.is_dir() and any(place.iterdir()):  # "new/.." is a folder, too
         problem = "is not empty; name a new one, or empty it first"
-    elif out.exists() and not out.is_dir():
+    elif place.exists() and not place.is_dir():
         problem = "is a file; name a new folder"
     elif not parent.is_dir():
         problem = f"lies below {parent}, which is a file; name another folder"
     elif place.is_relative_to(os.path.realpath(source)):  # which may be a link to itself
         problem = f"lies inside the source {source}; name one elsewhere"
-    elif out.is_dir() and out.samefile("."):  # the shell would stay in a folder that is deleted
+    elif place.is_dir() and place.samefile("."):  # the shell would stay in a folder that is deleted
         problem = "is the current folder, which would be replaced; run the command in another one"
     elif place.is_mount():  # a folder cannot be renamed to it
         problem = "is where a disk or volume is mounted; name a folder in it"

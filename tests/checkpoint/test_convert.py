@@ -505,6 +505,7 @@ def test_invalid_outputs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(stream, "_check_values", lambda *_: pytest.fail("the source was read"))
     for out, words in {
         "full": f"{tmp_path / 'full'} is not empty",
+        "new/..": f"{tmp_path}/new/.. is not empty",
         "source": "is not empty",
         "/": "is not empty",
         "file": "is a file",
