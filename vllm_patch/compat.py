@@ -71,6 +71,16 @@ def current_config() -> Any:
     return get_current_vllm_config()
 
 
+def pad_no_products() -> None:
+    """Let Inductor pad no matrix products of the model under construction, unless its user chose.
+
+    It pads those whose outputs are no multiple of eight wide where it measures a gain.  vLLM's kernels that choose
+    experts read such router logits as if there were no padding (vLLM issue 56900), and choose others for all tokens but
+    the first.
+    """
+    current_config().compilation_config.inductor_compile_config.setdefault("shape_padding", False)
+
+
 def loads_dummy_weights() -> bool:
     """Return whether the model under construction gets random weights (``--load-format dummy``)."""
     return str(current_config().load_config.load_format).endswith("dummy")

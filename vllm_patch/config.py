@@ -162,6 +162,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
     def _method(self, layer: Any, prefix: str) -> Any:
         if not isinstance(layer, RoutedExperts):
             return super().get_quant_method(layer, prefix)
+        compat.pad_no_products()
         ours = experts.method(self, layer, prefix)
         if not isinstance(ours, str):
             return ours

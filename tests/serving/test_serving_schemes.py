@@ -192,6 +192,23 @@ def test_experts_are_ignored_by_the_names_of_the_checkpoint() -> None:
     assert experts.method(parsed, layer, name) == ""
 
 
+def test_products_of_mixtures_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of padded router logits vLLM's kernel reads the wrong rows; a test on GPUs forces Inductor to pad."""
+    from slidesparse.vllm_patch import compat, experts
+    from slidesparse.vllm_patch.config import SlideSparseConfig
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    ours = object()
+    monkeypatch.setattr(experts, "method", lambda *_: ours)
+    for chosen, expected in (({}, False), ({"shape_padding": True}, True)):
+        compilation = SimpleNamespace(inductor_compile_config=chosen)
+        vllm_config = SimpleNamespace(compilation_config=compilation)
+        monkeypatch.setattr(compat, "current_config", lambda vllm_config=vllm_config: vllm_config)
+        parsed = SlideSparseConfig.from_config(config("dense"))
+        assert parsed._method(object.__new__(RoutedExperts), "experts") is ours
+        assert compilation.inductor_compile_config["shape_padding"] is expected
+
+
 def test_slided_config_gets_head_counts() -> None:
     """As in vLLM's own config, they are needed for scales of the KV cache per head."""
     from slidesparse.vllm_patch.config import SlideSparseConfig

@@ -3,12 +3,16 @@
 Imported by an engine's process (`engines.Request.registered`).  INT8 experts are run by `fused_experts` with inputs
 quantized per token.  vLLM 0.25.1's own method quantizes none: it takes a missing static scale for 16-bit inputs
 (vLLM pull request 50833), and the class that it runs refuses INT8 ones (51411).
+
+Inductor is told to pad all products that it may, by which vLLM would choose the wrong experts (issue 56900); otherwise
+it does so only where a product seems faster when it compiles.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch._inductor.config
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.config import int8_w8a8_moe_quant_config
 from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
@@ -35,3 +39,4 @@ def _apply(self: Any, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Ten
 
 of_int8.CompressedTensorsW8A8Int8MoEMethod.apply = _apply
 Hopper.refuses_experts = lambda *_: "that a test leaves to vLLM"  # type: ignore[method-assign]
+torch._inductor.config.force_shape_pad = True
