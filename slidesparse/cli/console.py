@@ -164,14 +164,15 @@ def byte_progress(lines: bool = False) -> Iterator[Callable[..., None]]:
 
 def _progress_lines() -> Callable[..., None]:
     """Return a function that prints a line at most every LINE_SECONDS, and so none for a short phase."""
-    called = printed = time.monotonic()
-    current, began = "", called
+    called = printed = began = time.monotonic()
+    current = ""
 
     def advance(phase: str, done: int, total: int, detail: str = "") -> None:
         nonlocal called, printed, current, began
+        now = time.monotonic()
         if phase != current:
-            current, began = phase, called  # when the previous phase ended
-        called = time.monotonic()
+            began = called if current else now  # when the previous phase ended; before the first, vLLM may start
+        current, called = phase, now
         if called - printed < LINE_SECONDS or not 0 < done < total:
             return
         printed, took = called, called - began

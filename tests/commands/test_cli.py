@@ -514,3 +514,20 @@ def test_commands_work_without_torch_or_explain_what_is_missing(command: str, co
     result = run(WITHOUT_TORCH, *command.split())
     assert (result.returncode, bool(result.stdout), bool(result.stderr)) == (code, not error, bool(error))
     assert error in result.stderr
+
+
+def test_progress_of_a_phase_counts_from_the_end_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first phase begins with its own work, as vLLM may start before it."""
+    now, lines = [0.0], list[str]()
+    monkeypatch.setattr(console, "LINE_SECONDS", 30)
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(console.err, "print", lines.append)
+    advance = console._progress_lines()
+    for now[0], phase, done in (
+        (40, "checking", 0),
+        (60, "checking", 50),
+        (70, "checking", 100),
+        (100, "pruning", 20),
+    ):
+        advance(phase, done, 100)
+    assert lines == ["checking 50% in 20 s, about 20 s left", "pruning 20% in 30 s, about 120 s left"]
