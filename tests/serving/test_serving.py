@@ -93,6 +93,23 @@ def test_int8_tokens_equal_stock_for_every_pattern(engines: Engines, store: Path
     assert sparse(engines, checkpoint(store, QWEN, pattern, layout)).tokens == expected.tokens
 
 
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_speculative_decoding_tokens_equal_stock(engines: Engines, store: Path, method: str) -> None:
+    """By n-grams of the text, or by a draft model at another pattern, for which not every CPU build has kernels."""
+    model, draft = (checkpoint(store, QWEN, pattern) for pattern in ("6:8", "2:4"))
+    speculation: dict[str, object] = {"method": method, "num_speculative_tokens": 3}
+    speculation |= {"prompt_lookup_max": 3} if method == "ngram" else {"model": draft}
+    settings = {"options": {"speculative_config": speculation}}
+    expected = engines.ask(Request(model, env=STOCK, **settings))
+    if expected.error and method == "draft_model":
+        pytest.skip(f"stock vLLM drafts nothing here: {expected.error.splitlines()[-1][:200]}")
+    assert not expected.error, expected.error
+    answer = engines.serve(model, **settings)
+    assert answer.tokens == expected.tokens
+    layers = [served["layers"] for served in summaries(answer.log)]
+    assert layers == [{"6:8": 8}, {"2:4": 8}][: 1 + (method == "draft_model")]
+
+
 def test_per_tensor_scales_tokens_equal_stock(engines: Engines, store: Path) -> None:
     source = write_w8a8(QWEN, store / "per-tensor", strategy="tensor")
     dense = str(converted(source, store / "per-tensor-pruned", "6:8", "dense"))
