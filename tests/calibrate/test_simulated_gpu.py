@@ -22,7 +22,7 @@ from calibration import calibrated, save, write_ids
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from slidesparse.calibrate import finetune, graphs
+from slidesparse.calibrate import graphs
 from slidesparse.checkpoint.inspection import inspect
 from slidesparse.convert.budget import Budget
 
@@ -53,8 +53,8 @@ def simulated_gpu() -> Iterator[None]:
         for name, function in CUDA_FUNCTIONS.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, function))
         stack.enter_context(mock.patch.object(torch, "compile", lambda function, **_: function))
-        for module in (graphs, finetune):  # no CUDA graphs, nor an optimizer that could be recorded
-            stack.enter_context(mock.patch.object(module, "can_record", return_value=False))
+        # no CUDA graphs, nor an optimizer that could be recorded
+        stack.enter_context(mock.patch.object(graphs, "can_record", return_value=False))
         stack.enter_context(mock.patch.object(torch.optim, "Adam", _adam))
         for name in ("autocast", "is_autocast_enabled", "get_autocast_dtype"):
             stack.enter_context(mock.patch.object(torch, name, partial(_for_cpu, getattr(torch, name))))
