@@ -103,7 +103,9 @@ class Model:
         """The longest sequence in tokens; for LongRoPE, of those that its short factors are for."""
         config = self.skeleton.text_config
         longest = int(getattr(config, "max_position_embeddings", None) or UNLIMITED)
-        of_tokens = self.skeleton.model.get_input_embeddings()
+        of_tokens = None
+        with suppress(NotImplementedError):  # of models that embed hashes of characters, such as Canine
+            of_tokens = self.skeleton.model.get_input_embeddings()
         for module in self.skeleton.model.modules():
             # RoBERTa numbers positions from the row after that of padding
             is_embedding = isinstance(module, nn.Embedding) and module is not of_tokens

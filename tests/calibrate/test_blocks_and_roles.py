@@ -131,6 +131,7 @@ def test_longest_sequence(tmp_path: Path) -> None:
         ("llama", {"vocab_size": 256, "pad_token_id": 255}, 256),
         ("roberta", {"pad_token_id": 1}, 254),
         ("phi3 longrope", {}, 64),
+        ("canine", {}, 256),  # which embeds characters, not tokens
     ):
         save(name, tmp_path / name, **settings)
         assert open_model(tmp_path / name).longest == longest
