@@ -171,7 +171,7 @@ def _progress_lines() -> Callable[..., None]:
         nonlocal called, printed, current, began
         now = time.monotonic()
         if phase != current:
-            began = called if current else now  # when the previous phase ended; before the first, vLLM may start
+            began = called if current else now  # when the phase before ended, if there was one
         current, called = phase, now
         if called - printed < LINE_SECONDS or not 0 < done < total:
             return

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -51,11 +52,36 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # None if it was closed
             stream.reconfigure(errors="backslashreplace")
+    code: Any = 0
+    problem: OSError | None = None
     try:
         app()
+    except SystemExit as ended:
+        code = ended.code
     except OSError as error:  # of Typer, which prints help and what is wrong with options
-        err.print(f"[bold red]error:[/] {error.strerror}: while writing")
-        sys.exit(ENVIRONMENT)
+        problem = error
+    problem = _flush(sys.stdout) or problem
+    if problem and not code:
+        code = ENVIRONMENT
+        if isinstance(problem, BrokenPipeError):  # its reader, such as `head`, has closed the pipe
+            code = FAILED
+        else:
+            err.print(f"[bold red]error:[/] {problem.strerror}: while writing")
+    _flush(sys.stderr)
+    sys.exit(code)
+
+
+def _flush(stream: TextIO | None) -> OSError | None:
+    """Write what a stream has buffered; return why it cannot be written, and drop it, as Python fails with it later."""
+    try:
+        if stream:
+            stream.flush()
+    except OSError as error:
+        assert stream
+        with open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), stream.fileno())
+        return error
+    return None
 
 
 @app.callback(invoke_without_command=True)

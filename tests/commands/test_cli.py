@@ -424,7 +424,7 @@ def test_inspect_exits_1_for_a_violation(converted: Path, as_json: bool) -> None
 def test_closed_pipe_prints_no_error(converted: Path) -> None:
     """Its reader, such as `head`, has read enough."""
     program = "import slidesparse.cli as cli; cli.main()"
-    inspect = shlex.join([sys.executable, "-u", "-c", program, "inspect", str(converted), "--json"])
+    inspect = shlex.join([sys.executable, "-c", program, "inspect", str(converted), "--json"])
     command = ["bash", "-c", f"{inspect} | true; exit ${{PIPESTATUS[0]}}"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (process.returncode, process.stderr) == (1, "")
@@ -434,6 +434,7 @@ def test_closed_pipe_prints_no_error(converted: Path) -> None:
     ("command", "code", "words"),
     [
         ("--help > /dev/full", 3, "error: No space left on device: while writing\n"),
+        ("--version > /dev/full", 3, "error: No space left on device: while reading or writing\n"),
         ("inspect . --json > /dev/full", 2, "error: config.json (the model's configuration) is missing"),
         ("inspect . 2> /dev/full", 2, ""),
     ],
@@ -442,7 +443,8 @@ def test_full_disks_of_outputs_keep_errors_and_codes(
     tmp_path: Path, command: str, code: int, words: str
 ) -> None:
     program = shlex.join([sys.executable, "-c", "import slidesparse.cli as cli; cli.main()"])
-    ran = subprocess.run(["bash", "-c", f"{program} {command}"], cwd=tmp_path, capture_output=True, text=True)
+    script = f"unset PYTHONUNBUFFERED; {program} {command}"
+    ran = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True)
     assert (ran.returncode, ran.stderr[: len(words)]) == (code, words)
     assert ran.stderr.count("\n") == bool(words)
 
