@@ -409,20 +409,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "whole_h100": partial(whole, QWEN, H100),
     "whole_h200": steps,
     "mixtures": partial(spans, MIXTURES),
-    **{
-        make.__name__: make
-        for make in (
-            beside,
-            contexts,
-            cusparselt,
-            bitnet,
-            fusion,
-            layers,
-            popular,
-        )
-    },
-    **{make.__name__: make for make in (gemms, reference, efficiency)},
-    "real_models": real_models,
+    **{make.__name__: make for make in (beside, contexts, cusparselt, bitnet, fusion, layers, popular)},
+    **{make.__name__: make for make in (gemms, reference, efficiency, real_models)},
     "spmm_squares": partial(spmm.squares, H200),
     "spmm_others": partial(spmm.others, H200),
 }
