@@ -189,16 +189,17 @@ def spmm(
 ) -> None:
     """Compare hand-written N:M kernels with cuBLAS and one thread of the CPU; writes OUT/spmm.csv."""
     began = time.monotonic()
-    from benchmarks.conditions import cpu, gpu_conditions
+    from benchmarks.conditions import gpu_conditions
     from benchmarks.records import Records, write_conditions
     from benchmarks.spmm.bench import SPMM, TYPES, jobs, parse_sparsities
+    from slidesparse.doctor import cpu
     from slidesparse.tune import machine
     from slidesparse.tune.shapes import parse_choice, parse_tokens
 
     tokens, dtypes = parse_tokens(sizes), parse_choice("--dtype", dtype, TYPES)
     make = partial(jobs, sizes=tokens, dtypes=dtypes, sparsities=parse_sparsities(sparsity))
     gpu = machine.require_gpu()
-    write_conditions(out / "spmm.json", {**gpu_conditions(gpu, {}), "cpu": cpu()})
+    write_conditions(out / "spmm.json", {**gpu_conditions(gpu, {}), "cpu": cpu()[0]})
     _fill(began, time_limit, gpu, Records(out, SPMM), len(tokens) * len(dtypes), make, as_json)
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import platform
-import re
 import subprocess
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from slidesparse import __version__, gemm, versions
+from slidesparse.doctor import cpu
 from slidesparse.gemm.cuda import CudaBackend
 from slidesparse.tune import machine
 from slidesparse.tune.machine import Gpu
@@ -46,15 +44,7 @@ def gpu_conditions(gpu: Gpu, libraries: Mapping[str, str]) -> dict[str, Any]:
 
 def cpu_conditions() -> dict[str, Any]:
     """Return what figures of a machine without a GPU depend on."""
-    return {"gpu": None, "capability": None, "cpu": cpu(), "versions": _versions()}
-
-
-def cpu() -> str:
-    """Return the name of the CPU."""
-    info = Path("/proc/cpuinfo")
-    text = info.read_text(errors="replace") if info.is_file() else ""
-    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return model[1].strip() if model else platform.processor() or "unknown CPU"
+    return {"gpu": None, "capability": None, "cpu": cpu()[0], "versions": _versions()}
 
 
 def _versions() -> dict[str, str | None]:
