@@ -138,10 +138,8 @@ def _tune_job(session: Session, job: Job, force: bool, counts: Counter[str]) -> 
                 except LibraryError as error:
                     session.skipped.append(f"{job.library.name}: {error}")
                 except torch.OutOfMemoryError:
-                    where = "; give fewer tokens by --m"
-                    session.skipped.append(
-                        f"{_label(job, problems[0])} does not fit into the GPU's memory{where}"
-                    )
+                    full = f"{_label(job, problems[0])} does not fit into the GPU's memory"
+                    session.skipped.append(f"{full}; give fewer tokens by --m")
             for problem in problems:
                 session.advance(_label(job, problem))
     finally:
