@@ -111,11 +111,11 @@ def _write(model: Model, prompts: Sequence[Ids], length: int, seed: int, report:
 def _prompts(model: Model, samples: int, length: int) -> tuple[list[Ids], str]:
     """Return what each sample begins with, and a hint for the user or ""."""
     start, turn, special = Ids(), Ids(), set[int]()
-    count, note = model.vocabulary, ""
+    count, reason = model.vocabulary, ""
     try:
         tokenizer = automatic_tokenizer(model.checkpoint.folder)
     except SlideSparseError as error:
-        note = f"all of the model's own text begins with random tokens, as {error}"
+        reason = str(error)
     else:
         count, special = min(count, len(tokenizer)), set(tokenizer.all_special_ids)
         start = tokenizer("")["input_ids"][:1]
@@ -124,18 +124,15 @@ def _prompts(model: Model, samples: int, length: int) -> tuple[list[Ids], str]:
             turn = _turn(tokenizer)
         except Exception as error:  # of Jinja or of the template, which may want other messages
             if tokenizer.chat_template:
-                reason = " ".join(f"{type(error).__name__}: {error}".split())
-                note = (
-                    "all of the model's own text begins with random tokens, as its chat template takes no single "
-                    f"message of a user ({reason})"
-                )
+                words = " ".join(f"{type(error).__name__}: {error}".split())
+                reason = f"its chat template takes no single message of a user ({words})"
     plain = [token for token in range(count) if token not in special]
     begin_chats = 0 < len(turn) < length
     prompts = [
         turn if begin_chats and number % 2 else [*start, random.Random(number).choice(plain)]
         for number in range(samples)
     ]
-    return prompts, note
+    return prompts, f"all of the model's own text begins with random tokens, as {reason}" * bool(reason)
 
 
 def _turn(tokenizer: Any) -> Ids:
