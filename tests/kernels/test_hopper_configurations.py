@@ -13,9 +13,7 @@ import pytest
 from configurations import Configuration
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from slidesparse.build.compile import FLAGS, compile_with, sources_folder
-from slidesparse.build.find import compiler
+from test_hopper_pack import compile_source
 
 SMS = 132
 MAX_CONFIGURATIONS = 4096
@@ -24,7 +22,7 @@ SIZES = st.integers(1, 40000)
 AROUND = """
 #include <cstring>
 
-#include "configuration.cuh"
+#include "configuration.cu"
 using namespace slidesparse::hopper;
 #define EXPORT extern "C" __attribute__((visibility("default")))
 EXPORT int parses(const char* text, char* again) {
@@ -60,13 +58,7 @@ def fits_as_named(text: str, resident: int) -> tuple[int, int]:
 
 @pytest.fixture(scope="module")
 def native(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("configuration")
-    (folder / "around.cpp").write_text(AROUND)
-    hopper = sources_folder() / "hopper"
-    command = [*compiler(), *FLAGS, "-Wall", "-Wextra", "-Werror", f"-I{hopper}"]
-    command += ["-x", "c++", str(hopper / "configuration.cu"), str(folder / "around.cpp")]
-    compile_with([*command, "-o", str(folder / "configuration.so")])
-    return ctypes.CDLL(str(folder / "configuration.so"))
+    return compile_source(tmp_path_factory.mktemp("configuration"), AROUND)
 
 
 def candidates(
