@@ -75,8 +75,7 @@ def pad_no_products() -> None:
     """Let Inductor pad no matrix products of the model under construction, unless its user chose.
 
     It pads those whose outputs are no multiple of eight wide where it measures a gain.  vLLM's kernels that choose
-    experts read such router logits as if there were no padding (vLLM issue 56900), and choose others for all tokens but
-    the first.
+    experts read such router logits as if there were no padding (vLLM issue 56900), and so the rows of other tokens.
     """
     current_config().compilation_config.inductor_compile_config.setdefault("shape_padding", False)
 

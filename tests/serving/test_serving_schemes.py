@@ -193,7 +193,7 @@ def test_experts_are_ignored_by_the_names_of_the_checkpoint() -> None:
 
 
 def test_products_of_mixtures_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of padded router logits vLLM's kernel reads the wrong rows; a test on GPUs forces Inductor to pad."""
+    """vLLM's kernel reads the wrong rows of padded router logits; a test on GPUs forces Inductor to pad."""
     from slidesparse.vllm_patch import compat, experts
     from slidesparse.vllm_patch.config import SlideSparseConfig
     from vllm.model_executor.layers.fused_moe import RoutedExperts
