@@ -364,7 +364,8 @@ def _text(document: Document, folder: Path, open_chat: Callable[[Path], Any]) ->
 def templated(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
     """Return a conversation as text by a tokenizer's chat template.
 
-    Where a template prints the date, that is DAY, so that data are the same on the next day, when a run is resumed.
+    Where a template prints the date by a literal format, as those of Llama do, that is DAY, so that data are the same
+    on the next day, when a run is resumed.
     """
     options: dict[str, Any] = {"tools": tools, "tokenize": False}
     with suppress(NotImplementedError):  # of Mistral's own tokenizers, which have no template
