@@ -1,7 +1,8 @@
 """The energy that a GPU counts itself, by NVML; standard library only.
 
 On an H100 the counter moves every 100 ms, and a read takes 3 ms, sometimes 30.  Power is therefore the mean between two
-moments at which the counter was seen to move, and not the difference of two reads.
+moments at which the counter was seen to move, and not the difference of two reads.  Of a move that a slow read saw,
+nobody knows when it was: it counts only if the read took little of the time between the first and the last move.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from contextlib import suppress
 
 SLOW_READ_SECONDS = 0.01
+SLOW_READ_SHARE = 0.02  # of the time between the first and the last move of the counter
 
 
 class EnergyCounter:
@@ -19,9 +21,8 @@ class EnergyCounter:
     def __init__(self, gpu: str | int) -> None:
         self._value, self._device = ctypes.c_ulonglong(), ctypes.c_void_p()
         self._last: int | None = None
-        self._ticks: list[
-            tuple[float, int]
-        ] = []  # seconds at which the counter was seen to move, and its value
+        # seconds at which the counter was seen to move, its value, and the seconds that the read took
+        self._ticks: list[tuple[float, int, float]] = []
         self._nvml: ctypes.CDLL | None = None
         with suppress(OSError):
             nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -52,14 +53,16 @@ class EnergyCounter:
         after = time.perf_counter()
         if value != self._last and value is not None:
             self._last = value
-            if after - before < SLOW_READ_SECONDS:  # else nobody knows when it moved
-                self._ticks.append((after, value))
+            self._ticks.append((after, value, after - before))
         return value is not None
 
     @property
     def watts(self) -> float | None:
-        """The mean power between the first and the last move of the counter; None unless it moved twice."""
-        if len(self._ticks) < 2:
+        """The mean power between the first and the last move of the counter whose time is known; None for no two."""
+        span = self._ticks[-1][0] - self._ticks[0][0] if self._ticks else 0.0
+        slow = max(SLOW_READ_SECONDS, SLOW_READ_SHARE * span)
+        known = [(moment, value) for moment, value, seconds in self._ticks if seconds < slow]
+        if len(known) < 2:
             return None
-        (began, first), (ended, last) = self._ticks[0], self._ticks[-1]
+        (began, first), (ended, last) = known[0], known[-1]
         return (last - first) / (ended - began) / 1e3

@@ -53,6 +53,27 @@ def test_power_is_that_between_ticks_of_the_counter(monkeypatch: pytest.MonkeyPa
     assert counter.watts == pytest.approx((50 + 60) / 0.2)
 
 
+@pytest.mark.parametrize(("seconds", "ticks", "watts"), [(0.001, 4, 100), (0.03, 4, None), (0.03, 40, 100)])
+def test_moves_that_slow_reads_see_count_in_long_runs(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, ticks: int, watts: float | None
+) -> None:
+    """At 100 W the counter moves every 0.1 s by 10 J; reads that take 30 ms are a third of 0.1 s, 1% of 4 s."""
+    now, counter = [0.0], EnergyCounter("GPU-none")
+
+    def read() -> int:
+        value = int(now[0] / 0.1 + 1e-6) * 10_000
+        now[0] += seconds
+        return value
+
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(counter, "read", read)
+    counter.restart()
+    for number in range(1, ticks + 1):
+        now[0] = number * 0.1
+        assert counter.poll()
+    assert counter.watts == (watts and pytest.approx(watts))
+
+
 def test_layers_are_timed_in_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All layers of a block are one row of the table; of what cannot run there is a note."""
     monkeypatch.setattr(linear, "find", lambda: None)
