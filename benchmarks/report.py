@@ -55,7 +55,8 @@ STEPS = {"prefill": "prefill, {} tokens per step", "decode": "decode, batch size
 MAIN, OTHER, UNFUSED_RUNS = range(100), range(100, 200), range(200, 300)
 MIXTURES = range(500, 600)  # rounds with pruned experts
 STEPPED = range(700, 800)  # rounds on the H200 by version 0.3.0, with the GPU's part of decode
-PEERS = range(800, 900)  # rounds on the H200 beside what people would pick instead
+PEERS = range(800, 810)  # rounds on the H200 beside what people would pick instead
+POWERED = range(810, 820)  # the same, long enough for the energy of prefill
 NOT_PRUNED = {DENSE: "not pruned"}
 BESIDE = {  # type and column of the rounds PEERS
     ("int8", "bf16"): "BF16",
@@ -179,16 +180,23 @@ def bitnet() -> str:
 
 
 def beside() -> str:
-    """Milliseconds of decode, of a step and of its GPU's part, and thousand tokens/s of prefill, beside other types."""
+    """Milliseconds of decode, of a step and of its GPU's part, and tokens a second and a joule, beside other types."""
     rows = _rounds(PEERS)
     medians = rows.groupby(["stage", "dtype", "column", "M"])[["step_ms", "graph_ms", "rate"]].median()
     steps, graphs = (medians.loc["decode"][value].unstack() for value in ("step_ms", "graph_ms"))
     prefill = medians.loc[PREFILL]["rate"].unstack()[8192]
+    powered = _rounds(POWERED).groupby(["stage", "dtype", "column"])["tokens_per_joule"].median().loc[PREFILL]
     lines = [
-        (label, *map(ratio, (*steps.loc[key], *graphs.loc[key])), f"{prefill[key] / 1000:.1f}")
+        (
+            label,
+            *map(ratio, (*steps.loc[key], *graphs.loc[key])),
+            f"{prefill[key] / 1000:.1f}",
+            f"{powered[key]:.0f}",
+        )
         for key, label in BESIDE.items()
     ]
-    return table(("", *steps, *(f"{m}: the GPU's part" for m in graphs), PREFILL), lines)
+    heads = ("", *steps, *(f"{m}: the GPU's part" for m in graphs), PREFILL, f"{PREFILL}, tokens per joule")
+    return table(heads, lines)
 
 
 def contexts() -> str:
