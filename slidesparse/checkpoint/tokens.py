@@ -13,6 +13,7 @@ from datetime import datetime
 from functools import cache
 from itertools import groupby
 from pathlib import Path
+from string import ascii_letters
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +31,6 @@ TURNS = "conversations"  # instead of messages, as ShareGPT has them: {"from": "
 SPEAKERS = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")}
 SPEAKERS |= {role: role for role in ("system", "user", "assistant", "tool")}
 DAY = datetime(2025, 7, 1)
-_NOW = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")  # transformers' function for templates
 SPLIT = "train"  # of a dataset on the Hub
 BUFFER = 1000  # of its documents, from which the next one is drawn
 BATCH = 2**20  # characters that are encoded together, in 200 times the memory
@@ -364,15 +364,22 @@ def _text(document: Document, folder: Path, open_chat: Callable[[Path], Any]) ->
 def templated(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
     """Return a conversation as text by a tokenizer's chat template.
 
-    Where a template prints the date by a literal format, as those of Llama do, that is DAY, so that data are the same
-    on the next day, when a run is resumed.
+    The date that a template prints, as those of Llama do, is DAY, so that data are the same on the next day, when a run
+    is resumed.
     """
     options: dict[str, Any] = {"tools": tools, "tokenize": False}
     with suppress(NotImplementedError):  # of Mistral's own tokenizers, which have no template
-        template = tokenizer.get_chat_template(tools=tools)
-        options["chat_template"] = _NOW.sub(lambda call: repr(DAY.strftime(call[2])), template)
+        options["chat_template"] = _on_that_day() + tokenizer.get_chat_template(tools=tools)
     text: str = tokenizer.apply_chat_template(messages, **options)
     return text
+
+
+@cache
+def _on_that_day() -> str:
+    """Return the beginning of a template in which DAY replaces today in transformers' function for templates."""
+    codes = (f"%{flag}{letter}" for flag in ("", "-") for letter in ascii_letters)
+    steps = "".join(f" | replace({code!r}, {DAY.strftime(code)!r})" for code in codes)
+    return f"{{% macro strftime_now(format) %}}{{{{ format{steps} }}}}{{% endmacro %}}{{{{ '' }}}}"
 
 
 def automatic_tokenizer(folder: Path) -> Any:

@@ -186,17 +186,26 @@ def test_conversations_call_tools_and_have_parts(decoder: Model, tmp_path: Path,
     assert rows(load(path, decoder, 1, 8)) == [[3, 5, 1, 2, END, 6, 2, END]]
 
 
-def test_conversations_are_the_same_on_every_day(decoder: Model, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        ("strftime_now('%d %b %Y') if strftime_now is defined else 'never'", "01 Jul 2025"),
+        ("strftime_now('%A, %-d ' + '%B').replace(',', '')", "Tuesday 1 July"),
+        ("strftime_now(format = form)[:4]", "2025"),
+    ],
+)
+def test_conversations_are_the_same_on_every_day(
+    decoder: Model, tmp_path: Path, now: str, words: str
+) -> None:
     """Though templates, such as Llama 3.2's, print the date: a run can be resumed on the next one."""
     folder = decoder.checkpoint.folder
-    now = """strftime_now('%d %b %Y') if strftime_now is defined else 'never'"""
-    template = "{{ " + now + " }} {{ messages[0].content }}"
+    template = "{% set form = '%Y-%m-%d' %}{{ " + now + " }} {{ messages[0].content }}"
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     path = texts(tmp_path, {"messages": TURNS})
     documents = read_documents(path)
     (text,) = (_text(document, folder, automatic_tokenizer) for document in documents)
-    assert text == "01 Jul 2025 a b"
+    assert text == f"{words} a b"
 
 
 def test_parquet_has_no_keys_of_other_rows(tmp_path: Path) -> None:

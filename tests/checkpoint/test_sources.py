@@ -305,6 +305,15 @@ def classes(folder: Path) -> Path:
     return folder
 
 
+def other_group(folder: Path) -> Path:
+    """A group of 4-bit weights whose layers, such as those of images, this checkpoint lacks."""
+    groups = block_of(w8a8(folder))["config_groups"]
+    weights = {**groups["group_0"]["weights"], "num_bits": 4, "strategy": "group", "group_size": 128}
+    other = {"targets": ["re:.*vision.*", "RoutedExperts"], "weights": weights, "format": "pack-quantized"}
+    edit_block(folder, config_groups={"group_1": other, **groups})
+    return folder
+
+
 def one_regex(folder: Path) -> Path:
     """A target and scales per tensor that would be the lm_head's, too, were it not ignored."""
     groups = block_of(w8a8(folder, strategy="tensor"))["config_groups"]
@@ -323,6 +332,7 @@ ALIKE: dict[str, tuple[Callable[[Path], Path], tuple[int, int] | None, dict[str,
     "some groups": (some_groups, None, {}, ""),
     "classes": (classes, None, {}, ""),
     "one regex": (one_regex, None, {}, ""),
+    "group without layers": (other_group, None, {}, ""),
     "block": (ct_block, (32, 16), {}, f"13 layers: {DEQUANTIZED}"),
     "block to int8": (ct_block, (32, 16), {"quant": "int8"}, DEQUANTIZED),
     "deepseek": (lambda f: fp8(f, (32, 16)), (32, 16), {"layer": ["0.*o_proj=dense"]}, DEQUANTIZED),

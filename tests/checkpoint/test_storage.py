@@ -78,6 +78,15 @@ def test_reader_reads_files_of_safetensors(
 # Links
 
 
+def test_reader_that_cannot_open_all_files_closes_them(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(llama(tmp_path, shards=3))
+    (tmp_path / checkpoint.files[-1]).unlink()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(FileNotFoundError), checkpoint.reader():
+        pass
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_links_in_a_hub_cache_are_followed(tmp_path: Path) -> None:
     """Files link to ``blobs`` of the repository (tests/commands/test_hub.py), here on to those of the whole cache."""
     repository = tmp_path / "models--org--name"

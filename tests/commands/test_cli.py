@@ -437,6 +437,7 @@ def test_closed_pipe_prints_no_error(converted: Path) -> None:
         ("--version > /dev/full", 3, "error: No space left on device: while reading or writing\n"),
         ("inspect . --json > /dev/full", 2, "error: config.json (the model's configuration) is missing"),
         ("inspect . 2> /dev/full", 2, ""),
+        ("convert --nope 2> /dev/full", 2, ""),
     ],
 )
 def test_full_disks_of_outputs_keep_errors_and_codes(
@@ -447,6 +448,15 @@ def test_full_disks_of_outputs_keep_errors_and_codes(
     ran = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True)
     assert (ran.returncode, ran.stderr[: len(words)]) == (code, words)
     assert ran.stderr.count("\n") == bool(words)
+
+
+def test_a_full_disk_keeps_no_remarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be printed is not printed again and again with each remark that follows."""
+    file = Mock(spec=["write"], write=Mock(side_effect=OSError(errno.ENOSPC, "full")))
+    monkeypatch.setattr(console.err, "file", file)
+    for _ in range(2):
+        console.warn("short")
+    assert [call.args for call in file.write.call_args_list] == [("warning: short\n",)] * 2
 
 
 def test_names_that_the_terminal_cannot_show_are_printed_by_codes(converted: Path, tmp_path: Path) -> None:
