@@ -447,8 +447,12 @@ class Reader:
         self._descriptors: dict[str, int] = {}
 
     def __enter__(self) -> Reader:
-        for file in self.checkpoint.files:
-            self._descriptors[file] = os.open(self.checkpoint.folder / file, os.O_RDONLY)
+        try:
+            for file in self.checkpoint.files:
+                self._descriptors[file] = os.open(self.checkpoint.folder / file, os.O_RDONLY)
+        except OSError:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
