@@ -298,7 +298,14 @@ def _parsed(block: Mapping[str, Any], tensors: Iterable[str]) -> Quantization:
     configs = block.get("config_groups") or {}
     if not isinstance(configs, dict):
         raise _refusal(f"config_groups {shown(configs)}", "an object of groups is")
-    groups = {name: _group(shown(name), group, block.get("format")) for name, group in configs.items()}
+    groups = dict[str, Scheme | None]()
+    for name, group in configs.items():
+        try:
+            groups[name] = _group(shown(name), group, block.get("format"))
+        except CheckpointError:
+            if not isinstance(group, dict) or _applies(_targets(shown(name), group), tensors):
+                raise
+            groups[name] = None
     targets = {
         target: groups[name] for name, group in configs.items() for target in _targets(shown(name), group)
     }
@@ -378,6 +385,22 @@ def _targets(name: str, group: Mapping[str, Any]) -> list[str]:
     if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
         raise _refusal(f"no list of targets in {name}", "names of layers, re: regexes or classes are")
     return targets
+
+
+def _applies(targets: Iterable[str], tensors: Iterable[str]) -> bool:
+    """Return whether a layer may have one of ``targets``; vLLM never looks at a group without layers.
+
+    Names without a dot are classes: Linear may be that of any layer, and vLLM skips the groups of attention.
+    """
+    scaled = [name.removesuffix(SCALE) for name in tensors if name.endswith(SCALE)]
+    names = {*scaled, *filter(None, map(fused_name, scaled)), "Linear", _HEAD_CLASS}
+    found = (
+        search(target[3:], names, "the source's targets:")
+        if target.startswith("re:")
+        else target in names or not ("." in target or target.endswith("Attention"))
+        for target in targets
+    )
+    return not scaled or any(found)
 
 
 def _group(name: str, group: Any, form: Any) -> Scheme | None:

@@ -309,7 +309,7 @@ def other_group(folder: Path) -> Path:
     """A group of 4-bit weights whose layers, such as those of images, this checkpoint lacks."""
     groups = block_of(w8a8(folder))["config_groups"]
     weights = {**groups["group_0"]["weights"], "num_bits": 4, "strategy": "group", "group_size": 128}
-    other = {"targets": ["re:.*vision.*", "RoutedExperts"], "weights": weights, "format": "pack-quantized"}
+    other = {"targets": ["re:.*vision.*", "LlamaAttention"], "weights": weights, "format": "pack-quantized"}
     edit_block(folder, config_groups={"group_1": other, **groups})
     return folder
 
@@ -375,7 +375,7 @@ def test_weights_have_the_sources_codes_or_those_of_codes_times_scales(tmp_path:
     group = quantization_config(plan.quant)["config_groups"]["group_0"]  # type: ignore[index]
     for entry in written["config_groups"].values() if plan.rewritten else ():
         assert entry == {**entry, **group, "targets": entry["targets"]}
-    unquantized = {layer for layer in plan.kept if not parse_block(read).ignores(layer)}
+    unquantized = {layer for layer in plan.kept if not parse_block(read, before).ignores(layer)}
     listed = {*(read.get("ignore") or ["lm_head"]), *unquantized}
     assert not plan.rewritten or set(written["ignore"]) == listed
     vllm_config(written)
