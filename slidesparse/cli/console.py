@@ -38,8 +38,10 @@ class Remarks(Console):
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print what can be printed."""
-        with suppress(OSError):
+        try:
             super().print(*objects, **options)
+        except OSError:
+            del self._buffer[:]  # which would be printed again with what follows
 
 
 out = Console(highlight=False, soft_wrap=True)

@@ -59,7 +59,7 @@ def main() -> None:
     except SystemExit as ended:
         code = ended.code
     except OSError as error:  # of Typer, which prints help and what is wrong with options
-        problem = error
+        problem, code = error, getattr(error.__context__, "exit_code", 0)
     problem = _flush(sys.stdout) or problem
     if problem and not code:
         code = ENVIRONMENT
