@@ -93,7 +93,7 @@ def find_model(name: str) -> tuple[str, tuple[Layer, ...]]:
         for name in skeleton.head_names[:1]
         if name + WEIGHT in checkpoint.tensors
         and checkpoint.require(name + WEIGHT).dtype not in FLOATS
-        and parse_block(checkpoint.quantization_config() or {}).loads_head(name)
+        and parse_block(checkpoint.quantization_config() or {}, checkpoint.tensors).loads_head(name)
     ]
     fused = Model(skeleton, torch.device("cpu")).fused()
     listed = ([name for name in group if metadata is None or name in metadata.layers] for group in fused)

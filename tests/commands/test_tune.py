@@ -342,11 +342,12 @@ def test_an_incomplete_model_is_refused_in_words(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("named", [True, False])
 def test_shape_of_a_quantized_lm_head(tmp_path: Path, named: bool) -> None:
-    """By whatever name, if a target names it; vLLM does not load one of the class Linear."""
+    """By whatever name, if a target names it; vLLM does not load one of the class Linear, nor heed idle groups."""
     source, out = tiny("gpt_neox", tmp_path / "source"), tmp_path / "out"
     convert(source, out, ConvertOptions(SlidePattern(8), layer_patterns=(("embed_out", SlidePattern(None)),)))
-    if not named:
-        edit_block(out, config_groups={"group_0": block_of(out)["config_groups"]["group_0"]})
+    groups = block_of(out)["config_groups"]
+    groups = groups if named else {"group_0": groups["group_0"]}
+    edit_block(out, config_groups={**groups, "idle": {"targets": ["re:vision"], "weights": {"num_bits": 4}}})
     found = [(layer.n, layer.k) for layer in shapes.find_model(str(out))[1] if layer.name == "embed_out"]
     assert found == [(128, 64)] * named
     assert not any(layer.name == "embed_out" for layer in shapes.find_model(str(source))[1])
