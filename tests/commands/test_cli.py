@@ -450,13 +450,13 @@ def test_full_disks_of_outputs_keep_errors_and_codes(
     assert ran.stderr.count("\n") == bool(words)
 
 
-def test_a_full_disk_keeps_no_remarks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_no_remarks() -> None:
     """What cannot be printed is not printed again and again with each remark that follows."""
     file = Mock(spec=["write"], write=Mock(side_effect=OSError(errno.ENOSPC, "full")))
-    monkeypatch.setattr(console.err, "file", file)
+    remarks = console.Remarks(file=file)
     for _ in range(2):
-        console.warn("short")
-    assert [call.args for call in file.write.call_args_list] == [("warning: short\n",)] * 2
+        remarks.print("short")
+    assert [call.args for call in file.write.call_args_list] == [("short\n",)] * 2
 
 
 def test_names_that_the_terminal_cannot_show_are_printed_by_codes(converted: Path, tmp_path: Path) -> None:
