@@ -166,15 +166,8 @@ def _config(config: str | Path, quant: str, layers: int | None) -> dict[str, Any
     return {**values, "dtype": "bfloat16"}
 
 
-def _plan(
-    folder: Path,
-    values: dict[str, Any],
-    quant: str,
-    pattern: Pattern | None,
-    layout: str,
-    of_layers: LayerPatterns,
-) -> tuple[ConversionPlan, Skeleton]:
-    """Plan how a float checkpoint of the model would be converted; return the model, too."""
+def _source(folder: Path, values: dict[str, Any]) -> tuple[RandomCheckpoint, Skeleton]:
+    """Return a float checkpoint of the model, and the model."""
     source = RandomCheckpoint(folder, values, None, (), {})
     skeleton = Skeleton(source)
     shapes = skeleton.stored_shapes()
@@ -184,8 +177,20 @@ def _plan(
         name: StoredTensor(TensorSpec(name, NAMES[torch.bfloat16], shape), MODEL, 0)
         for name, shape in shapes.items()
     }
-    source = replace(source, files=(MODEL,), tensors=tensors)
-    if pattern and experts(shapes):
+    return replace(source, files=(MODEL,), tensors=tensors), skeleton
+
+
+def _plan(
+    folder: Path,
+    values: dict[str, Any],
+    quant: str,
+    pattern: Pattern | None,
+    layout: str,
+    of_layers: LayerPatterns,
+) -> tuple[ConversionPlan, Skeleton]:
+    """Plan how a float checkpoint of the model would be converted; return the model, too."""
+    source, skeleton = _source(folder, values)
+    if pattern and experts(source.tensors):
         of_layers = ((EXPERT.pattern, pattern), *of_layers)
     options = ConvertOptions(
         pattern or SlidePattern(None), None if quant == BF16 else quant, layout, layer_patterns=of_layers

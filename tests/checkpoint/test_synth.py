@@ -117,14 +117,15 @@ def test_what_a_config_leaves_out_is_transformers_default(tmp_path: Path) -> Non
     text = {**SIZES, "head_dim": 16, "layer_types": ["full_attention"] * 2}
     del text["vocab_size"]
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    values = {"model_type": "gemma3", "text_config": text, "vision_config": vision}
-    values["architectures"] = ["Gemma3ForConditionalGeneration"]
+    vision |= {"model_type": "siglip_vision_model"}
+    values = {"model_type": "llava", "text_config": {**text, "model_type": "llama"}, "vision_config": vision}
+    values["architectures"] = ["LlavaForConditionalGeneration"]
     (tmp_path / "config.json").write_text(json.dumps(values))
     result = Done("synth", tmp_path / "config.json", tmp_path / "out", "--layers", 1, "--quant", "bf16")
     assert (result.code, result.err) == (0, "")
-    assert "Gemma3ForConditionalGeneration, 1 layers in bf16" in result.out
+    assert "LlavaForConditionalGeneration, 1 layers in bf16" in result.out
     vocabulary = json.loads((tmp_path / "out" / "tokenizer" / "tokenizer.json").read_text())["model"]["vocab"]
-    assert len(vocabulary) == transformers.Gemma3TextConfig().vocab_size
+    assert len(vocabulary) == transformers.LlamaConfig().vocab_size
 
 
 def test_output_without_pattern_is_a_source(tmp_path: Path) -> None:
@@ -179,8 +180,7 @@ PARAMETERS = {
 def test_public_configs_have_sizes_of_the_published_models(tmp_path: Path, name: str) -> None:
     values = module._config(name, "bf16", None)
     (tmp_path / "config.json").write_text(json.dumps(values))
-    plan, _ = module._plan(tmp_path, values, "bf16", None, "dense", ())
-    sizes = {spec.name: spec.shape for file in plan.checkpoint.files for spec in plan.specs(file)}
+    sizes = {name: stored.spec.shape for name, stored in module._source(tmp_path, values)[0].tensors.items()}
     assert sum(math.prod(shape) for shape in sizes.values()) == PARAMETERS[name]
     fused = {"qkv": PROJECTIONS[:3], "o": PROJECTIONS[3:4]}
     fused |= {"gate_up": PROJECTIONS[4:6], "down": PROJECTIONS[6:]}
