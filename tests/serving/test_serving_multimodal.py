@@ -56,6 +56,7 @@ def test_head_of_a_tied_model_is_untied(engines: Engines, skeletons: Skeletons, 
         skeletons.layers(out, stored(Checkpoint.open(out)))
 
 
+@pytest.mark.usefixtures("warm")
 def test_layers_that_vllm_builds_without_asking_are_refused(
     engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
