@@ -386,6 +386,7 @@ def dangle(path: Path) -> None:
     path.symlink_to("gone")
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("damage", [truncate, dangle])
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
 def test_a_tokenizer_that_vllm_cannot_read_is_no_yes(name: str, damage: Any, tmp_path: Path) -> None:
