@@ -193,6 +193,7 @@ def _run(request: Request) -> Answer:
         # vLLM compiles parts of its sampler
         torch._dynamo.config.disable = llm_options(request)["enforce_eager"]
         torch._inductor.config.compile_threads = 1  # in this process, not in others that import torch
+        gc.unfreeze = lambda: None  # a worker that ends would copy all objects, too, which takes seconds
     if request.task == "config_hash":
         return Answer(config_hash=_config(request).compute_hash())
     if request.task == "damaged":
