@@ -36,7 +36,7 @@ from slidesparse.packaged import build
 MARK = ".slidesparse-demo"  # file that marks a folder as the demo's own, which it may empty
 MODEL = "smollm2"
 # Options of `slidesparse convert`
-CONVERT = "--sparsity 6:8 --calib self --samples 16 --seqlen 128 --rotate off"
+CONVERT = "--sparsity 6:8 --calib self --samples 8 --seqlen 128 --rotate off"
 PROMPTS = (
     "The capital of France is",
     "The opposite of hot is",
