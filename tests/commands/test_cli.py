@@ -451,7 +451,7 @@ def test_full_disks_of_outputs_keep_errors_and_codes(
 
 
 def test_a_full_disk_keeps_no_remarks() -> None:
-    """What cannot be printed is not printed again and again with each remark that follows."""
+    """A remark that cannot be printed is not printed again with each one that follows."""
     file = Mock(spec=["write"], write=Mock(side_effect=OSError(errno.ENOSPC, "full")))
     remarks = console.Remarks(file=file)
     for _ in range(2):
