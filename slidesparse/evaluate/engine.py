@@ -85,7 +85,9 @@ def run(
                     if report and line.startswith(DONE):
                         report(int(line.removeprefix(DONE)))
         text = log.read_bytes()[start:].decode(errors="replace")
-        if process.returncode or not out.exists():
+        if (
+            not out.exists()
+        ):  # with it, the exit code tells only how vLLM's threads ended: at times by an abort
             raise SlideSparseError(f"vLLM could not run {model}:\n{find_errors(text)}")
         found = json.loads(out.read_bytes())
     served = summaries(text)

@@ -57,7 +57,9 @@ def main() -> None:
         "logprobs": request_logprobs(llm, request.get("ids", [])),
         "outputs": generate(llm, request.get("prompts", []), request.get("sampling", [])),
     }
-    Path(sys.argv[1]).write_text(json.dumps(answer))
+    out = Path(sys.argv[1])
+    out.with_suffix(".part").write_text(json.dumps(answer))
+    out.with_suffix(".part").rename(out)  # where it is, it is whole
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from models import LLAMA, MODEL, write, write_float
 from transformers import AutoModelForCausalLM
 
 from slidesparse.errors import CheckFailed, SlideSparseError
-from slidesparse.evaluate import perplexity
+from slidesparse.evaluate import engine, perplexity
 from slidesparse.evaluate.engine import Scored, run
 from slidesparse.evaluate.perplexity import bootstrap, window_of, windows
 
@@ -219,3 +219,21 @@ def test_engine_process(engines: Engines, tmp_path: Path, monkeypatch: pytest.Mo
         run(source, {"ids": [[1, 2]]}, {**options, "max_model_len": 10**6}, log)
     headers = [line for line in log.read_text().splitlines() if line.startswith("# ")]
     assert headers == [f"# {source}", f"# {slided}", f"# {source}"]
+
+
+ABORTING = """
+import os, sys, types
+from slidesparse.evaluate import worker
+sys.modules["vllm"] = types.SimpleNamespace(LLM=lambda *_, **__: None, SamplingParams=dict)
+worker.main()
+os.abort()
+"""
+
+
+@pytest.mark.vllm
+def test_answers_count_however_their_process_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of vLLM's libraries have aborted the interpreter at its end, after all was done."""
+    (tmp_path / "aborting.py").write_text(ABORTING)
+    monkeypatch.setattr(engine, "WORKER", "aborting")
+    scores = run(tmp_path, {}, {}, environment={"PYTHONPATH": str(tmp_path)})
+    assert (scores.logprobs.size, scores.outputs) == (0, [])
