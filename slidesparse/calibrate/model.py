@@ -26,6 +26,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from slidesparse.checkpoint.names import SCALE, WEIGHT, other_use
@@ -425,7 +427,7 @@ class Block:
     def output(self, x: Tensor) -> Tensor:
         """Return the block's output for its input, both [samples, tokens, hidden]."""
         args, kwargs = self.model.call(self.number, x.shape[0], x.shape[1])
-        with reading(self.module, self.linears, self.read) if self.read else nullcontext():
+        with reading(self.module, self.linears, self.read) if self.read else nullcontext(), _OwnKeys():
             out = functional_call(self.module, self.weights, (x, *args), kwargs)
         y: Tensor = out[0] if isinstance(out, tuple) else out
         return y
@@ -441,6 +443,24 @@ class Block:
         with reading(self.module, [layer], catch), suppress(_Stop):
             self.output(x)
         return caught[0]
+
+
+class _OwnKeys(TorchFunctionMode):
+    """Gives each query head keys and values of its own in float32 attention on a GPU.
+
+    Where heads share them, torch has no fused kernel for float32, and the others write all attention weights to memory.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is scaled_dot_product_attention and kwargs.get("enable_gqa") and len(args) >= 3:
+            q, k, v, *others = args
+            if q.is_cuda and q.dtype == torch.float32 and not torch.is_autocast_enabled("cuda"):
+                k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+                args, kwargs = (q, k, v, *others), {**kwargs, "enable_gqa": False}
+        return function(*args, **kwargs)
 
 
 @contextmanager
