@@ -104,7 +104,8 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, arithmetic: Arithmetic = "cuda"
 
 def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:
     """Return q * scale, float32 [N, K], for q [N, K] INT8 or FP8 and scale [N, 1], [N] or one element."""
-    return q.float() * scale.float().reshape(-1, 1)
+    values = q.float() if q.dtype == FP8 else q  # the product converts integers
+    return values * scale.float().reshape(-1, 1)
 
 
 def dequantize_blocks(q: Tensor, scale: Tensor, block: tuple[int, int], first_row: int = 0) -> Tensor:

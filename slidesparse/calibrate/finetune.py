@@ -17,15 +17,16 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
+import torch.utils.deterministic
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -35,11 +36,12 @@ from slidesparse.calibrate.graphs import Repeated
 from slidesparse.calibrate.inputs import HiddenStates, Stream
 from slidesparse.calibrate.model import fast_products
 from slidesparse.checkpoint.names import WEIGHT
+from slidesparse.pattern import HARDWARE_LENGTH, SlidePattern
 from slidesparse.quantize import dequantize_rows, quantize_rows
 
-# Adam's peak learning rate for steps of STEP_TOKENS, relative to the root mean square of a layer's weights
+# Adam's peak learning rate for steps of STEP_TOKENS, relative to about the root mean square of a layer's weights
 RATE = 0.01
-BETAS = (0.9, 0.95)
+BETAS, EPSILON = (0.9, 0.95), 1e-10  # the latter for gradients to weights of about one
 WARM_UP_SHARE = 0.05  # share of all steps, after which the learning rate decays to zero along a cosine
 # An epoch has STEPS steps of STEP_TOKENS tokens at most, and MIN_STEP_TOKENS at least: in shorter steps most of the
 # time would go into rounding the weights.
@@ -55,7 +57,10 @@ ATTENTION = {
 RATE_DECAY = 0.25  # factor on the learning rate after an epoch that raised the validation loss
 VALIDATION_INTERVAL = 8
 
-_Piece = tuple[int, slice]  # index of a batch, and some of its samples
+T = TypeVar("T")
+
+_Sample = tuple[int, int]  # index of a batch, and of a sample in it
+_Piece = Sequence[_Sample]  # of equal length
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,8 @@ def finetune(
 
 
 class _Trainer:
+    """Trains weights divided by about their root mean square, so that one learning rate serves all layers."""
+
     def __init__(
         self,
         stream: Stream,
@@ -105,79 +112,86 @@ class _Trainer:
         quantized: Collection[str],
         dtype: torch.dtype,
     ) -> None:
-        self._states, self._targets, self._dtype = stream.states, targets, dtype
+        self._states, self._targets, self._pruned, self._dtype = stream.states, targets, pruned, dtype
         self._block = stream.block.copy()
         replaced = {name + WEIGHT for name in pruned}  # `_load_weights` sets them
         weights = self._block.weights.items()
         self._block.weights = {name: w.clone() for name, w in weights if name not in replaced}
         self._block.read = InputRounder(dtype, quantized)
-        self._values = {name: w.clone().requires_grad_() for name, w in pruned.items()}
-        self._kept = {name: w != 0 for name, w in pruned.items()}
-        tokens = sum(samples * length for samples, length, _ in targets.shapes)
-        self._step_tokens = min(STEP_TOKENS, max(MIN_STEP_TOKENS, tokens // STEPS))
-        max_tokens = min(PIECE_TOKENS[targets.device.type], self._step_tokens)
-        self._training_pieces, self._validation_pieces = _pieces(targets.shapes, max_tokens)
+        # By powers of two, so that the products are the weights to the last bit
+        sizes = {name: _power_of_two(w.square().sum() / (w != 0).sum()) for name, w in pruned.items()}
+        self._scales = {name: torch.where(w != 0, sizes[name], 0.0) for name, w in pruned.items()}
+        self._values = {
+            name: torch.where(w != 0, w / sizes[name], 0.0).requires_grad_() for name, w in pruned.items()
+        }
+        self._rate = torch.zeros((), device=targets.device)
+        self._optimizer = torch.optim.Adam(
+            [*self._values.values()], self._rate, BETAS, EPSILON, capturable=True, fused=True
+        )
+        samples = [(i, j) for i, (count, *_) in enumerate(targets.shapes) for j in range(count)]
+        self._step_tokens = min(STEP_TOKENS, max(MIN_STEP_TOKENS, self._tokens(samples) // STEPS))
+        # Both are all samples if there are fewer than VALIDATION_INTERVAL
+        validation = samples[VALIDATION_INTERVAL - 1 :: VALIDATION_INTERVAL]
+        self._validation_pieces = self._pieces(validation or samples)
+        self._training_samples = [*samples]
+        del self._training_samples[VALIDATION_INTERVAL - 1 :: VALIDATION_INTERVAL]
 
     def run(self, epochs: int) -> Finetuned:
-        validated = Repeated(self._validated, self._targets.device)
+        device = self._targets.device
+        training, validated = Repeated(self._train, device), Repeated(self._validated, device)
         before = lowest = self._validation_error(validated)
-        best, rate = self._weights(), RATE * math.sqrt(self._step_tokens / STEP_TOKENS)
-        optimizer, training = self._optimizer()
+        best, rate = self._copy(), RATE * math.sqrt(self._step_tokens / STEP_TOKENS)
         order = torch.Generator().manual_seed(0)
         for epoch in range(epochs):
-            steps = list(self._steps(order))
+            steps = [*self._steps(order)]
             for number, pieces in enumerate(steps):
                 part = learning_rate_factor((epoch * len(steps) + number + 0.5) / (epochs * len(steps)))
-                for group in optimizer.param_groups:
-                    step_rate = group["size"] * rate * part
-                    if isinstance(group["lr"], Tensor):
-                        group["lr"].fill_(step_rate)
-                    else:
-                        group["lr"] = step_rate
+                self._rate.fill_(rate * part)
                 training([x for piece in pieces for x in self._read(piece)])
             error = self._validation_error(validated)
             if error < lowest:
-                lowest, best = error, self._weights()
+                lowest, best = error, self._copy()
             else:
+                rate *= RATE_DECAY
                 with torch.no_grad():
-                    for name, w in self._values.items():
-                        w.copy_(best[name])
-                rate, (optimizer, training) = rate * RATE_DECAY, self._optimizer()
-        return Finetuned(best, before**0.5, lowest**0.5)
+                    for name, value in self._values.items():
+                        value.copy_(best[name])
+                    for state in (
+                        x for of_value in self._optimizer.state.values() for x in of_value.values()
+                    ):
+                        state.zero_()
+        trained = {name: value * self._scales[name] for name, value in best.items()}
+        return Finetuned(trained if lowest < before else {**self._pruned}, before**0.5, lowest**0.5)
 
-    def _optimizer(self) -> tuple[torch.optim.Optimizer, Repeated]:
-        """Return Adam, and a step of it for the inputs and targets of pieces in turns.
-
-        It has one parameter group per layer, whose "size" is the root mean square of its weights.
-        """
-        groups = [
-            {"params": [w], "size": float(w.detach()[self._kept[name]].square().mean().sqrt())}
-            for name, w in self._values.items()
-            if self._kept[name].any()
+    def _pieces(self, samples: Iterable[_Sample]) -> list[_Piece]:
+        """Return the samples in pieces of equal length, as large as memory and a step allow."""
+        alike = defaultdict[int, list[_Sample]](list)
+        for sample in samples:
+            alike[self._tokens([sample])].append(sample)
+        most = min(PIECE_TOKENS[self._targets.device.type], self._step_tokens)
+        return [
+            found[start : start + size]
+            for length, found in alike.items()
+            for size in (max(1, most // length),)
+            for start in range(0, len(found), size)
         ]
-        device = self._targets.device
-        if device.type == "cpu":
-            optimizer = torch.optim.Adam(groups, lr=0.0, betas=BETAS)
-        else:
-            for group in groups:
-                group["lr"] = torch.zeros((), device=device)
-            optimizer = torch.optim.Adam(groups, betas=BETAS, capturable=True)
-        return optimizer, Repeated(partial(self._train, optimizer), device)
 
     def _steps(self, order: torch.Generator) -> Iterator[list[_Piece]]:
-        """Shuffle the pieces and yield them in groups, one group per optimizer step."""
-        pieces, tokens = [], 0
-        for index in torch.randperm(len(self._training_pieces), generator=order).tolist():
-            pieces.append(self._training_pieces[index])
-            tokens += self._tokens(pieces[-1])
+        """Yield shuffled pieces of shuffled samples in groups, one group per optimizer step."""
+        pieces = _shuffled(self._pieces(_shuffled(self._training_samples, order)), order)
+        step, tokens = list[_Piece](), 0
+        for piece in pieces:
+            step.append(piece)
+            tokens += self._tokens(piece)
             if tokens >= self._step_tokens:
-                yield pieces
-                pieces, tokens = [], 0
-        if pieces:
-            yield pieces
+                yield step
+                step, tokens = [], 0
+        if step:
+            yield step
 
-    def _train(self, optimizer: torch.optim.Optimizer, *data: Tensor) -> None:
-        optimizer.zero_grad(set_to_none=True)
+    def _train(self, *data: Tensor) -> None:
+        """Take a step for the inputs and targets of pieces in turns."""
+        self._optimizer.zero_grad(set_to_none=True)
         inputs, targets = data[::2], data[1::2]
         tokens = sum(x.shape[:-1].numel() for x in inputs)
         kind = self._targets.device.type
@@ -186,13 +200,11 @@ class _Trainer:
                 self._load_weights()
                 loss = self._loss(x, target) / tokens
             loss.backward()
-        optimizer.step()
+        self._optimizer.step()
 
     def _read(self, piece: _Piece) -> tuple[Tensor, Tensor]:
         """Return the input and the target of a piece."""
-        batch, samples = piece
-        x, target = (states[batch][samples].clone() for states in (self._states, self._targets))
-        return x, target
+        return self._states.samples(piece), self._targets.samples(piece)
 
     def _loss(self, x: Tensor, target: Tensor) -> Tensor:
         """Return the loss summed over tokens."""
@@ -201,12 +213,12 @@ class _Trainer:
 
     def _load_weights(self) -> None:
         """Put the current weights, rounded, into the block."""
-        for name, w in self._values.items():
-            self._block.weights[name + WEIGHT] = fake_quantize(w * self._kept[name], self._dtype)
+        for name, value in self._values.items():
+            self._block.weights[name + WEIGHT] = fake_quantize(value * self._scales[name], self._dtype)
 
     @torch.no_grad()
     def _validation_error(self, validated: Repeated) -> float:
-        tokens = sum(self._tokens(piece) for piece in self._validation_pieces)
+        tokens = sum(map(self._tokens, self._validation_pieces))
         losses = (validated(self._read(piece)).double() for piece in self._validation_pieces)
         return float(sum(losses)) / tokens
 
@@ -214,27 +226,21 @@ class _Trainer:
         self._load_weights()
         return self._loss(x, target)
 
-    def _weights(self) -> dict[str, Tensor]:
-        return {name: w.detach() * self._kept[name] for name, w in self._values.items()}
+    def _copy(self) -> dict[str, Tensor]:
+        return {name: value.detach().clone() for name, value in self._values.items()}
 
-    def _tokens(self, piece: _Piece) -> int:
-        batch, samples = piece
-        return int(samples.stop - samples.start) * self._targets.shapes[batch][1]
+    def _tokens(self, samples: Iterable[_Sample]) -> int:
+        return sum(self._targets.shapes[batch][1] for batch, _ in samples)
 
 
-def _pieces(shapes: list[torch.Size], max_tokens: int) -> tuple[list[_Piece], list[_Piece]]:
-    """Return the pieces of the training and validation splits; equal below VALIDATION_INTERVAL samples."""
-    splits: dict[bool, list[_Piece]] = {False: [], True: []}  # by whether samples are for validation
-    first = 0
-    for batch, (samples, tokens, _) in enumerate(shapes):
-        step = max(1, max_tokens // tokens)
-        flags = [(first + i) % VALIDATION_INTERVAL == VALIDATION_INTERVAL - 1 for i in range(samples)]
-        for validates, group in groupby(range(samples), flags.__getitem__):
-            places = list(group)
-            pieces = [places[i : i + step] for i in range(0, len(places), step)]
-            splits[validates] += [(batch, slice(piece[0], piece[-1] + 1)) for piece in pieces]
-        first += samples
-    return splits[False], splits[True] or splits[False]
+def _power_of_two(square: Tensor) -> Tensor:
+    """Return the power of two that is next to the root of a number, within a factor of the root of two."""
+    larger = (2 * square).sqrt()
+    return larger / torch.frexp(larger).mantissa / 2
+
+
+def _shuffled(entries: Sequence[T], order: torch.Generator) -> list[T]:
+    return [entries[i] for i in torch.randperm(len(entries), generator=order).tolist()]
 
 
 def learning_rate_factor(part: float) -> float:
@@ -246,7 +252,15 @@ class _FakeQuantize(torch.autograd.Function):
     @staticmethod
     def forward(_: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        return dequantize_rows(*quantize_rows(rows, dtype)).to(x.dtype).view(x.shape)
+        if rows.is_cuda and not torch.compiler.is_compiling():  # which makes one kernel of the others
+            from slidesparse.kernels.quant_slide import quant_slide  # late: needs Triton
+
+            layout = SlidePattern(HARDWARE_LENGTH).layout(rows.shape[1])  # whose windows do not overlap
+            q, scale = quant_slide(rows, layout, dtype, layout.slided)
+            q = q[:, : layout.in_features]
+        else:
+            q, scale = quantize_rows(rows, dtype)
+        return dequantize_rows(q, scale).to(x.dtype).view(x.shape)
 
     @staticmethod
     def backward(_: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -333,12 +347,16 @@ def fixed_order() -> Iterator[None]:
 
 @contextmanager
 def _deterministic(warn_only: bool) -> Iterator[None]:
+    memory: Any = torch.utils.deterministic
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
+        memory.fill_uninitialized_memory,
     )
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    memory.fill_uninitialized_memory = False  # no result depends on it
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = before[2]

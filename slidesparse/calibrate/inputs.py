@@ -59,6 +59,10 @@ class HiddenStates:
         assert value.shape == self.shapes[index]
         self._tensors[index] = value.to(self._home)
 
+    def samples(self, places: Iterable[tuple[int, int]]) -> Tensor:
+        """Return a copy [samples, ...] of samples of equal shapes, by the index of a batch and of a sample in it."""
+        return torch.stack([self._tensors[batch][sample] for batch, sample in places]).to(self.device)
+
 
 def host_memory() -> int:
     """Return the bytes of host memory, or the container's limit if that is lower."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,31 @@ class Case:
         return float(lost.mean().sqrt())
 
 
+def test_an_epoch_has_each_training_sample_once_in_steps_of_equal_shapes(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU each shape is recorded anew."""
+    read, original = list[tuple[int, int]](), HiddenStates.samples
+
+    def record(states: HiddenStates, places: Sequence[tuple[int, int]]) -> Tensor:
+        read.extend(places)
+        steps.append(len(places))
+        return original(states, places)
+
+    monkeypatch.setattr(HiddenStates, "samples", record)
+    steps = list[int]()
+    Case(source).run(INT8, epochs=0)
+    validation, validating = {*read}, len(steps)
+    read.clear()
+    steps.clear()
+    Case(source).run(INT8, epochs=1)
+    trained = read[2 * len(validation) : -2 * len(validation)]  # inputs and targets of each
+    assert len(validation) == SAMPLES // VALIDATION_INTERVAL
+    assert len(trained) == 2 * (SAMPLES - len(validation))
+    assert {*trained} == {(0, i) for i in range(5)} | {(1, i) for i in range(SAMPLES - 5)} - validation
+    assert len({*steps[validating:-validating]}) <= 2  # the last piece is smaller
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fine_tuning_reduces_the_error_as_served(source: Path, dtype: torch.dtype) -> None:
     """Errors are of held-out samples. Pruned weights stay zero, and a second run gives the same bits.
@@ -110,6 +135,25 @@ def test_fine_tuning_on_a_gpu_is_deterministic(source: Path, dtype: torch.dtype)
     for name, w in case.pruned.items():
         assert torch.equal(tuned.weights[name], repeated.weights[name])
         assert not tuned.weights[name][w == 0].any()
+
+
+@pytest.mark.gpu
+def test_attention_with_shared_keys_writes_no_weights_to_gpu_memory(source: Path) -> None:
+    """Two heads share the keys and values of one; outputs are within float32 sums of those of a CPU."""
+    device, tokens = torch.device("cuda", 0), 8192
+    x = torch.randn(1, tokens, HIDDEN, generator=torch.Generator().manual_seed(3))
+    outputs = []
+    for kind in (CPU, device):
+        model = Model(Skeleton(Checkpoint.open(source)), kind)
+        with model.checkpoint.reader() as reader:
+            block = model.load(reader, 0)
+        model.call(0, 1, tokens)  # is kept
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        outputs.append(block.output(x.to(kind)).cpu())
+        taken = torch.cuda.max_memory_allocated() - before
+    assert taken < LLAMA.heads * tokens**2 * 4 / 4
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-4)
 
 
 def test_fine_tuning_leaves_the_block_and_torch_unchanged(source: Path) -> None:
