@@ -128,48 +128,56 @@ def sparsegpt(w: Tensor, upper: Tensor, pattern: SlidePattern, grid: Tensor | No
     """
     length = pattern.length
     assert length
-    out = F.pad(w.to(upper.dtype, copy=True), (0, -w.shape[1] % length))
+    out = _transposed(w.to(upper.dtype), length)
     arguments = out, _padded(upper, length), length
-    out = recorded(_prune_padded, *arguments) if grid is None else _prune_padded(*arguments, grid)
-    return out[:, : w.shape[1]].contiguous()
+    out = recorded(_prune_padded, *arguments) if grid is None else _prune_padded(*arguments, grid.t())
+    return out[: w.shape[1]].t().contiguous()
+
+
+def _transposed(w: Tensor, length: int) -> Tensor:
+    """Return a copy [K, N] of a weight [N, K], with rows of zeros up to whole blocks of ``length``.
+
+    All that follows works on these: the columns of a block lie together in memory.
+    """
+    return F.pad(w.t(), (0, 0, 0, -w.shape[1] % length)).contiguous()
 
 
 def _prune_padded(out: Tensor, upper: Tensor, length: int, grid: Tensor | None = None) -> Tensor:
-    """Prune ``out`` [N, K] of whole blocks of ``length``, as `sparsegpt` does."""
+    """Prune ``out`` [K, N] of whole blocks of ``length``, as `sparsegpt` does; ``grid`` is [1, N]."""
     out, corners = out.clone(), _blocks(upper, length)
     rules = _rules(corners.mT @ corners)
     step = max(1, BATCH_COLUMNS // length) * length
-    for start in range(0, out.shape[1], step):
-        stop = min(start + step, out.shape[1])
-        errors = out.new_zeros(len(out), stop - start)
+    for start in range(0, len(out), step):
+        stop = min(start + step, len(out))
+        errors = out.new_zeros(stop - start, out.shape[1])
         for first in range(start, stop, length):
             last, corner = first + length, corners[first // length]
-            block, error = out[:, first:last], errors[:, first - start : last - start]
+            block, error = out[first:last], errors[first - start : last - start]
             share, removed = choose_removed(block, rules[first // length])
-            torch.mm(share, corner.t(), out=error)
+            torch.mm(corner, share, out=error)
             rounded = None if grid is None else _round_block(block, removed, corner, grid, error)
-            out[:, first:stop].addmm_(error, upper[first:last, first:stop], alpha=-1)
+            out[first:stop].addmm_(upper[first:last, first:stop].t(), error, alpha=-1)
             block.masked_fill_(removed, 0.0) if rounded is None else block.copy_(rounded)
-        out[:, stop:].addmm_(errors, upper[start:stop, stop:], alpha=-1)
+        out[stop:].addmm_(upper[start:stop, stop:].t(), errors, alpha=-1)
     return out
 
 
 def _round_block(block: Tensor, removed: Tensor, corner: Tensor, grid: Tensor, error: Tensor) -> Tensor:
-    """Round a block [N, L] to -s, 0 and s from left to right, each column compensating for those before it.
+    """Round a block [L, N] to -s, 0 and s column by column, each compensating for those before it.
 
     Args:
-        removed: bool [N, L], the weights that become 0.
+        removed: bool [L, N], the weights that become 0.
         corner: U_gg [L, L].
-        grid: s [N, 1].
-        error: output [N, L], the errors for which later columns compensate when multiplied by U.
+        grid: s [1, N].
+        error: output [L, N], the errors for which later columns compensate when multiplied by U.
     """
     remaining, rounded = block.clone(), torch.zeros_like(block)
-    for i in range(block.shape[1]):
-        column = remaining[:, i : i + 1]
-        code = (column / grid).nan_to_num_().round_().clamp_(-1, 1).masked_fill_(removed[:, i : i + 1], 0.0)
-        rounded[:, i : i + 1] = code * grid
-        error[:, i : i + 1] = (column - rounded[:, i : i + 1]) / corner[i, i]
-        remaining[:, i:].addmm_(error[:, i : i + 1], corner[i : i + 1, i:], alpha=-1)
+    for i in range(len(block)):
+        column = remaining[i : i + 1]
+        code = (column / grid).nan_to_num_().round_().clamp_(-1, 1).masked_fill_(removed[i : i + 1], 0.0)
+        rounded[i : i + 1] = code * grid
+        error[i : i + 1] = (column - rounded[i : i + 1]) / corner[i, i]
+        remaining[i:].addmm_(corner[i : i + 1, i:].t(), error[i : i + 1], alpha=-1)
     return rounded
 
 
@@ -192,48 +200,48 @@ def refine(
     """
     if (length := pattern.length) is None or not sweeps:
         return pruned.clone()
-    out, start_from = (F.pad(x.to(pruned.dtype), (0, -w.shape[1] % length)) for x in (pruned, w))
+    out, start_from = (_transposed(x.to(pruned.dtype), length) for x in (pruned, w))
     h = _padded(damped(hessian), length)
     inverses = torch.linalg.inv(_blocks(h, length)).to(out.dtype)
     h = h.to(out.dtype)
     for _ in range(sweeps):
         arguments = out, start_from, h, inverses
-        out = recorded(_sweep, *arguments) if grid is None else _sweep(*arguments, grid)
-    return out[:, : w.shape[1]].contiguous()
+        out = recorded(_sweep, *arguments) if grid is None else _sweep(*arguments, grid.t())
+    return out[: w.shape[1]].t().contiguous()
 
 
 def _sweep(
     out: Tensor, start_from: Tensor, h: Tensor, inverses: Tensor, grid: Tensor | None = None
 ) -> Tensor:
-    """Optimize every block of ``out`` [N, K] once; ``inverses`` [blocks, L, L] are those of the blocks of ``h``."""
+    """Optimize every block of ``out`` [K, N] once; ``inverses`` [blocks, L, L] are those of the blocks of ``h``."""
     rules, length = _rules(inverses), inverses.shape[1]
     step = max(1, BATCH_COLUMNS // length) * length
-    out, gradient = out.clone(), (out - start_from) @ h
-    for start in range(0, out.shape[1], step):
-        stop = min(start + step, out.shape[1])
-        before = out[:, start:stop].clone()
+    out, gradient = out.clone(), h @ (out - start_from)
+    for start in range(0, len(out), step):
+        stop = min(start + step, len(out))
+        before = out[start:stop].clone()
         for first in range(start, stop, length):
             last, inverse, rule = first + length, inverses[first // length], rules[first // length]
-            block = out[:, first:last]
-            best = torch.addmm(block, gradient[:, first:last], inverse, alpha=-1)
+            block = out[first:last]
+            best = torch.addmm(block, inverse, gradient[first:last], alpha=-1)
             share, removed = choose_removed(best, rule)
             if grid is None:
-                best.addmm_(share, inverse, alpha=-1).masked_fill_(removed, 0.0)
+                best.addmm_(inverse, share, alpha=-1).masked_fill_(removed, 0.0)
             else:
                 best = _best_on_grid(block, best, removed, inverse, h[first:last, first:last], grid)
-            gradient[:, last:stop].addmm_(best - block, h[first:last, last:stop])
+            gradient[last:stop].addmm_(h[last:stop, first:last], best - block)
             block.copy_(best)
-        gradient[:, stop:].addmm_(out[:, start:stop] - before, h[start:stop, stop:])
+        gradient[stop:].addmm_(h[stop:, start:stop], out[start:stop] - before)
     return out
 
 
 def _best_on_grid(
     current: Tensor, best: Tensor, removed: Tensor, inverse: Tensor, h: Tensor, grid: Tensor
 ) -> Tensor:
-    """Return ``best`` [N, L] pruned and rounded, or ``current`` in rows where that is nearer in the norm of H_gg."""
+    """Return ``best`` [L, N] pruned and rounded, or ``current`` in columns where that is nearer in the norm of H_gg."""
     corner = torch.linalg.cholesky(inverse, upper=True)
     rounded = _round_block(best, removed, corner, grid, torch.empty_like(best))
-    costs = [((w - best) @ h * (w - best)).sum(1, keepdim=True) for w in (rounded, current)]
+    costs = [(h @ (w - best) * (w - best)).sum(0, keepdim=True) for w in (rounded, current)]
     return torch.where(costs[0] < costs[1], rounded, current)
 
 
@@ -241,7 +249,7 @@ class Rule(NamedTuple):
     """The inverses (A_PP)^-1 of a block for each of the C choices P of two of its columns."""
 
     diagonal: Tensor  # [2, C]
-    off_diagonal: Tensor  # [1, C]
+    off_diagonal: Tensor  # [C]
 
 
 def _rules(a: Tensor) -> list[Rule]:
@@ -249,35 +257,36 @@ def _rules(a: Tensor) -> list[Rule]:
 
     On a GPU, kernel launches would take most of the time of a loop over blocks.
     """
-    columns, _ = _choices(a.shape[-1], a.device)
+    columns = _choices(a.shape[-1], a.device)
     own = a.diagonal(dim1=-2, dim2=-1)[..., columns]
-    both = a[..., columns[0], columns[1]].unsqueeze(-2)
-    determinant = own.prod(-2, keepdim=True) - both * both
-    return [Rule(*parts) for parts in zip(own.flip(-2) / determinant, -both / determinant, strict=True)]
+    both = a[..., columns[0], columns[1]]
+    determinant = own.prod(-2) - both * both
+    parts = own.flip(-2) / determinant.unsqueeze(-2), -both / determinant
+    return [Rule(*parts) for parts in zip(*parts, strict=True)]
 
 
 def choose_removed(w: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Choose the two cheapest weights P of each row of ``w`` [N, L] to remove; ties go to the leftmost.
+    """Choose the two cheapest weights P of each row, a column of ``w`` [L, N], to remove; ties go to the first.
 
-    Returns w_P (A_PP)^-1 scattered into zeros [N, L], and whether each weight is in P, bool [N, L].
+    Returns w_P (A_PP)^-1 scattered into zeros [L, N], and whether each weight is in P, bool [L, N].
     """
-    step = max(1, CHOICE_ELEMENTS // rule.diagonal.shape[1])
-    if len(w) > step:
-        parts = [choose_removed(part, rule) for part in w.split(step)]
-        return torch.cat([share for share, _ in parts]), torch.cat([removed for _, removed in parts])
-    columns, pairs = _choices(w.shape[1], w.device)
-    selected = w[:, columns]  # [N, 2, C]
-    shares = (selected * rule.diagonal).addcmul_(selected.flip(1), rule.off_diagonal)
-    best = selected.mul_(shares).sum(1).argmin(-1)
-    values = shares.gather(2, best.view(-1, 1, 1).expand(-1, 2, 1)).squeeze(2)
-    chosen = pairs[best]
-    removed = torch.zeros_like(w, dtype=torch.bool).scatter_(1, chosen, True)
-    return torch.zeros_like(w).scatter_(1, chosen, values), removed
+    step = max(1, CHOICE_ELEMENTS // len(rule.off_diagonal))
+    if w.shape[1] > step:
+        shares, kinds = zip(*(choose_removed(part, rule) for part in w.split(step, 1)), strict=True)
+        return torch.cat(shares, 1), torch.cat(kinds, 1)
+    columns = _choices(len(w), w.device)
+    (first, second), (own, others), both = w[columns], rule.diagonal[..., None], rule.off_diagonal[:, None]
+    costs = (first * own).addcmul_(second, both, value=2).mul_(first).addcmul_(second * others, second)
+    best = costs.min(0).indices  # argmin is slower on a CPU
+    chosen = columns[:, best]
+    values = w.gather(0, chosen)
+    values = values * rule.diagonal[:, best] + values.flip(0) * rule.off_diagonal[best]
+    removed = torch.zeros_like(w, dtype=torch.bool).scatter_(0, chosen, True)
+    return torch.zeros_like(w).scatter_(0, chosen, values), removed
 
 
 @cache
-def _choices(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return all choices of two of L columns, in lexicographic order: [2, C], and transposed [C, 2]."""
+def _choices(length: int, device: torch.device) -> Tensor:
+    """Return all choices [2, C] of two of L columns, in lexicographic order."""
     with torch.inference_mode(False):
-        pairs = torch.combinations(torch.arange(length, device=device))
-        return pairs.t().contiguous(), pairs
+        return torch.combinations(torch.arange(length, device=device)).t().contiguous()
