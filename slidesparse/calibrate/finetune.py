@@ -43,8 +43,8 @@ from slidesparse.quantize import dequantize_rows, quantize_rows
 RATE = 0.01
 BETAS, EPSILON = (0.9, 0.95), 1e-10  # the latter for gradients to weights of about one
 WARM_UP_SHARE = 0.05  # share of all steps, after which the learning rate decays to zero along a cosine
-# An epoch has STEPS steps of STEP_TOKENS tokens at most, and MIN_STEP_TOKENS at least: in shorter steps most of the
-# time would go into rounding the weights.
+# An epoch has about STEPS steps.  They have about STEP_TOKENS tokens where there are many, and MIN_STEP_TOKENS where
+# there are few: in shorter steps most of the time would go into rounding the weights.
 STEP_TOKENS = 8192
 STEPS = 32
 MIN_STEP_TOKENS = 512
@@ -118,12 +118,11 @@ class _Trainer:
         weights = self._block.weights.items()
         self._block.weights = {name: w.clone() for name, w in weights if name not in replaced}
         self._block.read = InputRounder(dtype, quantized)
-        # By powers of two, so that the products are the weights to the last bit
-        sizes = {name: _power_of_two(w.square().sum() / (w != 0).sum()) for name, w in pruned.items()}
+        sizes = {
+            name: _power_of_two(w) for name, w in pruned.items()
+        }  # products are the weights to the last bit
         self._scales = {name: torch.where(w != 0, sizes[name], 0.0) for name, w in pruned.items()}
-        self._values = {
-            name: torch.where(w != 0, w / sizes[name], 0.0).requires_grad_() for name, w in pruned.items()
-        }
+        self._values = {name: (w / sizes[name]).requires_grad_() for name, w in pruned.items()}
         self._rate = torch.zeros((), device=targets.device)
         self._optimizer = torch.optim.Adam(
             [*self._values.values()], self._rate, BETAS, EPSILON, capturable=True, fused=True
@@ -163,27 +162,35 @@ class _Trainer:
         trained = {name: value * self._scales[name] for name, value in best.items()}
         return Finetuned(trained if lowest < before else {**self._pruned}, before**0.5, lowest**0.5)
 
+    @torch.no_grad()
+    def _restart(self, values: Mapping[str, Tensor]) -> None:
+        """Continue from these values as if no step had been taken."""
+        for name, value in self._values.items():
+            value.copy_(values[name])
+        for state in self._optimizer.state.values():
+            for x in state.values():
+                x.zero_()
+
     def _pieces(self, samples: Iterable[_Sample]) -> list[_Piece]:
         """Return the samples in pieces of equal length, as large as memory and a step allow."""
         alike = defaultdict[int, list[_Sample]](list)
         for sample in samples:
             alike[self._tokens([sample])].append(sample)
         most = min(PIECE_TOKENS[self._targets.device.type], self._step_tokens)
-        return [
-            found[start : start + size]
-            for length, found in alike.items()
-            for size in (max(1, most // length),)
-            for start in range(0, len(found), size)
-        ]
+        pieces: list[_Piece] = []
+        for length, found in alike.items():
+            size = max(1, most // length)
+            pieces += (found[start : start + size] for start in range(0, len(found), size))
+        return pieces
 
     def _steps(self, order: torch.Generator) -> Iterator[list[_Piece]]:
         """Yield shuffled pieces of shuffled samples in groups, one group per optimizer step."""
-        pieces = _shuffled(self._pieces(_shuffled(self._training_samples, order)), order)
         step, tokens = list[_Piece](), 0
-        for piece in pieces:
+        for piece in _shuffled(self._pieces(_shuffled(self._training_samples, order)), order):
             step.append(piece)
             tokens += self._tokens(piece)
-            if tokens >= self._step_tokens:
+            # with another piece, a step would be further from its size
+            if tokens + self._tokens(piece) / 2 > self._step_tokens:
                 yield step
                 step, tokens = [], 0
         if step:
@@ -233,10 +240,10 @@ class _Trainer:
         return sum(self._targets.shapes[batch][1] for batch, _ in samples)
 
 
-def _power_of_two(square: Tensor) -> Tensor:
-    """Return the power of two that is next to the root of a number, within a factor of the root of two."""
-    larger = (2 * square).sqrt()
-    return larger / torch.frexp(larger).mantissa / 2
+def _power_of_two(w: Tensor) -> float:
+    """Return the power of two that is next to the root mean square of the weights that are not zero."""
+    norm, count = float(torch.linalg.vector_norm(w, dtype=torch.float64)), int((w != 0).sum())
+    return 2.0 ** max(-100, min(100, round(math.log2(norm / count**0.5)))) if 0 < norm < math.inf else 1.0
 
 
 def _shuffled(entries: Sequence[T], order: torch.Generator) -> list[T]:

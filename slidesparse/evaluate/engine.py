@@ -85,9 +85,8 @@ def run(
                     if report and line.startswith(DONE):
                         report(int(line.removeprefix(DONE)))
         text = log.read_bytes()[start:].decode(errors="replace")
-        if (
-            not out.exists()
-        ):  # with it, the exit code tells only how vLLM's threads ended: at times by an abort
+        # Where there is an answer, the exit code tells only how threads of vLLM ended: at times by an abort
+        if not out.exists():
             raise SlideSparseError(f"vLLM could not run {model}:\n{find_errors(text)}")
         found = json.loads(out.read_bytes())
     served = summaries(text)

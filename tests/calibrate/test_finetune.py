@@ -173,13 +173,35 @@ def test_fine_tuning_without_improvement_is_discarded(source: Path, monkeypatch:
     assert all(torch.equal(tuned.weights[name], w) for name, w in case.pruned.items())
 
 
-def test_layer_of_zeros_stays_zero(source: Path) -> None:
-    """The size of its weights, by which steps are scaled, is not a number."""
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factor", [0.0, 1e-30, 1e-24])
+def test_layers_of_zeros_or_tiny_weights_do_not_stop_others(
+    source: Path, dtype: torch.dtype, factor: float
+) -> None:
+    """Their mean square, by which steps are scaled, is below float32."""
     case = Case(source)
-    case.pruned["mlp.up_proj"].zero_()
-    tuned = case.run(INT8, epochs=1)
-    assert not tuned.weights["mlp.up_proj"].any()
+    case.pruned["mlp.up_proj"] *= factor
+    tuned = case.run(dtype, epochs=1)
+    assert all(torch.isfinite(w).all() for w in tuned.weights.values())
+    assert not tuned.weights["mlp.up_proj"][case.pruned["mlp.up_proj"] == 0].any()
     assert tuned.error_after < tuned.error_before
+
+
+def test_steps_are_as_near_to_their_size_as_samples_let_them_be(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two samples of 50 tokens fill a step of 120 better than four do."""
+    monkeypatch.setitem(finetuning.PIECE_TOKENS, "cpu", 120)
+    steps, original = list[int](), finetuning._Trainer._train
+
+    def train(self: Any, *data: Tensor) -> None:
+        steps.append(sum(len(x) for x in data[::2]))
+        original(self, *data)
+
+    monkeypatch.setattr(finetuning._Trainer, "_train", train)
+    Case(source, samples=40, tokens=50).run(INT8, epochs=1)
+    assert sum(steps) == 35
+    assert max(steps) == 3  # the last sample joins two
 
 
 def test_blocks_train_on_trained_ones(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
