@@ -118,9 +118,8 @@ class _Trainer:
         weights = self._block.weights.items()
         self._block.weights = {name: w.clone() for name, w in weights if name not in replaced}
         self._block.read = InputRounder(dtype, quantized)
-        sizes = {
-            name: _power_of_two(w) for name, w in pruned.items()
-        }  # products are the weights to the last bit
+        # By powers of two, so that the products are the weights to the last bit
+        sizes = {name: _power_of_two(w) for name, w in pruned.items()}
         self._scales = {name: torch.where(w != 0, sizes[name], 0.0) for name, w in pruned.items()}
         self._values = {name: (w / sizes[name]).requires_grad_() for name, w in pruned.items()}
         self._rate = torch.zeros((), device=targets.device)
@@ -152,13 +151,7 @@ class _Trainer:
                 lowest, best = error, self._copy()
             else:
                 rate *= RATE_DECAY
-                with torch.no_grad():
-                    for name, value in self._values.items():
-                        value.copy_(best[name])
-                    for state in (
-                        x for of_value in self._optimizer.state.values() for x in of_value.values()
-                    ):
-                        state.zero_()
+                self._restart(best)
         trained = {name: value * self._scales[name] for name, value in best.items()}
         return Finetuned(trained if lowest < before else {**self._pruned}, before**0.5, lowest**0.5)
 
