@@ -170,6 +170,8 @@ def _message(message: Any) -> dict[str, Any]:
     Its content is a text: the parts of one are joined, and a call of tools may lack it.  The arguments of a call are no
     JSON but objects.  Keys without a value are left out.
     """
+    if not isinstance(message, dict):  # such as a map of Parquet, which is a list of pairs
+        raise TypeError(f"found {shown(message)}, no object, as a message")
     if "from" in message and "role" not in message:
         if (speaker := message["from"]) not in SPEAKERS:
             raise ValueError(f"found a turn from {shown(speaker)}, not from {', '.join(SPEAKERS)}")
@@ -378,8 +380,9 @@ def templated(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] |
 def _on_that_day() -> str:
     """Return the beginning of a template in which DAY replaces today in transformers' function for templates."""
     codes = (f"%{flag}{letter}" for flag in ("", "-") for letter in ascii_letters)
-    steps = "".join(f" | replace({code!r}, {DAY.strftime(code)!r})" for code in codes)
-    return f"{{% macro strftime_now(format) %}}{{{{ format{steps} }}}}{{% endmacro %}}{{{{ '' }}}}"
+    steps = "".join(f" | map('replace', {code!r}, {DAY.strftime(code)!r})" for code in codes)
+    parts = f"format.split('%%'){steps} | join('%')"
+    return f"{{% macro strftime_now(format) %}}{{{{ {parts} }}}}{{% endmacro %}}{{{{ '' }}}}"
 
 
 def automatic_tokenizer(folder: Path) -> Any:

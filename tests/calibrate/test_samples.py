@@ -192,6 +192,7 @@ def test_conversations_call_tools_and_have_parts(decoder: Model, tmp_path: Path,
         ("strftime_now('%d %b %Y') if strftime_now is defined else 'never'", "01 Jul 2025"),
         ("strftime_now('%A, %-d ' + '%B').replace(',', '')", "Tuesday 1 July"),
         ("strftime_now(format = form)[:4]", "2025"),
+        ("strftime_now('100%%%d')", "100%01"),
     ],
 )
 def test_conversations_are_the_same_on_every_day(
@@ -360,7 +361,8 @@ REFUSED: dict[str, tuple[bytes | str, str]] = {
         "cut.json.gz cannot be unpacked (Compressed file ended",
     ),
     "tool.jsonl": ('{"messages": [{"role": "user", "content": null}]}', "has no text as its content"),
-    "turns.jsonl": ('{"messages": ["hello"]}', "turns.jsonl, line 1 ("),
+    "turns.jsonl": ('{"messages": ["hello"]}', "line 1 (found 'hello', no object, as a message): give"),
+    "pairs.jsonl": ('{"messages": [[["role", "user"]]]}', "line 1 (found [['role', 'user']], no object"),
     "broken.jsonl": ("plain text\n", "broken.jsonl, line 1 (Expecting value"),
     "half.jsonl": ('"half of a pair: \\ud83d"\n', "half.jsonl, line 1 ('utf-8' codec can't"),
     "role.jsonl": (
