@@ -25,6 +25,9 @@ from torch.overrides import TorchFunctionMode
 from slidesparse.calibrate import graphs
 from slidesparse.checkpoint.inspection import inspect
 from slidesparse.convert.budget import Budget
+from slidesparse.kernels import quant_slide
+from slidesparse.pattern import HARDWARE_LENGTH, SlideLayout
+from slidesparse.quantize import quantize_rows
 
 GPU = torch.device("cuda", 0)
 MARK = "_on_simulated_gpu"
@@ -56,6 +59,7 @@ def simulated_gpu() -> Iterator[None]:
         # no CUDA graphs, nor an optimizer that could be recorded
         stack.enter_context(mock.patch.object(graphs, "can_record", return_value=False))
         stack.enter_context(mock.patch.object(torch.optim, "Adam", _adam))
+        stack.enter_context(mock.patch.object(quant_slide, "quant_slide", _quant_slide))
         for name in ("autocast", "is_autocast_enabled", "get_autocast_dtype"):
             stack.enter_context(mock.patch.object(torch, name, partial(_for_cpu, getattr(torch, name))))
         stack.enter_context(mock.patch.object(ThreadPoolExecutor, "submit", _submit))
@@ -64,8 +68,13 @@ def simulated_gpu() -> Iterator[None]:
         yield
 
 
-def _adam(groups: Any, capturable: bool = False, **options: Any) -> torch.optim.Optimizer:
-    return ADAM(groups, **options)
+def _adam(*arguments: Any, capturable: bool = False, **options: Any) -> torch.optim.Optimizer:
+    return ADAM(*arguments, **options)
+
+
+def _quant_slide(x: Tensor, layout: SlideLayout, dtype: torch.dtype, _: int) -> tuple[Tensor, Tensor]:
+    assert layout.length == HARDWARE_LENGTH
+    return quantize_rows(x, dtype)
 
 
 def _for_cpu(function: Callable[..., Any], _: str, *args: Any, **kwargs: Any) -> Any:
