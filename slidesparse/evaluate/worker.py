@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from slidesparse.files import write_atomically
+
 CHUNK_SAMPLES = 64  # that are scored at a time: vLLM returns some hundred bytes for each of their tokens
 CHUNK_PROMPTS = 512  # that are continued at a time, as many as vLLM runs at once
 
@@ -57,9 +59,7 @@ def main() -> None:
         "logprobs": request_logprobs(llm, request.get("ids", [])),
         "outputs": generate(llm, request.get("prompts", []), request.get("sampling", [])),
     }
-    out = Path(sys.argv[1])
-    out.with_suffix(".part").write_text(json.dumps(answer))
-    out.with_suffix(".part").rename(out)  # where it is, it is whole
+    write_atomically(Path(sys.argv[1]), json.dumps(answer).encode())
 
 
 if __name__ == "__main__":
